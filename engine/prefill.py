@@ -1,0 +1,155 @@
+"""One full pass over the prompt, and the `Trace` that it leaves behind for all variants.
+
+The pass is ordinary exact attention. Of every layer that methods compress the trace keeps K and V as the attention saw
+them (after rotary embedding, not repeated over query heads), and what the variants asked to observe.
+
+Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.attend import causal
+from engine.observe import Observation
+from engine.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+T = TypeVar("T")
+
+
+class Trace:
+    """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
+
+    def __init__(self, shape: ModelShape, s_prompt: int, device: torch.device) -> None:
+        self.shape = shape
+        self.s_prompt = s_prompt
+        self.device = device
+        self.host_device = torch.device("cpu")
+        self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
+        self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
+        self.rest: Any = None  # the model's own cache of the layers that nobody compresses
+        self.turn: Callable[[Tensor, int], Tensor] | None = (
+            None  # moves queries by so many positions
+        )
+        self.seconds = 0.0
+        self.observe_seconds: dict[Observation, float] = {}
+        self._device: dict[int, tuple[Tensor, Tensor]] = {}
+        self._host: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held: set[int] = set()
+        self._observed: dict[tuple[Observation, int], Tensor] = {}
+        self._shared: dict[Hashable, Any] = {}
+
+    def add(self, layer: int, k: Tensor, v: Tensor, scale: float) -> None:
+        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h)."""
+        assert k.shape == (1, self.shape.h_kv, self.s_prompt, self.shape.d_h), (
+            f"layer {layer}: keys are {tuple(k.shape)}"
+        )
+        self._device[layer] = (k.contiguous(), v.contiguous())
+        self.scales[layer] = scale
+
+    def keys(self, layer: int) -> Tensor:
+        """(1, h_kv, s_prompt, d_h), on the model's device."""
+        return self._device[layer][0]
+
+    def values(self, layer: int) -> Tensor:
+        """(1, h_kv, s_prompt, d_h), on the model's device."""
+        return self._device[layer][1]
+
+    def host(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V on the host tier; where host and device are one memory, the same tensors."""
+        return self._host[layer]
+
+    def offload(self, layer: int) -> None:
+        """Put a copy of the layer onto the host tier, pinned and without waiting where there is an accelerator."""
+        if layer in self._host:
+            return
+        if self.device == self.host_device:
+            self._host[layer] = self._device[layer]
+            return
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self._device[layer]]
+        for copy, source in zip(copies, self._device[layer], strict=True):
+            copy.copy_(source, non_blocking=True)
+        self._host[layer] = (copies[0], copies[1])
+
+    def hold(self, layer: int) -> None:
+        """Say that a variant goes on reading the layer's device tensors while it decodes."""
+        self._held.add(layer)
+
+    def settle(self) -> None:
+        """After every variant was built: wait for copies, and free device tensors that nobody holds."""
+        if self.device == self.host_device:
+            return
+        torch.cuda.synchronize(self.device)
+        for layer in self._host.keys() - self._held:
+            del self._device[layer]
+
+    def observe(self, layer: int, what: Observation, q: Tensor, k: Tensor, scale: float) -> None:
+        """Make one observation of one layer, and note what it cost."""
+        start = perf_counter()
+        self._observed[what, layer] = what.observe(q, k, scale)
+        self.observe_seconds[what] = self.observe_seconds.get(what, 0.0) + perf_counter() - start
+
+    def observed(self, what: Observation, layer: int) -> Tensor:
+        """What was observed of a layer; only what a method declared is there."""
+        return self._observed[what, layer]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
+
+        The key must hold everything that the result depends on.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+
+def prefill(
+    model: "Model",
+    ids: Sequence[int],
+    observations: Iterable[Observation] = (),
+    on_layer: Callable[[Trace, int], None] | None = None,
+) -> Trace:
+    """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace."""
+    start = perf_counter()
+    trace = Trace(model.shape, len(ids), model.device)
+    trace.turn = model.turn
+    session = _Reading(trace, tuple(dict.fromkeys(observations)), on_layer)
+    trace.rest = model.new_cache()
+    trace.logits = model.forward(torch.tensor([ids], device=model.device), 0, trace.rest, session)[
+        0
+    ]
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    trace.seconds = perf_counter() - start
+    return trace
+
+
+class _Reading:
+    """Stands in the model's attention during prefill."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        observations: tuple[Observation, ...],
+        on_layer: Callable[[Trace, int], None] | None,
+    ) -> None:
+        self.trace, self.observations, self.on_layer = trace, observations, on_layer
+        self.compressed = frozenset(trace.shape.full_layers)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out = causal(q, k, v, scale, window)
+        if layer in self.compressed:
+            self.trace.add(layer, k, v, scale)
+            for what in self.observations:
+                self.trace.observe(layer, what, q, k, scale)
+            if self.on_layer is not None:
+                self.on_layer(self.trace, layer)
+        return out

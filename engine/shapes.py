@@ -1,0 +1,27 @@
+"""`ModelShape`: everything that budget arithmetic and checks need to know of a model, without the model.
+
+Not here: reading it from a checkpoint (`engine/model.py`), so that this file imports without torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    name: str
+    n_layers: int
+    h: int  # query heads
+    h_kv: int  # KV heads
+    d_h: int  # dimensions of a head
+    window: int  # longest sequence the model was made for, prompt and answer together
+    full_layers: tuple[
+        int, ...
+    ]  # layers with full softmax attention: the ones that methods compress
+
+    def __post_init__(self) -> None:
+        assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"
+
+    @property
+    def g(self) -> int:
+        """Query heads per KV head."""
+        return self.h // self.h_kv

@@ -1,0 +1,145 @@
+"""`SelectiveAttention`: the one interface that every method implements, and the parts that all of them share.
+
+An instance is one variant on one sample. Its life: `build` once per layer as soon as the prompt's K and V are there;
+then, at every decode step and layer, the current token is appended to the window, `select` says which tokens to fetch
+for this query, and attention runs over what is resident and what was fetched. A typical method therefore writes two
+functions: `arrange`, where the prompt's tokens go, and `select`, if it retrieves.
+
+A dropping method calls `store.keep` in `arrange` and writes no `select`. A retrieving method calls `store.offload` and
+returns positions from `select`. Either may leave single layers whole with `store.keep_all`.
+
+Heavy work may start a thread in `arrange` and wait for it in `select`. Work that variants of one method can share goes
+through `trace.once`. A method that can score many rows at once overrides `select_rows`.
+
+Not here: any method.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.blocks import BlockCacheSpec
+from engine.budget import Budget, BudgetRequest, resolve
+from engine.observe import Observation
+from engine.prefill import Trace
+from engine.shapes import ModelShape
+from engine.store import Store
+
+
+class SelectiveAttention(ABC):
+    title: ClassVar[str]  # as tables print it
+    version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
+    drops: ClassVar[
+        bool
+    ]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
+    Params: ClassVar[
+        type
+    ]  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    wants_weights: ClassVar[bool] = (
+        False  # True: `after_attention` gets the weights, at the price of slower attention
+    )
+    pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
+    search_is_free: ClassVar[bool] = (
+        False  # True: it reads more than any `comm` allows and is labelled so
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        request: BudgetRequest,
+        trace: Trace,
+        n_new: int,
+        cache: BlockCacheSpec | None = None,
+    ) -> None:
+        self.params = params
+        self.trace = trace
+        self.budget: Budget = resolve(request, trace.s_prompt, self.drops)
+        self.plan = self.plan_for(params, self.budget, trace.shape)
+        self.store = Store(trace, n_new, cache)
+
+    @classmethod  # noqa: B027
+    def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
+        """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
+
+    @classmethod
+    def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
+        """The method's integers for one prompt, kept as `plan`; `ConfigError` where the budget is too small for them.
+
+        The runner calls it for every prompt before the first prefill.
+        """
+        return None
+
+    @classmethod
+    def observations(cls, params: Any, request: BudgetRequest) -> tuple[Observation, ...]:
+        """What the prefill has to observe for this method."""
+        return ()
+
+    @classmethod
+    def label(cls, params: Any, request: BudgetRequest) -> str:
+        """The method's name in tables; "(C)" says that a dropping method was compensated for `comm`."""
+        compensated = cls.drops and request.compensate and request.comm > 0
+        return f"{cls.title} (C)" if compensated else cls.title
+
+    def build(self, layer: int) -> None:
+        """Take over a layer of the prompt; with the whole prompt in the budget everything stays for good."""
+        if self.budget.is_full:
+            self.store.keep_all(layer)
+        else:
+            self.arrange(layer)
+
+    @abstractmethod
+    def arrange(self, layer: int) -> None:
+        """Say where the prompt's tokens of this layer go: `store.keep`, `store.offload` or `store.keep_all`."""
+
+    def exempt_layers(self) -> Sequence[int]:
+        """Layers that the method leaves whole on purpose; its budget is checked on the others."""
+        return ()
+
+    def protected(self, layer: int) -> Sequence[int]:
+        """Positions that this method promises to attend to at the step just made, whatever the query."""
+        return ()
+
+    def select(self, layer: int, q: Tensor) -> Tensor | None:
+        """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or None."""
+        return None
+
+    @classmethod
+    def select_rows(
+        cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor
+    ) -> list[Tensor | None]:
+        """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
+        return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
+
+    def resident(self, layer: int, q: Tensor) -> list[Part]:
+        """What is attended to without a fetch."""
+        return self.store.resident(layer)
+
+    @classmethod
+    def step_rows(
+        cls,
+        rows: Sequence["SelectiveAttention"],
+        layer: int,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+    ) -> list[list[Part]]:
+        """Append the current token of every row, select, fetch: the parts that each row attends to."""
+        for i, row in enumerate(rows):
+            row.store.append(layer, k_new[i : i + 1], v_new[i : i + 1])
+        parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
+        asking = [i for i, row in enumerate(rows) if row.store.can_fetch(layer)]
+        if asking:
+            asked = cls.select_rows(
+                [rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking]
+            )
+            for i, idx in zip(asking, asked, strict=True):
+                if idx is not None:
+                    parts[i] = [*parts[i], rows[i].store.fetch(layer, idx, cls.pads)]
+        return parts
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """The layer's output (1, h, 1, d_h), for methods that correct it or learn from the weights (1, h, s)."""
+        return out

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attend import Part, attend, attend_weights, causal, partial
+
+
+def reference(q: Tensor, parts: list[Part], scale: float) -> Tensor:
+    """Softmax over the union, everything in float64 and repeated to query heads."""
+    h = q.shape[1]
+    logits, values = [], []
+    for part in parts:
+        repeat = h // part.k.shape[1]
+        k, v = (x.double().repeat_interleave(repeat, 1) for x in (part.k, part.v))
+        x = (q if part.q is None else part.q).double() @ k.mT * scale
+        if part.mask is not None:
+            x = x.masked_fill(~part.mask.repeat_interleave(repeat, 1).unsqueeze(2), -torch.inf)
+        logits.append(x)
+        values.append(v)
+    return torch.cat(logits, -1).softmax(-1) @ torch.cat(values, 2)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some_parts(dtype: torch.dtype, h: int = 6, h_kv: int = 2, d_h: int = 16) -> list[Part]:
+    k, v = draw(1, h_kv, 40, d_h, seed=1, dtype=dtype), draw(1, h_kv, 40, d_h, seed=2, dtype=dtype)
+    return [
+        Part(k[:, :, :9], v[:, :, :9]),  # a view with strides of another tensor
+        Part(
+            draw(1, h, 7, d_h, seed=3, dtype=dtype), draw(1, h, 7, d_h, seed=4, dtype=dtype)
+        ),  # per query head
+        Part(k[:, :, 20:21], v[:, :, 20:21]),  # a single token
+        Part(k[:, :, 30:], v[:, :, 30:], mask=torch.arange(20).view(1, 2, 10) % 3 > 0),
+        Part(k[:, :, 12:18], v[:, :, 12:18], q=draw(1, h, 1, d_h, seed=5, dtype=dtype)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(0, 3), slice(3, 4), slice(0, 5)])
+def test_attention_over_parts_is_attention_over_their_union(
+    dtype: torch.dtype, which: slice
+) -> None:
+    """Error at most twice that of plain torch in the same dtype, both against float64, plus a floor."""
+    q, parts = draw(1, 6, 1, 16, dtype=dtype), some_parts(dtype)[which]
+    exact = reference(q, parts, 0.25)
+    allowed = (
+        2 * (reference(q, parts, 0.25).to(dtype) - exact).abs().max() + 4 * torch.finfo(dtype).eps
+    )
+    assert (attend(q, parts, 0.25) - exact).abs().max() <= allowed
+    out, weights = attend_weights(q, parts, 0.25)
+    assert (out - exact).abs().max() <= allowed
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6))
+
+
+def test_a_part_that_is_all_padding_changes_nothing() -> None:
+    q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
+    nothing = Part(
+        draw(1, 2, 3, 16), draw(1, 2, 3, 16), mask=torch.zeros(1, 2, 3, dtype=torch.bool)
+    )
+    torch.testing.assert_close(attend(q, [*parts, nothing], 0.25), attend(q, parts, 0.25))
+
+
+def test_an_empty_part_changes_nothing() -> None:
+    q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
+    empty = Part(torch.empty(1, 2, 0, 16), torch.empty(1, 2, 0, 16))
+    torch.testing.assert_close(attend(q, [*parts, empty], 0.25), attend(q, parts, 0.25))
+
+
+def test_the_log_sum_exp_is_that_of_the_logits() -> None:
+    q, part = draw(1, 6, 1, 16), some_parts(torch.float32)[0]
+    _, lse = partial(q, part, 0.25)
+    expected = (q @ part.k.repeat_interleave(3, 1).mT * 0.25).logsumexp(-1)
+    torch.testing.assert_close(lse.reshape(1, 6, 1), expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_causal_attention_sees_its_window_and_nothing_ahead(window: int | None) -> None:
+    q, k, v = draw(1, 6, 33, 16), draw(1, 2, 33, 16, seed=1), draw(1, 2, 33, 16, seed=2)
+    logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.25
+    distance = torch.arange(33).unsqueeze(1) - torch.arange(33)
+    hidden = (distance < 0) | (distance >= (window or 33))
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double().repeat_interleave(
+        3, 1
+    )
+    torch.testing.assert_close(
+        causal(q, k, v, 0.25, window).double(), expected, atol=1e-6, rtol=1e-5
+    )
