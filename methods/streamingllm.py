@@ -1,0 +1,92 @@
+"""StreamingLLM (Xiao et al., 2023): keep the first tokens and the latest ones, drop the middle. No scores.
+
+The first tokens soak up attention that has nowhere to go ("sinks"); with them a window of recent tokens keeps a model
+fluent for ever, but whatever lies between is forgotten.
+
+Symbols   paper: attention sinks, recent tokens = `n_sink`, `n_recent` (current token included).
+Per step  moved: nothing; resident: h_kv * (n_sink + n_recent) tokens, all heads and layers alike.
+Differs   keys keep their positions (`position: original`), the only form that equals full attention at ratio 1. The
+          paper numbers tokens by their slot in the cache (`position: cache`). Recent tokens have the same distances
+          either way; only the sinks come nearer, so the query is turned back for the sinks instead of turning keys.
+Fails     on everything that must be looked up in the middle of the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.budget import Budget
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from methods.base import SelectiveAttention
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is kept."""
+
+    n_sink: int
+    n_recent: int  # the current token included
+
+
+class StreamingLLM(SelectiveAttention):
+    title = "StreamingLLM"
+    drops = True
+
+    @dataclass(frozen=True)
+    class Params:
+        n_sink: int
+        generated: str
+        position: str
+
+        def __post_init__(self) -> None:
+            if self.n_sink < 0:
+                raise ConfigError(
+                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
+                )
+            if self.generated not in ("inside", "on_top"):
+                raise ConfigError(
+                    f"method.generated={self.generated} is unknown; use inside (rolling) or on_top (static)"
+                )
+            if self.position not in ("original", "cache"):
+                raise ConfigError(
+                    f"method.position={self.position} is unknown; use original or cache"
+                )
+
+    params: Params
+    plan: Ends
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Ends:
+        if budget.tokens <= params.n_sink and not budget.is_full:
+            raise ConfigError(
+                f"a budget of {budget.tokens} tokens for a prompt of {budget.s_prompt} leaves nothing beside "
+                f"method.n_sink={params.n_sink} sinks; raise ratio or budget, or lower method.n_sink"
+            )
+        return Ends(params.n_sink, budget.tokens - params.n_sink + 1)
+
+    def arrange(self, layer: int) -> None:
+        if self.params.position == "cache" and self.trace.turn is None:
+            raise ConfigError(
+                "method.position=cache needs a model with rotary positions; use method.position=original"
+            )
+        n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)
+        rolls = self.params.generated == "inside"
+        self.store.keep(layer, self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store.n_seen(layer)
+        if self.budget.is_full:
+            return range(n)
+        return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, n - self.plan.n_recent), n)]
+
+    def resident(self, layer: int, q: Tensor) -> list[Part]:
+        parts = self.store.resident(layer)
+        if self.params.position == "original" or self.budget.is_full:
+            return parts
+        sinks, window = self.store.kept_and_window(layer)
+        n_gone = self.store.n_seen(layer) - sinks.k.shape[2] - window.k.shape[2]
+        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        return [replace(sinks, q=self.trace.turn(q, -n_gone)), window] if n_gone else parts

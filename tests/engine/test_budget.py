@@ -1,0 +1,175 @@
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.budget import (
+    Budget,
+    BudgetRequest,
+    find_bytes,
+    key_bytes,
+    parse_fraction,
+    resolve,
+    show,
+    split,
+    token_bytes,
+)
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from methods.oracle import Oracle
+from tests.vectors import Check, differs, first, load
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pqcache").glob("budget_*.npz"))
+
+
+def run_vectors(path: Path) -> list[Check]:
+    """The integers of the budget rules, row by row; columns of methods that are not here are theirs to check."""
+    _, x = load(path)
+    names = [str(name) for name in x["columns"]]
+    return [
+        (f"{path.stem}/{i}", check_row(dict(zip(names, map(int, row), strict=True))))
+        for i, row in enumerate(x["table"])
+    ]
+
+
+def check_row(row: dict[str, int]) -> str | None:
+    shape = ModelShape("vectors", 1, row["Hk"], row["Hk"], row["d_h"], 1 << 20, (0,))
+    asked = BudgetRequest(
+        Fraction(row["ratio_num"], row["ratio_den"]),
+        None,
+        Fraction(row["comm_num"], row["comm_den"]),
+    )
+    budget, compensated = (
+        resolve(asked, row["s"], drops=False),
+        resolve(asked, row["s"], drops=True),
+    )
+    parts = split(budget.tokens, row["sinks"])
+    oracle = Oracle.Params(
+        "group_sum", row["sinks"], Fraction(1, 2), "inside", "official", "renormalise"
+    )
+    official = Oracle.plan_for(oracle, budget, shape)
+    ours = {
+        "B": budget.tokens, "n_sink": parts.n_sink, "local": parts.n_local, "k": parts.k, "B_C": compensated.tokens,
+        "key_bytes": key_bytes(shape, row["s"]), "kv_bytes_per_token": token_bytes(shape),
+        "extra_bytes": find_bytes(shape, budget), "off_oracle_topk": official.k, "off_oracle_local": official.n_window,
+    }  # fmt: skip
+    return first(*(differs(name, value, row[name]) for name, value in ours.items()))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_budgets_agree_with_the_table(path: Path) -> None:
+    cases = run_vectors(path)
+    assert cases
+    assert [problem for _, problem in cases] == [None] * len(cases)
+
+
+def ask(
+    ratio: str | None, tokens: int | None = None, comm: str = "1/64", compensate: bool = True
+) -> BudgetRequest:
+    return BudgetRequest(
+        None if ratio is None else Fraction(ratio), tokens, Fraction(comm), compensate
+    )
+
+
+def test_ratios_are_exact() -> None:
+    assert (
+        resolve(ask("0.29"), 100, False).tokens == 29
+    )  # floor(0.29 * 100) is 28 in floating point
+
+
+def test_a_number_of_tokens_never_exceeds_the_prompt() -> None:
+    assert resolve(ask(None, 500), 100, False) == Budget(
+        100, 100, 100, Fraction(1, 64), Fraction(1)
+    )
+
+
+@given(
+    st.fractions(Fraction(1, 100), 1, max_denominator=1000), st.fractions(0, 1, max_denominator=256),
+    st.integers(100, 200_000), st.integers(1, 128), st.integers(1, 16),
+)  # fmt: skip
+def test_compensation_never_costs_more_than_it_replaces(
+    ratio: Fraction, comm: Fraction, s: int, d_h: int, h_kv: int
+) -> None:
+    """Bytes of the extra tokens stay within the bytes of finding, by less than one token and the floor of the ratio."""
+    shape = ModelShape("any", 1, h_kv, h_kv, d_h, 1 << 20, (0,))
+    request = BudgetRequest(ratio, None, comm)
+    plain, more = resolve(request, s, drops=False), resolve(request, s, drops=True)
+    extra = (more.tokens - plain.tokens) * token_bytes(shape)
+    assert extra <= comm * key_bytes(shape, s) + token_bytes(shape)
+    if more.tokens < s:
+        assert extra > comm * key_bytes(shape, s) - 2 * token_bytes(shape)
+
+
+@given(st.integers(1, 10_000), st.integers(0, 64), st.fractions(0, 1, max_denominator=64))
+def test_a_split_adds_up_to_its_budget(tokens: int, n_sink: int, share: Fraction) -> None:
+    parts = split(tokens, n_sink, share)
+    assert parts.n_sink + parts.n_local + parts.k == tokens
+    assert min(parts.n_sink, parts.n_local, parts.k) >= 0
+
+
+@given(
+    st.fractions(Fraction(1, 200), 1),
+    st.fractions(Fraction(1, 200), 1),
+    st.integers(200, 5000),
+    st.booleans(),
+)
+def test_more_budget_never_keeps_less(a: Fraction, b: Fraction, s: int, drops: bool) -> None:
+    small, large = sorted((a, b))
+    request = [BudgetRequest(ratio, None, Fraction(1, 64)) for ratio in (small, large)]
+    assert resolve(request[0], s, drops).tokens <= resolve(request[1], s, drops).tokens
+
+
+def test_only_dropping_methods_that_want_it_are_compensated() -> None:
+    assert resolve(ask("0.1"), 1280, drops=False).tokens == 128
+    assert resolve(ask("0.1"), 1280, drops=True).tokens == 138
+    assert resolve(ask("0.1", compensate=False), 1280, drops=True).tokens == 128
+
+
+def test_the_whole_prompt_is_full_attention() -> None:
+    assert resolve(ask("1"), 77, drops=False).is_full
+    assert not resolve(ask("0.99"), 77, drops=False).is_full
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "comm", "key"),
+    [
+        ("0", None, "0", "ratio=0"),
+        ("1.5", None, "0", "ratio=1.5"),
+        ("0.2", 9, "0", "both given"),
+        (None, None, "0", "neither"),
+        (None, 0, "0", "budget=0"),
+        ("0.2", None, "-1", "comm=-1"),
+        ("0.2", None, "2", "comm=2"),
+    ],
+)
+def test_impossible_budgets_name_their_key(
+    ratio: str | None, tokens: int | None, comm: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        ask(ratio, tokens, comm)
+
+
+def test_a_ratio_that_leaves_no_token_is_refused_with_the_smallest_that_works() -> None:
+    with pytest.raises(ConfigError, match="the smallest ratio for it is 1/10"):
+        resolve(ask("0.05"), 10, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1/64", Fraction(1, 64)), ("0.2", Fraction(1, 5)), (0.1, Fraction(1, 10)), (1, Fraction(1))],
+)
+def test_fractions_are_read_as_written(text: str | float, value: Fraction) -> None:
+    assert parse_fraction(text, "comm") == value
+
+
+@pytest.mark.parametrize("text", ["abc", "1/0", "", "nan"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number"):
+        parse_fraction(text, "comm")
+
+
+@given(st.fractions(0, 1))
+def test_shown_fractions_can_be_read_back(value: Fraction) -> None:
+    assert parse_fraction(show(value), "ratio") == value
