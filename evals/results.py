@@ -1,0 +1,811 @@
+"""A run's folder: written while samples end, continued after a stop, read by tables and plots.
+
+In this order: the rows (`SampleRow`, `RunResult`, checked whenever one is made or read), pure
+functions on them (`summarise`, `config_hash`), and `RunFolder`, the only writer. Its promises:
+
+- a sample counts once its line in samples.jsonl ends in a newline, never before and never twice;
+- result.json exists only when everything else is in place; a stopped run has none;
+- every file but samples.jsonl is written beside its place and renamed: it is whole or absent;
+- one process at a time: an exclusive lock is held from `open` to `close`.
+
+runs/README.md describes every file and key. Nothing here imports torch, and only ledgers import
+pyarrow, so that a table can be made on a laptop and a finished run be recognised at once.
+
+Not here: the loop over samples (`evals/runner.py`), statistics over runs (`plots/stats.py`).
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from io import BytesIO
+from math import fsum, isfinite
+from pathlib import Path
+from types import TracebackType, UnionType
+from typing import Any, BinaryIO, Self, cast, get_args, get_origin
+
+import yaml
+from filelock import FileLock, Timeout
+
+from engine.errors import ConfigError
+
+SCHEMA_VERSION = 1
+N_RESAMPLES = 10_000
+BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
+KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result
+
+# Fields of `RunResult` and the key of a sample's ledger summary that each is the mean of. A null
+# was not measured. `within_budget`, a bool, stands beside them and must hold for every sample.
+LEDGER_MEANS = {
+    "tokens_budget_mean": "tokens_budget",
+    "tokens_attended_mean": "tokens_attended_mean",
+    "effective_ratio": "effective_ratio",
+    "bytes_resident_device": "bytes_resident_device",
+    "bytes_resident_host": "bytes_resident_host",
+    "bytes_resident_device_actual": "bytes_resident_device_actual",
+    "bytes_moved_kv_per_step": "bytes_moved_kv_per_step",
+    "bytes_moved_meta_per_step": "bytes_moved_meta_per_step",
+    "bytes_searched_per_step": "bytes_searched_per_step",
+    "cache_hit_rate": "cache_hit_rate",
+}
+
+# --- typed rows ---
+
+PLAIN = str | float | bool | None | list[Any] | dict[str, Any]
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return _matches(value, PLAIN)
+    if origin is UnionType:
+        return any(_matches(value, arg) for arg in args)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(v, args[0]) for v in cast(list[Any], value))
+    if origin is dict:
+        items = cast(dict[Any, Any], value).items() if isinstance(value, dict) else [(None, None)]
+        return all(isinstance(k, str) and _matches(v, args[1]) for k, v in items)
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int) or (isinstance(value, float) and isfinite(value))
+    return isinstance(value, hint)
+
+
+def _check_types(row: Any) -> None:
+    """ValueError with the first field of a dataclass whose value is not of the declared type."""
+    for spec in fields(row):
+        value = getattr(row, spec.name)
+        if not _matches(value, spec.type):
+            kind = spec.type.__name__ if isinstance(spec.type, type) else spec.type
+            raise ValueError(f"key {spec.name!r} is {value!r:.80}, not of type {kind}")
+
+
+def _check_choice(key: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"key {key!r} is {value!r}, not one of {', '.join(allowed)}")
+
+
+def _check_keys(data: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """`data` as a dict with at least `keys`; ValueError with the first one that is missing."""
+    if not isinstance(data, dict):
+        raise ValueError(f"not a JSON object but a {type(data).__name__}")
+    for key in keys:
+        if key not in data:
+            raise ValueError(f"key {key!r} is missing")
+    return cast(dict[str, Any], data)
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A line of samples.jsonl; the task's own columns stand in it under their own names."""
+
+    id: str
+    prompt_sha256: str  # see `prompt_hash`
+    prompt_tokens: int
+    original_prompt_tokens: int  # before the middle was cut out
+    generated_tokens: int
+    prediction: str
+    references: list[str]
+    score: float | None  # 0 to 1; null where the sample ran out of memory
+    status: str  # "ok" or "oom"
+    error: str | None
+    prefill_s: float | None
+    decode_s: float | None
+    tpot_s: float | None  # decode time per output token after the first; null with a single one
+    batch_rows: int  # rows decoded in one batch with this one, itself included: they share its time
+    ledger: dict[str, float | bool | None]  # the ledger's summary; {} where it ran out of memory
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])  # the task's: length, depth, …
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_choice("status", self.status, ("ok", "oom"))
+        if (self.score is not None) != (self.status == "ok"):
+            raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
+        if self.score is not None and not 0 <= self.score <= 1:
+            raise ValueError(f"key 'score' is {self.score}, not within 0 to 1")
+        if not re.fullmatch("[0-9a-f]{16}", self.prompt_sha256):
+            raise ValueError(f"key 'prompt_sha256' is {self.prompt_sha256!r}, not 16 hex digits")
+        if self.status == "ok":
+            _check_keys(self.ledger, [*LEDGER_MEANS.values(), "within_budget"])
+            if not isinstance(self.ledger["within_budget"], bool):
+                raise ValueError("key 'within_budget' of the ledger is not true or false")
+        if clash := ROW_KEYS.intersection(self.fields):
+            raise ValueError(f"key {min(clash)!r} is a task's, and also one that every sample has")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as it stands in samples.jsonl."""
+        columns = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return columns | columns.pop("fields")
+
+    def to_json(self) -> str:
+        """One line without its newline; ASCII, so that no character of a text can break it."""
+        return json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        data = _check_keys(json.loads(line), ROW_KEYS - {"fields"})
+        known = {key: data.pop(key) for key in ROW_KEYS - {"fields"}}
+        return cls(**known, fields=data)
+
+
+ROW_KEYS = frozenset(spec.name for spec in fields(SampleRow))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the runner knows of a run beside its samples."""
+
+    method: str
+    method_label: str  # as printed in tables, such as "H2O (C)"
+    params: dict[str, Any]
+    task: str
+    task_version: int
+    dataset: str
+    data_source: str  # "embedded", "local" or "hub"
+    model: str
+    compressed_layers: list[int]
+    dtype: str
+    device: str
+    seed: int
+    ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given
+    budget: int | None  # tokens; null where `ratio` is given
+    comm_exact: str  # "1/64"
+    protocol: str  # the compression scope: "full_prompt" or "context_only"
+    config_hash: str
+    versions: dict[str, str]
+    git_sha: str | None
+    peak_rss_bytes: int  # of the process that finished the run
+    notes: list[str] = field(default_factory=list[str])  # fallbacks taken openly
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(RunFacts):
+    """result.json. What was measured is a mean over the samples that are ok, null without any."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: str  # "ok", or "oom" when any sample ran out of memory
+    n_samples: int  # that are ok
+    n_oom: int
+    score: float | None  # 0 to 1
+    score_ci95: list[float] | None  # see `bootstrap_ci95`
+    ratio: float | None
+    comm: float
+    within_budget: bool | None  # every sample's ledger stayed within its budget
+    tokens_budget_mean: float | None
+    tokens_attended_mean: float | None
+    effective_ratio: float | None  # attended tokens relative to full attention at the same steps
+    bytes_resident_device: float | None
+    bytes_resident_host: float | None
+    bytes_resident_device_actual: float | None  # as allocated, in the dtype of the run
+    bytes_moved_kv_per_step: float | None
+    bytes_moved_meta_per_step: float | None
+    bytes_searched_per_step: float | None  # by an exact search, which no budget prices (oracle)
+    cache_hit_rate: float | None
+    prefill_s: float | None
+    tpot_s: float | None
+    batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_choice("status", self.status, ("ok", "oom"))
+        if self.score_ci95 is not None and len(self.score_ci95) != 2:
+            raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
+
+    def to_json(self) -> str:
+        versioned = {"schema_version": self.schema_version} | asdict(self)
+        return json.dumps(versioned, ensure_ascii=True, allow_nan=False, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        data = _check_keys(json.loads(text), ["schema_version"])
+        if data["schema_version"] != SCHEMA_VERSION:  # before the keys, which may be others there
+            version = data["schema_version"]
+            raise ValueError(f"schema_version is {version!r}; only {SCHEMA_VERSION} can be read")
+        keys = [spec.name for spec in fields(cls)]
+        if unknown := sorted(_check_keys(data, keys).keys() - set(keys)):
+            raise ValueError(f"key {unknown[0]!r} is unknown")
+        return cls(**data)
+
+
+def prompt_hash(ids: Iterable[int]) -> str:
+    """16 hex digits of the sha256 over a prompt's token ids: of its text and its tokenizer."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+# --- summaries: pure functions ---
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Mean over what was measured; fsum is exact, so the order of the samples does not matter."""
+    measured = [value for value in values if value is not None]
+    return fsum(measured) / len(measured) if measured else None
+
+
+def bootstrap_ci95(scores: Sequence[float]) -> list[float] | None:
+    """Percentile bootstrap over samples: [score, score] of a single one, null of none.
+
+    The same scores give the same interval, in whatever order and on every machine.
+    """
+    import numpy as np
+
+    n = len(scores)
+    if n < 2:
+        return [float(scores[0])] * 2 if n else None
+    values = np.sort(np.asarray(scores, dtype=np.float64))
+    rng = np.random.default_rng(BOOTSTRAP_SEED + n)
+    chunk = max(1, 1_000_000 // n)  # resamples at a time: 8 MB of indices
+    means = np.empty(N_RESAMPLES)
+    for start in range(0, N_RESAMPLES, chunk):
+        part = means[start : start + chunk]
+        part[:] = values[rng.integers(0, n, size=(len(part), n))].mean(axis=1)
+    # Without the bounds, rounding could put equal scores outside of their own interval.
+    low, high = np.quantile(means, [0.025, 0.975]).clip(values[0], values[-1])
+    return [float(low), float(high)]
+
+
+def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
+    """What a finished run says of itself; the order of `rows` does not matter."""
+    ok = [row for row in rows if row.status == "ok"]
+    means: dict[str, Any] = {
+        name: _mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()
+    }
+    return RunResult(
+        **vars(facts),
+        **means,
+        status="ok" if len(ok) == len(rows) else "oom",
+        n_samples=len(ok),
+        n_oom=len(rows) - len(ok),
+        score=_mean(row.score for row in ok),
+        score_ci95=bootstrap_ci95([row.score for row in ok if row.score is not None]),
+        ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
+        comm=float(Fraction(facts.comm_exact)),
+        within_budget=all(row.ledger["within_budget"] for row in ok) if ok else None,
+        prefill_s=_mean(row.prefill_s for row in ok),
+        tpot_s=_mean(row.tpot_s for row in ok),
+        batch_rows_mean=_mean(row.batch_rows for row in ok),
+    )
+
+
+def _disagreement(result: RunResult, rows: Iterable[SampleRow]) -> str | None:
+    """What a result says that its samples do not, or None."""
+    scores = [row.score for row in rows]
+    counts = len(scores) - scores.count(None), scores.count(None)
+    if (result.n_samples, result.n_oom) != counts:
+        return "{} samples and {} oom, samples.jsonl {} and {}".format(
+            result.n_samples, result.n_oom, *counts
+        )
+    return None if result.score == _mean(scores) else "another score than samples.jsonl"
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """10 hex digits of the sha256 over a resolved configuration, less what changes no result."""
+    kept = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """Name of a run's folder: task, method and model for people, the hash for the rest."""
+    parts: list[Any] = [config[key] for key in ("task", "method", "model")]
+    names: list[Any] = [part["name"] if isinstance(part, Mapping) else part for part in parts]
+    safe = [re.sub(r"[^A-Za-z0-9._]+", "-", str(name)).strip("-.")[:40] for name in names]
+    return "-".join([*safe, config_hash(config)])
+
+
+def _differing_keys(a: Any, b: Any, key: str = "") -> list[str]:
+    """Dotted keys whose values differ between two configurations."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return [] if a == b else [key]
+    old, new = cast(dict[str, Any], a), cast(dict[str, Any], b)
+    names = sorted(old.keys() | new.keys())
+    absent = object()  # differs from everything, null included
+    pairs = [(f"{key}.{n}".lstrip("."), old.get(n, absent), new.get(n, absent)) for n in names]
+    return [
+        differing
+        for name, x, y in pairs
+        if name not in KEYS_WITHOUT_EFFECT
+        for differing in _differing_keys(x, y, name)
+    ]
+
+
+# --- files ---
+
+
+def _sync_folder(path: Path) -> None:
+    """Let renames and new names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _replacing(path: Path) -> Generator[BinaryIO]:
+    """A file written beside `path` and renamed when whole; killed before, `path` is as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut could leave the new name with half a content
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _write(path: Path, text: str) -> None:
+    with _replacing(path) as file:
+        file.write(text.encode())
+
+
+def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int]:
+    """The rows of samples.jsonl by id, and how many bytes they take: less than all if the last
+    line is torn. Any other line that is no sample, or one twice, is a ConfigError."""
+    rows: dict[str, SampleRow] = {}
+    n_bytes = 0
+    lines = BytesIO(content).readlines()
+    for number, line in enumerate(lines, start=1):
+        place = f"{path} line {number}"
+        try:
+            json.loads(line if line.endswith(b"\n") else b"")
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{place} is not JSON; delete it to run its sample again") from None
+        try:
+            row = SampleRow.from_json(line.decode())
+        except ValueError as error:
+            raise ConfigError(
+                f"{place} is not a sample ({error}); delete it to run its sample again"
+            ) from None
+        if row.id in rows:
+            raise ConfigError(f"{place} has sample {row.id!r} a second time; delete one of the two")
+        rows[row.id] = row
+        n_bytes += len(line)
+    return rows, n_bytes
+
+
+def read_samples(folder: Path) -> list[SampleRow]:
+    """The rows of a finished run; ValueError with the file's name if one of them is not whole."""
+    path = folder / "samples.jsonl"
+    try:
+        content = path.read_bytes()
+        rows, n_bytes = _parse_samples(path, content)
+    except (ConfigError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if n_bytes < len(content):
+        raise ValueError(f"{path} ends within a line; run the same command again to complete it")
+    return list(rows.values())
+
+
+def read_runs(root: Path) -> list[tuple[Path, RunResult]]:
+    """Every finished run below `root`, by folder; ValueError with the name of a damaged file."""
+    runs: list[tuple[Path, RunResult]] = []
+    for path in sorted(root.rglob("result.json")):
+        try:
+            result = RunResult.from_json(path.read_bytes().decode())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path} is not the result of a run: {error}") from None
+        if said := _disagreement(result, read_samples(path.parent)):
+            raise ValueError(f"{path} says {said}; run the same command again to repair it")
+        runs.append((path.parent, result))
+    return runs
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a folder's lock, as far as it has said."""
+
+    pid: int | None
+    host: str | None
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid} on {self.host}"
+
+
+class RunFolder:
+    """One run's folder, held exclusively from `open` to `close`; a context manager.
+
+    `append` each sample as it ends, then `finish`. After `open`, `rows` are the samples that
+    earlier processes completed, `finished` is the result if nothing is left to do, and `notes` say
+    what was found damaged and repaired (for the log: a result is the same with and without).
+    """
+
+    def __init__(self, path: Path, digest: str, lock: FileLock) -> None:
+        self.path = path
+        self.config_hash = digest
+        self.notes: list[str] = []
+        self._lock = lock
+        self._rows: dict[str, SampleRow] = {}
+        self._finished: RunResult | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        config_yaml: str,
+        *,
+        wait: bool = True,
+        on_wait: Callable[[Holder], None] | None = None,
+        retry_oom: bool = False,
+    ) -> Self:
+        """Lock the folder, check that it is of `config`, repair what a killed process left.
+
+        `config_yaml` is `config` as YAML. `retry_oom` forgets samples that ran out of memory.
+        Whoever needs several folders opens them in sorted order: two processes with two orders
+        would wait for each other for ever.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path, wait, on_wait)
+        except OSError as error:
+            raise _unusable(path, error) from None
+        folder = cls(path, config_hash(config), lock)
+        try:
+            holder = {"pid": os.getpid(), "host": socket.gethostname()}
+            (path / ".lock.holder").write_text(json.dumps(holder))
+            folder._prepare(config, config_yaml, retry_oom)
+        except BaseException as error:
+            folder.close()
+            if isinstance(error, OSError):
+                raise _unusable(path, error) from None
+            raise
+        return folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the next process in. The lock file stays: two processes could lock two of them."""
+        self._lock.release()
+
+    @property
+    def rows(self) -> list[SampleRow]:
+        """The completed samples, in the order of their lines."""
+        return list(self._rows.values())
+
+    @property
+    def finished(self) -> RunResult | None:
+        """The result, if there is one and the lines that it counted are still there."""
+        return self._finished
+
+    def has(self, id: str) -> bool:
+        """Whether a sample is completed."""
+        return id in self._rows
+
+    def check_prompt(self, id: str, sha256: str) -> None:
+        """Refuse to go on if a completed sample was asked with another prompt than now."""
+        if id in self._rows and self._rows[id].prompt_sha256 != sha256:
+            raise ConfigError(
+                f"sample {id!r} has another prompt now than when {self.path} was begun (the data, "
+                "the tokenizer or Python's version changed); choose another folder with out=DIR or "
+                "delete this one"
+            )
+
+    def append(self, row: SampleRow, ledger: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Complete one sample: first its ledger (columns of equal length), then its line.
+
+        Killed between the two, a ledger without a line is left; the next `open` removes it. The
+        other order could leave a completed sample without its ledger. Killed within the line, the
+        newline is missing and the next `open` cuts it off. Either way the sample runs again.
+        """
+        assert self._finished is None, f"{self.path} is finished"
+        assert row.id not in self._rows, f"sample {row.id!r} is already in {self.path}"
+        line = row.to_json().encode() + b"\n"
+        if ledger is not None:
+            _write_ledger(self._part(row.id), row.id, ledger)
+        path = self.path / "samples.jsonl"
+        with path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(f"{path} took only a part of a line; the disk may be full")
+                os.fsync(file.fileno())
+            except BaseException:  # a caller that goes on must not append to half a line
+                file.truncate(size)
+                raise
+        if size == 0:
+            _sync_folder(self.path)
+        self._rows[row.id] = row
+
+    def finish(self, result: RunResult, env: Mapping[str, Any]) -> None:
+        """Write ledger.parquet, env.json and, when both are in place, result.json.
+
+        Killed before result.json, all of it is done again: the parts that ledger.parquet is made
+        of are removed last. Killed while they are removed, the next `open` removes the others.
+        """
+        assert result.config_hash == self.config_hash, f"{result.config_hash} {self.config_hash}"
+        said = _disagreement(result, self._rows.values())
+        assert said is None, f"the result says {said}"
+        self._merge_ledger()
+        _write(self.path / "env.json", json.dumps(env, indent=2) + "\n")
+        _write(self.path / "result.json", result.to_json())
+        self._finished = result
+        self._remove_parts(keep=set())
+
+    # Opening: each step leaves a folder that can be opened again, so a kill changes nothing.
+
+    def _prepare(self, config: Mapping[str, Any], config_yaml: str, retry_oom: bool) -> None:
+        for name in ("config.yaml", "samples.jsonl", "ledger.parquet", "env.json", "result.json"):
+            (self.path / f"{name}.tmp").unlink(missing_ok=True)
+        self._prepare_config(config, config_yaml)
+        self._prepare_samples()
+        if retry_oom and any(row.status == "oom" for row in self._rows.values()):
+            # First the result: it must not stand beside fewer lines than it counted.
+            (self.path / "result.json").unlink(missing_ok=True)
+            self._rows = {id: row for id, row in self._rows.items() if row.status != "oom"}
+            lines = [row.to_json() + "\n" for row in self._rows.values()]
+            _write(self.path / "samples.jsonl", "".join(lines))
+        self._prepare_result()
+        self._remove_parts(set() if self._finished else {self._part(id) for id in self._rows})
+
+    def _prepare_config(self, config: Mapping[str, Any], config_yaml: str) -> None:
+        assert config_hash(yaml.safe_load(config_yaml)) == self.config_hash, "another config_yaml"
+        path = self.path / "config.yaml"
+        remedy = "choose another folder with out=DIR or delete this one"
+        if not path.exists():
+            for name in ("samples.jsonl", "result.json"):  # younger than config.yaml: it was lost
+                if (self.path / name).exists():
+                    raise ConfigError(f"{self.path} has {name} of an unknown run; {remedy}")
+            _write(path, config_yaml)
+            return
+        try:
+            old: Any = yaml.safe_load(path.read_bytes())
+        except (yaml.YAMLError, UnicodeDecodeError):
+            old = None
+        if not isinstance(old, dict):
+            raise ConfigError(f"{path} is not the configuration of a run; {remedy}")
+        keys = _differing_keys(old, json.loads(json.dumps(config)))  # as JSON: tuples are lists
+        if keys:
+            shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+            raise ConfigError(f"{self.path} is of a run with another {shown}; {remedy}")
+
+    def _prepare_samples(self) -> None:
+        path = self.path / "samples.jsonl"
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        self._rows, n_bytes = _parse_samples(path, content)
+        if n_bytes < len(content):
+            with path.open("rb+") as file:
+                file.truncate(n_bytes)
+                os.fsync(file.fileno())
+            self.notes.append(f"{path} ended within a line, which is cut off and run again")
+
+    def _prepare_result(self) -> None:
+        """Read result.json; one that is damaged is moved aside, to be made again from samples."""
+        path = self.path / "result.json"
+        if not path.exists():
+            return
+        try:
+            result = RunResult.from_json(path.read_bytes().decode())
+            if result.config_hash != self.config_hash:
+                raise ValueError(f"it says config_hash {result.config_hash}")
+            if said := _disagreement(result, self._rows.values()):
+                raise ValueError(f"it says {said}")
+        except ValueError as error:
+            path.replace(path.with_name("result.json.corrupt"))
+            _sync_folder(self.path)
+            self.notes.append(f"{path} was damaged ({error}) and is made again")
+            return
+        self._finished = result
+        if not (self.path / "ledger.parquet").exists():
+            self.notes.append(f"{self.path} has lost ledger.parquet; only a new run can make it")
+
+    # Ledgers: a part per sample while the run goes on, one file when it has finished.
+
+    def _part(self, id: str) -> Path:
+        """A sample's part, named by the id alone, since lines before it may be dropped."""
+        readable = re.sub(r"[^A-Za-z0-9_]+", "-", id)[:40]
+        digest = hashlib.sha256(ascii(id).encode()).hexdigest()[:12]
+        return self.path / "ledger" / f"{readable}-{digest}.parquet"
+
+    def _remove_parts(self, keep: set[Path]) -> None:
+        folder = self.path / "ledger"
+        if not folder.is_dir():
+            return
+        for path in [*folder.glob("*.parquet"), *folder.glob("*.parquet.tmp")]:
+            if path not in keep:
+                path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+    def _merge_ledger(self) -> None:
+        """ledger.parquet in the order of the lines: a row group per sample, one in memory at once.
+
+        Samples without a part are copied from an earlier ledger.parquet: there is one if
+        result.json was lost after the parts were removed.
+        """
+        pa, pq = _pyarrow()
+        target = self.path / "ledger.parquet"
+        parts = {id: self._part(id) for id in self._rows if self._part(id).exists()}
+        complete = len(parts) == len(self._rows)
+        old, groups = (None, dict[str, int]()) if complete else _open_ledger(target)
+        schemas = [pa.schema([("sample_id", pa.string())]), *map(pq.read_schema, parts.values())]
+        schemas += [] if old is None else [old.schema_arrow]
+        # Columns may be integers in one sample and floats in another, or empty and of no type.
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+        lost = 0
+        with _replacing(target) as file, pq.ParquetWriter(file, schema, compression="zstd") as new:
+            for id, row in self._rows.items():
+                if id in parts:
+                    table = pq.read_table(parts[id], partitioning=None)
+                elif old is not None and id in groups:
+                    table = old.read_row_group(groups[id])
+                else:
+                    lost += row.status == "ok"
+                    continue
+                tables = [schema.empty_table(), table]
+                new.write_table(pa.concat_tables(tables, promote_options="permissive"))
+        if old is not None:
+            old.close()
+        if lost:
+            self.notes.append(f"{target} has no rows of {lost} of {len(self._rows)} samples")
+
+
+def _lock(path: Path, wait: bool, on_wait: Callable[[Holder], None] | None) -> FileLock:
+    """Hold the folder's lock. The kernel releases it when a process dies, however it dies."""
+    lock = FileLock(path / ".lock", thread_local=False, poll_interval=0.2)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        holder = _holder(path)
+        if holder == Holder(os.getpid(), socket.gethostname()):
+            raise ConfigError(
+                f"{path} is in use twice by this command; give each of its runs another out=DIR"
+            ) from None
+        if not wait:
+            raise ConfigError(
+                f"{path} is in use by {holder}; wait for it to end or choose another out=DIR"
+            ) from None
+        if on_wait is not None:
+            on_wait(holder)
+        lock.acquire()
+    return lock
+
+
+def _holder(path: Path) -> Holder:
+    """Who holds the lock, asked only while it is held: a killed process leaves its name behind."""
+    try:
+        data = json.loads((path / ".lock.holder").read_bytes())
+        return Holder(int(data["pid"]), str(data["host"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Holder(None, None)  # it has the lock and has not written its name yet
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    where = error.filename or path
+    return ConfigError(
+        f"the run's folder {path} cannot be used ({where}: {error.strerror or error}); "
+        "choose another one with out=DIR"
+    )
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.parquet: slow to import and without types, hence behind one door."""
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+
+
+def _write_ledger(path: Path, id: str, columns: Mapping[str, Sequence[float]]) -> None:
+    pa, pq = _pyarrow()
+    n = max((len(column) for column in columns.values()), default=0)
+    table = pa.table({"sample_id": pa.array([id] * n, pa.string()), **columns})
+    path.parent.mkdir(exist_ok=True)
+    with _replacing(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def _open_ledger(path: Path) -> tuple[Any, dict[str, int]]:
+    """An earlier ledger.parquet and its row group per sample; (None, {}) without a readable one."""
+    pa, pq = _pyarrow()
+    try:
+        file = pq.ParquetFile(path)
+        groups = range(file.num_row_groups)
+        ids = [file.read_row_group(i, columns=["sample_id"])["sample_id"] for i in groups]
+    except (pa.ArrowException, OSError, KeyError):
+        return None, {}
+    return file, {column[0].as_py(): i for i, column in enumerate(ids) if len(column)}
+
+
+# --- the machine ---
+
+
+def environment() -> dict[str, Any]:
+    """What env.json says of the machine and the code; the runner adds its timestamps."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "n_cores": os.cpu_count(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "versions": versions(),
+        "git_sha": git_sha(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that can change a number."""
+    packages = "torch transformers tokenizers numpy triton datasets gguf hydra-core pyarrow"
+    found = {"python": platform.python_version()}
+    for name in packages.split():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_sha() -> str | None:
+    """Commit of this checkout, "-dirty" where code or conf/ differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        top, sha = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        # Only what can change a number: a run with out=DIR in the checkout is no change of it.
+        changed = git("status", "--porcelain", "--", "*.py", "conf")
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    if Path(top).resolve() != root:
+        return None  # another project's checkout around an installed copy
+    return sha + ("-dirty" if changed else "")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
