@@ -40,7 +40,7 @@ class BudgetRequest:
     def __post_init__(self) -> None:
         if self.ratio is not None and self.tokens is not None:
             raise ConfigError(
-                f"ratio={self.ratio} and budget={self.tokens} are both given; give one of the two"
+                f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two"
             )
         if self.ratio is None and self.tokens is None:
             raise ConfigError(

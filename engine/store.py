@@ -199,20 +199,21 @@ class Store:
         at.fetched.append(idx)
         mask = idx >= 0 if padded else None
         self._count_fetch(at, idx, idx.numel() if mask is None else int(mask.sum()))
-        keys, values = self.trace.host(layer)
-        where = idx.to(keys.device)
-        n_generated = (
-            at.n - self.trace.s_prompt - at.n_window
-        )  # of the generated tokens, those on the host
+        home = self.trace.host_device
+        where, s = idx.to(home), self.trace.s_prompt
+        n_late = at.n - s - at.n_window  # generated tokens on the host
+        rows = flat_rows(
+            where if n_late <= 0 and not padded else where.clamp(0, s - 1), self.shape.h_kv, s
+        )
+        if n_late > 0:
+            late_rows = flat_rows((where - s).clamp(0, self.n_new - 1), self.shape.h_kv, self.n_new)
         tiers = []
-        for prompt, tail in zip((keys, values), at.tail, strict=True):
-            s = prompt.shape[2]
-            tokens = gather_tokens(
-                prompt, where if n_generated <= 0 and not padded else where.clamp(0, s - 1)
-            )
-            if n_generated > 0:
-                late = gather_tokens(tail, (where - s).clamp(0, tail.shape[2] - 1))
-                tokens = torch.where((where >= s).unsqueeze(-1), late, tokens)
+        for prompt, tail in zip(self.trace.host(layer), at.tail, strict=True):
+            tokens = take_rows(prompt, rows, idx.shape)
+            if n_late > 0:
+                tokens = torch.where(
+                    (where >= s).unsqueeze(-1), take_rows(tail, late_rows, idx.shape), tokens
+                )
             tiers.append(tokens.to(idx.device, non_blocking=True))
         return Part(tiers[0], tiers[1], mask)
 
@@ -322,9 +323,24 @@ COUNTED = (
 
 def gather_tokens(tokens: Tensor, idx: Tensor) -> Tensor:
     """Rows of `tokens` (1, h_kv, s, d_h) at `idx` (1, h_kv or h, k), as (1, h_kv or h, k, d_h)."""
-    _, h_kv, s, d_h = tokens.shape
-    heads, k = idx.shape[1], idx.shape[2]
-    head = torch.arange(heads, device=idx.device) // (heads // h_kv)
-    # One flat index_select: 5 to 10 times as fast as gather with an expanded index, 7 against 37 us for 3 x 82 of 820.
-    flat = (idx[0] + (head * s).unsqueeze(1)).flatten()
-    return tokens.reshape(h_kv * s, d_h).index_select(0, flat).view(1, heads, k, d_h)
+    return take_rows(tokens, flat_rows(idx, tokens.shape[1], tokens.shape[2]), idx.shape)
+
+
+def flat_rows(idx: Tensor, h_kv: int, s: int) -> Tensor:
+    """Where the tokens at `idx` (1, heads, k) lie in a tensor (1, h_kv, s, d_h) seen as a list of rows."""
+    heads = idx.shape[1]
+    if heads == h_kv:
+        start = torch.arange(0, h_kv * s, s, device=idx.device)
+    else:
+        start = torch.arange(0, h_kv * s, s, device=idx.device).repeat_interleave(heads // h_kv)
+    return (idx[0] + start.unsqueeze(1)).flatten()
+
+
+def take_rows(tokens: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Rows of `tokens` (1, h_kv, s, d_h) as (*shape, d_h).
+
+    One flat index_select takes a fifth to a tenth of the time of gather with an expanded index: 7 against 37 us for
+    3 heads x 82 of 820 tokens of 64 dimensions.
+    """
+    d_h = tokens.shape[-1]
+    return tokens.view(-1, d_h).index_select(0, rows).view(*shape, d_h)

@@ -20,14 +20,19 @@ class Sample:
     """One prompt with its references, cut where `compression_scope=context_only` needs it."""
 
     id: str  # unique within the task and stable between runs
-    context: str  # from the template's first character to the end of the block that carries the context
+    context: (
+        str  # from the template's first character to the end of the block that carries the context
+    )
     question: str  # what follows the context in the user's turn, question included
     answer_prefix: str = ""  # an answer cue behind the user's turn; "" where the template has none
     references: tuple[str, ...] = ()
     max_new_tokens: int = 32
     stop_at_newline: bool = False
+    system_prompt: str = ""  # a system turn of the task's own; the model's setting goes before it
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
-    fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
+    fields: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # task-specific columns, written to samples.jsonl
 
 
 class Task(ABC):
