@@ -1,0 +1,240 @@
+"""The command line, checked before Hydra reads it.
+
+Hydra's own messages name neither near misses nor remedies and appear one at a time, after seconds
+of composing. Here every flag, group, file and key of the command line is looked up first, for all
+cells of a sweep.
+
+Not here: values (`evals/settings.py` and each `Params`). Hydra's flags that swap the whole `conf/`
+folder are not supported, since nothing could be looked up then.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from engine.errors import ConfigError, unknown_name
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# Hydra's flags and their values: () is any value, None is no value
+FLAGS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve"), None),
+    **dict.fromkeys(("--hydra-help", "--version", "-sc", "--shell-completion"), None),
+    **dict.fromkeys(("-c", "--cfg"), ("job", "hydra", "all")),
+    **dict.fromkeys(("-i", "--info"), INFOS),  # the value may be left out
+    **dict.fromkeys(("-p", "--package"), ()),
+}
+MODES = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info"}  # one of them at a time
+
+
+def check_overrides(argv: list[str]) -> list[str]:
+    """The command line for Hydra, flags first; misspelt flags, groups, files and keys are errors.
+
+    `model=X` without a file of that name becomes `model=any model.id=X`, and a group that is not in
+    the defaults list (`experiment`) gets the `+` that Hydra wants.
+    """
+    flags, words = split_flags(argv)
+    if {"-sc", "--shell-completion", "--hydra-help", "--version"} & set(flags):
+        return argv  # nothing is composed
+    is_sweep = bool({"-m", "--multirun"} & set(flags))
+    groups = config_groups()
+    overrides = [o for word in words for o in normal_form(parse_override(word), groups)]
+    for override in overrides:
+        if override.is_sweep_override() and not is_sweep:
+            raise ConfigError(f"{override.input_line} is a sweep; add -m to run all of its values")
+
+    chosen = choices(overrides, groups)
+    swept = sweep_of_experiment(chosen)
+    if swept and not is_sweep:
+        name = chosen["experiment"][0]
+        raise ConfigError(f"experiment={name} is a sweep; add -m to run all of it")
+    named = {override.key_or_group for override in overrides}
+    overrides_and_swept = overrides + [o for o in swept if o.key_or_group not in named]
+    check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
+    return [*flags, *(override.input_line or "" for override in overrides)]
+
+
+def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and the other words; Hydra accepts no flag between two overrides."""
+    flags: list[str] = []
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        if flag not in FLAGS:
+            raise unknown_name("flag", flag, FLAGS)
+        flags.append(flag)
+        allowed = FLAGS[flag]
+        if allowed is None:
+            continue
+        if not equals and allowed == INFOS:
+            value = rest.pop(0) if rest and rest[0] in INFOS else "all"
+        elif not equals:
+            value = rest.pop(0) if rest else ""
+        if not value or (allowed and value not in allowed):
+            raise ConfigError(f"{flag} needs a value: {', '.join(allowed) or 'the key to print'}")
+        flags.append(value)
+    modes = MODES.intersection(flags)
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(sorted(modes))} exclude each other; give one of them")
+    return flags, words
+
+
+def parse_override(word: str) -> Override:
+    """One `key=value`; a value that Hydra's grammar cannot read is taken as a plain string."""
+    parser = OverridesParser.create()
+    key, equals, value = word.partition("=")
+    try:
+        return parser.parse_override(word)
+    except HydraException:
+        if not equals and not word.startswith("~"):
+            raise ConfigError(f"{word!r} is no flag and no key=value, like ratio=0.2") from None
+    try:
+        if re.search(r"[\[\]{}(),'\"$\\=]", value):  # meant as Hydra's syntax, so not ours to quote
+            raise HydraException
+        return parser.parse_override(f"{key}='{value}'")
+    except HydraException:
+        raise ConfigError(
+            f"{word!r} is no override that Hydra can read; write key=value, "
+            "and put values with brackets, commas or quotes into quotes"
+        ) from None
+
+
+def config_groups() -> dict[str, list[str]]:
+    """The folders of `conf/` with the names of their files."""
+    folders = [path for path in sorted(CONF.iterdir()) if path.is_dir() and path.name != "hydra"]
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Override]:
+    """The override as Hydra wants it: `model=any` for free models, `+` for optional groups."""
+    key = override.key_or_group
+    if key not in groups or override.type != OverrideType.CHANGE:
+        return [override]
+    if key == "model":
+        ids = values_of(override, groups[key])
+        free = [model for text in ids if text not in groups[key] and (model := free_model(text))]
+        if free and len(free) < len(ids):
+            raise ConfigError(
+                f"{override.input_line} mixes files of conf/model with other models; "
+                "sweep each kind on its own"
+            )
+        if free:
+            quoted = ",".join("'" + text.replace("'", r"\'") + "'" for text in free)
+            return [parse_override("model=any"), parse_override(f"model.id={quoted}")]
+    if key not in default_groups():
+        return [parse_override(f"+{override.input_line}")]
+    return [override]
+
+
+def free_model(text: str) -> str | None:
+    """`text` where it names a model that needs no file in `conf/model`, else None."""
+    is_path = text.endswith(".gguf") or text.startswith(("/", ".", "~")) or text.count("/") > 1
+    path = Path(text).expanduser()
+    if is_path and not path.exists():
+        raise ConfigError(
+            f"model={text} does not exist; give a folder, a .gguf file or a hub name like org/name"
+        )
+    return str(path) if is_path else text if "/" in text or path.is_dir() else None
+
+
+def default_groups() -> set[str]:
+    """The groups in the defaults list of `conf/config.yaml`."""
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    return {key for entry in defaults if isinstance(entry, dict) for key in entry}
+
+
+def values_of(override: Override, options: list[str]) -> list[str]:
+    """The file names that a group override stands for, one or a sweep of them."""
+    value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(options)
+    if override.is_sweep_override():
+        if not override.is_discrete_sweep():
+            raise ConfigError(f"{override.input_line} has no end; list the names with commas")
+        return [text.strip("'\"") for text in override.sweep_string_iterator()]
+    return ["null" if value is None else str(value)]
+
+
+def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The files that the command line chooses in each group; a name without a file is an error."""
+    chosen: dict[str, list[str]] = {}
+    for override in overrides:
+        group = override.key_or_group
+        if group not in groups or override.is_delete():
+            continue
+        chosen[group] = values_of(override, groups[group])
+        for name in chosen[group]:
+            if name not in groups[group]:
+                raise unknown_name(group, name, groups[group])
+    return chosen
+
+
+def sweep_of_experiment(chosen: Mapping[str, list[str]]) -> list[Override]:
+    """What the chosen experiment sweeps by itself (`hydra.sweeper.params`)."""
+    if "experiment" not in chosen:
+        return []
+    params = composed(chosen).hydra.sweeper.params or {}
+    return [parse_override(f"{key}={value}") for key, value in params.items()]
+
+
+def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
+    """The configuration with the first choice of each group and no other override."""
+    optional = set(chosen) - default_groups()
+    words = [("+" if group in optional else "") + f"{group}={chosen[group][0]}" for group in chosen]
+    with initialize_config_dir(str(CONF), job_name="check", version_base="1.3"):
+        return compose("config", words, return_hydra_config=True)
+
+
+def check_keys(
+    overrides: Iterable[Override], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]
+) -> None:
+    """Every key exists, for every file that a sweep chooses in the key's own group."""
+    trees: dict[tuple[str, str], Any] = {}
+    for override in overrides:
+        key = override.key_or_group
+        group = key.split(".")[0]
+        if key in groups or group.split("/")[0] == "hydra":
+            continue  # Hydra's own keys are Hydra's to check
+        for name in chosen.get(group, [""]):
+            if (group, name) not in trees:
+                config = composed({**chosen, group: [name]} if name else chosen)
+                trees[group, name] = OmegaConf.to_container(config)
+            check_key(key, trees[group, name], groups)
+
+
+def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
+    """Walk down the dotted key; the first part that is not there is the error."""
+    node: Any = tree
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, Mapping):
+            return  # an element of a list
+        if part not in node:
+            if depth == 0:
+                raise unknown_key("", part, {*node, *groups} - {"hydra"})
+            parent = ".".join(parts[:depth])
+            choice = tree["hydra"]["runtime"]["choices"].get(parent, "")
+            raise unknown_key(parent, part, node, choice)
+        node = node[part]
+
+
+def unknown_key(group: str, name: str, allowed: Iterable[str], choice: str = "") -> ConfigError:
+    """The error for a misspelt key of a group, or of the top level where `group` is empty."""
+    allowed = set(allowed) - {"_target_"}
+    if group and not allowed:
+        chosen = f"{group}={choice}" if choice else f"the chosen {group}"
+        return ConfigError(f"no {group} key {name!r}; {chosen} has no keys to set")
+    return unknown_name(f"{group} key" if group else "key", name, allowed)

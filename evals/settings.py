@@ -1,0 +1,286 @@
+"""From one composed configuration to `Settings`: typed, range-checked, frozen.
+
+Below this file nobody sees a `DictConfig` and nobody looks a parameter up by a string. The classes
+of methods and tasks are named here but imported only by `load_class`, since they import torch.
+
+Not here: defaults (the YAML files hold them), ranges of a method's or task's own parameters (its
+`Params` checks them), and what the command line may say (`evals/overrides.py`).
+"""
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from engine.blocks import BlockCacheSpec
+from engine.budget import BudgetRequest, parse_fraction, show
+from engine.errors import ConfigError
+from evals.overrides import unknown_key
+from evals.prompt import CHATS, SCOPES
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+KEYS = (  # everything at the top of conf/config.yaml, groups included
+    *("method", "task", "model", "ratio", "budget", "comm", "compensate", "cache"),
+    *("compression_scope", "seed", "limit", "dtype", "device", "data_dir", "out"),
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, before it is loaded; the keys of conf/model/any.yaml."""
+
+    name: str
+    id: str
+    revision: str | None
+    trust_remote_code: bool
+    chat: str
+    system_prompt: str
+
+    def __post_init__(self) -> None:
+        one_of("model.chat", self.chat, CHATS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chosen method or task: its name, its class, and its parameters as the YAML has them."""
+
+    group: str  # "method" or "task"
+    name: str  # the file in conf/<group>
+    target: str  # "methods.oracle.Oracle"
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as the user asked for it."""
+
+    method: Part
+    task: Part
+    model: ModelSpec
+    budget: BudgetRequest
+    cache: BlockCacheSpec  # of retrieving methods
+    scope: str
+    seed: int
+    limit: int | None
+    dtype: str
+    device: str
+    data_dir: str | None
+    out: Path | None
+    is_sweep: bool  # then `out` is the parent of the run's folder
+
+    def resolved(self) -> dict[str, Any]:
+        """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
+        ratio = self.budget.ratio
+        return {
+            "method": {"name": self.method.name, "params": dict(self.method.params)},
+            "task": {"name": self.task.name, "params": dict(self.task.params)},
+            "model": asdict(self.model),
+            "ratio": None if ratio is None else show(ratio),
+            "budget": self.budget.tokens,
+            "comm": show(self.budget.comm),
+            "compensate": self.budget.compensate,
+            "cache": asdict(self.cache),
+            "compression_scope": self.scope,
+            "seed": self.seed,
+            "limit": self.limit,
+            "dtype": self.dtype,
+            "device": self.device,
+            "data_dir": self.data_dir,
+        }
+
+
+def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False) -> Settings:
+    """`names` says which file of each group was chosen (Hydra's `runtime.choices`)."""
+    tree = plain(cfg)
+    same_names("", tree, KEYS)
+    out = convert(tree["out"], Path | None, "out")
+    return Settings(
+        method=part("method", names["method"], tree["method"]),
+        task=part("task", names["task"], tree["task"]),
+        model=build(ModelSpec, tree["model"], "model"),
+        budget=BudgetRequest(
+            ratio=convert(tree["ratio"], Fraction | None, "ratio"),
+            tokens=convert(tree["budget"], int | None, "budget"),
+            comm=convert(tree["comm"], Fraction, "comm"),
+            compensate=convert(tree["compensate"], bool, "compensate"),
+        ),
+        cache=build(BlockCacheSpec, tree["cache"], "cache"),
+        scope=one_of("compression_scope", tree["compression_scope"], SCOPES),
+        seed=at_least(0, "seed", convert(tree["seed"], int, "seed")),
+        limit=at_least(1, "limit", convert(tree["limit"], int | None, "limit")),
+        dtype=one_of("dtype", tree["dtype"], DTYPES),
+        device=device(tree["device"]),
+        data_dir=convert(tree["data_dir"], str | None, "data_dir"),
+        out=out.expanduser() if out else None,
+        is_sweep=is_sweep,
+    )
+
+
+def load_class(part: Part) -> type:
+    """The class that a method's or task's `_target_` names. Imports its module, and so torch."""
+    module, _, name = part.target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or ""):
+            raise  # the module is there; something that it needs is not
+        raise ConfigError(
+            f"{part.group}._target_={part.target} is no class; write it like methods.full.Full"
+        ) from None
+
+
+def build_params(cls: type, params: Mapping[str, Any], group: str) -> Any:
+    """`cls.Params` from the values in the YAML; `group` ("method" or "task") is for messages."""
+    return build(cls.Params, params, group)  # type: ignore[attr-defined]
+
+
+# --- plain values to typed ones ---------------------------------------------------------------
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as dicts, lists and numbers, every interpolation resolved."""
+    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    refuse_missing(OmegaConf.to_container(cfg))
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key} cannot be read: {reason}") from None
+
+
+def refuse_missing(tree: Any, prefix: str = "") -> None:
+    """Find `???` before anything is interpolated: other keys may be derived from it."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            refuse_missing(value, f"{prefix}{key}.")
+        elif value == "???":
+            raise ConfigError(f"{prefix}{key} is not given; add {prefix}{key}=… to the command")
+
+
+def part(group: str, name: str, tree: Any) -> Part:
+    """Split a group's tree into its class and its parameters."""
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("_target_"), str):
+        raise ConfigError(f"no {group} is chosen; choose a file of conf/{group} with {group}=NAME")
+    return Part(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
+
+
+def build(cls: type, tree: Any, group: str) -> Any:
+    """A dataclass from a mapping with exactly its fields, each value as the field's type."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(
+            f"{group}={word(tree)} is a group of keys; set them like {group}.key=value"
+        )
+    hints = get_type_hints(cls)
+    same_names(group, tree, [field.name for field in fields(cls)])
+    typed = {name: convert(value, hints[name], f"{group}.{name}") for name, value in tree.items()}
+    return cls(**typed)
+
+
+def same_names(group: str, given: Iterable[str], wanted: Iterable[str]) -> None:
+    """Refuse keys that are too many or too few."""
+    given, wanted = list(given), list(wanted)
+    for name in given:
+        if name not in wanted:
+            raise unknown_key(group, name, wanted)
+    for name in wanted:
+        if name not in given:
+            key = f"{group}.{name}" if group else name
+            raise ConfigError(f"{key} is missing; give {key}=… or restore its default in conf/")
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """`value` as the type `hint`, where that loses nothing; else a sentence that names the key."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return convert_to_one(value, args, key)
+    if origin is Literal:
+        return one_of(key, value, args)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{key}={word(value)} is not a list; write {key}=[{word(value)}]")
+        if args[-1] is not Ellipsis and len(value) != len(args):
+            raise ConfigError(f"{key}={word(value)} has {len(value)} elements; give {len(args)}")
+        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return tuple(convert(v, h, key) for v, h in zip(value, hints, strict=True))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
+        return int(value)
+    if hint is float and is_number:
+        return float(value)
+    if hint is Fraction and (is_number or isinstance(value, str)):
+        return parse_fraction(value, key)
+    if hint in (str, Path) and (is_number or isinstance(value, str)):
+        return hint(value if isinstance(value, str) else str(value))
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", Fraction: "a number"}
+    assert hint in kinds or hint in (str, Path), f"{key}: no conversion to {hint}"
+    raise ConfigError(f"{key}={word(value)} is not {kinds.get(hint, 'a text')}")
+
+
+def convert_to_one(value: Any, hints: Iterable[Any], key: str) -> Any:
+    """The first type of a union that fits; the first one's sentence where none does."""
+    hints = [hint for hint in hints if hint is not NoneType or value is None]
+    if value is None and NoneType in hints:
+        return None
+    errors: list[ConfigError] = []
+    for hint in hints:
+        try:
+            return convert(value, hint, key)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def one_of(key: str, value: Any, allowed: Iterable[Any]) -> Any:
+    if value not in allowed:
+        *names, last = [word(name) for name in allowed]
+        listed = f"{', '.join(names)} or {last}" if names else last
+        raise ConfigError(f"{key}={word(value)} is not allowed; use {listed}")
+    return value
+
+
+def at_least(lowest: int, key: str, value: int | None) -> Any:
+    if value is not None and value < lowest:
+        raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
+    return value
+
+
+def device(value: Any) -> str:
+    if not isinstance(value, str) or not DEVICE.fullmatch(value):
+        raise ConfigError(f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N")
+    return value
+
+
+def word(value: Any) -> str:
+    """A value as the command line writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(word(v) for v in value)}]"
+    return str(value)
+
+
+# --- what the YAML files call -----------------------------------------------------------------
+
+
+def unless(given: Any, default: Any) -> Any:
+    """`${unless:${budget},0.2}`: a default that steps back where the other key is given."""
+    return default if given is None else None
+
+
+def model_name(model_id: str) -> str:
+    """`${model_name:${.id}}`: the last part of a hub name or path."""
+    return Path(model_id).name.removesuffix(".gguf").lower()
+
+
+OmegaConf.register_new_resolver("unless", unless, replace=True)
+OmegaConf.register_new_resolver("model_name", model_name, replace=True)

@@ -1,0 +1,103 @@
+"""The table that ends a run: each result beside what it really cost.
+
+Text that all rows share stands once above the table. Numbers are never cut: on a narrow terminal
+the lines wrap. "-" was not measured.
+
+Not here: tables over many runs (`plots/tables.py`), which read the folders again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from evals.results import RunResult
+
+TEXTS = ("model", "task", "budget", "comm")  # columns only where they differ
+NUMBERS = (
+    *("score", "95 %", "n", "tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
+    *("device\nMB", "host\nMB", "prefill\ns", "s\n/token"),
+)
+
+
+def print_table(done: Sequence[tuple[Path, RunResult]]) -> None:
+    """To standard output, as wide as it has to be."""
+    console = Console()
+    shared, view = table(done)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
+    console.width = max(console.width, needed)
+    console.print(shared, highlight=False, markup=False, soft_wrap=True)
+    console.print(view, highlight=False, markup=False)
+    for line in remarks([result for _, result in done]):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
+    """What all rows share, and one row per run."""
+    shown = [texts(result) for _, result in done]
+    differing = [i for i in range(len(TEXTS)) if len({row[i] for row in shown}) > 1]
+    shared = [shown[0][i] for i in range(len(TEXTS)) if i not in differing] if shown else []
+    view = Table(box=None, pad_edge=False)
+    for name in ("method", *(TEXTS[i] for i in differing)):
+        view.add_column(name, vertical="bottom")
+    for name in NUMBERS:
+        view.add_column(name, justify="right")
+    view.add_column("folder")
+    for (folder, result), row in zip(done, shown, strict=True):
+        label = result.method_label + ("" if result.status == "ok" else " (out of memory)")
+        view.add_row(label, *(row[i] for i in differing), *numbers(result), str(folder))
+    return " · ".join(shared), view
+
+
+def texts(result: RunResult) -> tuple[str, ...]:
+    """The columns of `TEXTS`."""
+    task = f"{result.task} {result.dataset}".strip()
+    budget = f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
+    return result.model, f"{task} ({result.data_source} data)", budget, f"comm {result.comm_exact}"
+
+
+def numbers(result: RunResult) -> tuple[str, ...]:
+    """The columns of `NUMBERS`."""
+    ci = result.score_ci95
+    over = "!" if result.within_budget is False else ""
+    return (
+        number(result.score, 3),
+        "-" if ci is None else f"{ci[0]:.3f} to {ci[1]:.3f}",
+        str(result.n_samples),
+        over + number(result.tokens_attended_mean, 1),
+        number(result.tokens_budget_mean, 1),
+        number(result.bytes_moved_kv_per_step, 1, 1e3),
+        number(result.bytes_moved_meta_per_step, 1, 1e3),
+        number(result.bytes_resident_device, 1, 1e6),
+        number(result.bytes_resident_host, 1, 1e6),
+        number(result.prefill_s, 2),
+        number(result.tpot_s, 3),
+    )
+
+
+def number(value: float | None, digits: int, unit: float = 1) -> str:
+    return "-" if value is None else f"{value / unit:,.{digits}f}"
+
+
+def exceeds(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value > bound
+
+
+def remarks(results: Sequence[RunResult]) -> list[str]:
+    """What no column says, each sentence once."""
+    lines = [f"{result.method_label}: {note}" for result in results for note in result.notes]
+    if any(
+        r.within_budget and exceeds(r.tokens_attended_mean, r.tokens_budget_mean) for r in results
+    ):
+        lines.append(
+            "attended counts generated tokens too, which come on top of the prompt's budget"
+        )
+    if any(result.within_budget is False for result in results):
+        lines.append("! attended to more tokens, or read more to find them, than the budget allows")
+    searching = {result.method_label for result in results if result.bytes_searched_per_step}
+    if searching:
+        names = ", ".join(sorted(searching))
+        lines.append(f"reads more than any comm allows to find its tokens: {names}")
+    return list(dict.fromkeys(lines))

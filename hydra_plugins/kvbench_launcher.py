@@ -1,0 +1,49 @@
+"""`hydra/launcher=fused`: hands all cells of a multirun to the task function at once.
+
+Hydra's own launchers call the task function cell by cell, and every cell would prefill each sample
+again. Every cell is composed before the first one runs, so a bad cell ends the sweep at once.
+
+Hydra takes launchers from the namespace package `hydra_plugins` only and imports this file at every
+start; so there is no `__init__.py` here, and nothing heavy is imported.
+
+Not here: what runs beside what; the runner groups the cells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class FusedLauncherConf:
+    _target_: str = "hydra_plugins.kvbench_launcher.FusedLauncher"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="fused", node=FusedLauncherConf)
+
+
+class FusedLauncher(Launcher):
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.loader = hydra_context.config_loader
+        self.task_function = task_function
+        self.config = config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Cells keep their `hydra` node: it says which files each of them was composed from."""
+        HydraConfig.instance().set_config(self.config)
+        cells = [self.loader.load_sweep_config(self.config, list(words)) for words in job_overrides]
+        returned = self.task_function(cells)
+        return [
+            JobReturn(overrides=words, cfg=cell, status=JobStatus.COMPLETED, _return_value=value)
+            for words, cell, value in zip(job_overrides, cells, returned, strict=True)
+        ]

@@ -1,0 +1,124 @@
+"""compose → check → run → print one table.
+
+Not here: any logic of its own. The command line is checked in `evals/overrides.py`, values in
+`evals/settings.py`; samples, models and folders are the runner's. Imports stand in functions, so
+that `--help` and a misspelt key answer at once.
+"""
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from evals.results import RunResult
+
+CONF = Path(__file__).resolve().parent / "conf"
+HELP = """\
+KVBench: KV-cache compression methods under the same budget, with what each one really costs.
+
+usage: python run.py [group=NAME | key=value] …
+       python run.py -m [group=NAME,NAME | key=value,value] …    every combination at once
+
+groups
+{groups}
+              model=ORG/NAME, model=FOLDER and model=FILE.gguf work as well
+
+keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: method.n_sink=8)
+{keys}
+
+flags
+  -m, --multirun     run every combination of the values given with commas
+  --cfg job          print the composed configuration instead of running it
+  --hydra-help       flags of Hydra, which composes the configuration
+
+examples
+  python run.py method=oracle task=needle ratio=0.2
+  python run.py method=streamingllm task=needle ratio=1/10 limit=5 out=/somewhere/else
+  python run.py -m method=full,oracle,streamingllm task=needle ratio=0.1,0.2
+  python run.py model=meta-llama/Llama-3.2-1B-Instruct task=needle task.grid=32k
+
+exit code: 0 done, 1 out of memory or an error of ours, 2 wrong input, 130 stopped; a stopped
+command goes on where it was when given again"""
+
+
+def help_text() -> str:
+    """Groups and keys as the YAML files have them; read as text, parsers drop the comments."""
+    listed = []
+    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+        lines = textwrap.wrap(names, 84, break_on_hyphens=False)
+        listed.append(f"  {folder.name:<12}" + ("\n" + " " * 14).join(lines))
+    config = (CONF / "config.yaml").read_text()
+    keys = config[config.index("\nratio:") : config.index("\nhydra:")].strip()
+    return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys, "  "))
+
+
+def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
+    """Let Hydra compose one configuration, or all cells of a sweep, and run them."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from evals.settings import settings
+
+    done: list[tuple[Path, RunResult]] = []
+
+    def job(cfgs: "DictConfig | list[DictConfig]") -> "list[tuple[Path, RunResult]]":
+        """Hydra hands over one configuration; our launcher hands over all of a sweep's."""
+        try:
+            if isinstance(cfgs, list):
+                cells = [settings(cfg, cfg.hydra.runtime.choices, is_sweep=True) for cfg in cfgs]
+            else:
+                cells = [settings(cfgs, HydraConfig.get().runtime.choices)]
+            from evals.runner import run_cells  # imports torch, so after the checks
+
+            results = run_cells(cells)
+        except ConfigError as error:
+            sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
+        done.extend(results)
+        return results
+
+    with TemporaryDirectory(prefix="kvbench-") as scratch:  # for Hydra's multirun.yaml
+        sys.argv[1:] = [*argv, f"hydra.sweep.dir='{scratch}'"]
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    return done
+
+
+def refuse(error: Exception) -> int:
+    """Wrong input: one sentence, no traceback."""
+    print("run.py:", " ".join(str(error).split()), file=sys.stderr)
+    return 2
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        return 0
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from evals.overrides import check_overrides
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then, where it would print and exit with 1
+    try:
+        done = compose_and_run(check_overrides(argv))
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        print("run.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    if done:  # nothing was run with --cfg or --info
+        from evals.table import print_table
+
+        print_table(done)
+    return int(any(result.status != "ok" for _, result in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""What all tests share: reproducible property tests, one thread, and a reason where a GPU is missing."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Test models are so small that a second thread only waits, and spins while it does: beside another busy process the
+# suite takes 20 times as long. Tests of the real model ask for their threads themselves.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Derandomised: a red run is red again. No deadline: shared CI machines stall for seconds.
+settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting:
+        import torch  # seconds, which a run of other tests need not wait for
+
+        if not torch.cuda.is_available():
+            for item in wanting:
+                item.add_marker(pytest.mark.skip(reason="no GPU that torch can use"))

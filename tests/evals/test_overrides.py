@@ -1,0 +1,182 @@
+"""The command line before Hydra sees it: what is refused, with which sentence, and what is rewritten."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from evals.overrides import CONF, check_overrides
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_overrides(list(argv))
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["method=full", "ratio=0.5"],
+        ["ratio=1/10", "comm=1e-2", "task.lengths=[1000,2000]"],
+        ["method.n_sink=8"],
+        ["model=any", "model.id=org/name"],
+        ["--cfg", "job", "method=full"],
+        ["-p", "method", "-c", "job"],
+        ["hydra.verbose=true"],
+        ["-m", "method=full,oracle", "ratio=0.1,0.2", "seed=range(0,3)"],
+        ["-m", "method=glob(*)"],
+    ],
+)
+def test_what_is_spelt_right_is_passed_on(argv: list[str]) -> None:
+    assert sorted(check_overrides(argv)) == sorted(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "begins"),
+    [
+        (["method=orcale"], "no method 'orcale'; did you mean 'oracle'?"),
+        (["task=neddle"], "no task 'neddle'; did you mean 'needle'?"),
+        (["model=lama-3.1-8b"], "no model 'lama-3.1-8b'; did you mean 'llama-3.1-8b'"),
+        (["method=null"], "no method 'null'"),
+        (["rato=0.2"], "no key 'rato'; did you mean 'ratio'?"),
+        (["+rato=0.2"], "no key 'rato'; did you mean 'ratio'?"),
+        (["metod=full"], "no key 'metod'; did you mean 'method'"),
+        (["n_sink=4"], "no key 'n_sink';"),
+        (["method.agz=group_sum"], "no method key 'agz'; did you mean 'agg'?"),
+        (["method.agg.x=1"], ""),
+        (["task.lenghts=[1]"], "no task key 'lenghts'; did you mean 'lengths'"),
+        (["cache.size=3"], "no cache key 'size';"),
+        (["model.ids=x"], "no model key 'ids'; did you mean 'id'"),
+        (["method=full", "method.agg=x"], "no method key 'agg'; method=full has no keys to set"),
+        (["--multrun"], "no flag '--multrun'; did you mean '--multirun'"),
+        (["--config-dir", "x"], "no flag '--config-dir'"),
+        (["--cfg", "yaml"], "--cfg needs a value: job, hydra, all"),
+        (["--cfg"], "--cfg needs a value: job, hydra, all"),
+        (["-m", "--cfg", "job"], "--cfg and -m exclude each other"),
+        (["ratio"], "'ratio' is no flag and no key=value"),
+        (["x=[1"], "'x=[1' is no override that Hydra can read"),
+        (["ratio=0.1,0.2"], "ratio=0.1,0.2 is a sweep; add -m"),
+        (["method=full,oracle"], "method=full,oracle is a sweep; add -m"),
+        (["seed=range(0,3)"], "seed=range(0,3) is a sweep; add -m"),
+        (["-m", "method=full,foo"], "no method 'foo'"),
+        (["-m", "method=oracle,full", "method.agg=x"], "no method key 'agg'; method=full"),
+        (["-m", "model=org/name,opt-6.7b"], "model=org/name,opt-6.7b mixes files of conf/model"),
+        (["model=/no/such/folder"], "model=/no/such/folder does not exist; give a folder"),
+        (["model=model.gguf"], "model=model.gguf does not exist; give a folder"),
+    ],
+)
+def test_what_is_misspelt_is_named_with_near_misses(argv: list[str], begins: str) -> None:
+    if begins:
+        assert refused(*argv).startswith(begins)
+    else:
+        check_overrides(argv)  # below a value there are no keys to look up; the value is checked
+
+
+def test_near_misses_are_followed_by_everything_allowed() -> None:
+    assert "(all: full, oracle, streamingllm" in refused("method=streamlingllm")
+
+
+def test_flags_come_first_because_hydra_reads_no_override_behind_one() -> None:
+    assert check_overrides(["ratio=0.1,0.2", "-m", "seed=1"]) == ["-m", "ratio=0.1,0.2", "seed=1"]
+    assert check_overrides(["--cfg=job", "seed=1"]) == ["--cfg", "job", "seed=1"]
+    assert check_overrides(["seed=1", "--info"]) == ["--info", "all", "seed=1"]
+
+
+def test_a_hub_name_becomes_the_id_of_any_model() -> None:
+    assert check_overrides(["model=org/Some-1B"]) == ["model=any", "model.id='org/Some-1B'"]
+
+
+def test_hub_names_are_swept_like_files() -> None:
+    argv = check_overrides(["-m", "model=a/b,c/d"])
+    assert argv == ["-m", "model=any", "model.id='a/b','c/d'"]
+
+
+def test_a_folder_or_file_becomes_the_id_of_any_model(tmp_path: Path) -> None:
+    file = tmp_path / "it's a model.gguf"
+    file.touch()
+    quoted = str(file).replace("'", r"\'")
+    assert check_overrides([f"model='{quoted}'"]) == ["model=any", f"model.id='{quoted}'"]
+    assert check_overrides([f"model={tmp_path}"]) == ["model=any", f"model.id='{tmp_path}'"]
+
+
+def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
+    (tmp_path / "x").mkdir()
+    assert check_overrides(["model=~/x"]) == ["model=any", f"model.id='{tmp_path}/x'"]
+
+
+def test_values_beyond_hydras_grammar_are_quoted() -> None:
+    assert check_overrides(["out=~/résults"]) == ["out='~/résults'"]
+
+
+def test_completion_and_hydras_own_help_are_left_alone() -> None:
+    assert check_overrides(["-sc", "install=bash"]) == ["-sc", "install=bash"]
+    assert check_overrides(["--hydra-help"]) == ["--hydra-help"]
+
+
+# --- experiments: a paper's table as one file ---
+
+EXPERIMENT = """\
+# @package _global_
+defaults:
+  - override /method: full
+seed: 7
+hydra:
+  sweeper:
+    params:
+      method: full,oracle
+      ratio: 0.1,0.2
+"""
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of conf/ with an experiment in it."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "experiment").mkdir(exist_ok=True)
+    (conf / "experiment" / "paper.yaml").write_text(EXPERIMENT)
+    monkeypatch.setattr("evals.overrides.CONF", conf)
+    return conf
+
+
+@pytest.mark.usefixtures("conf")
+def test_an_experiment_needs_no_plus() -> None:
+    assert check_overrides(["-m", "experiment=paper"]) == ["-m", "+experiment=paper"]
+    assert check_overrides(["-m", "+experiment=paper"]) == ["-m", "+experiment=paper"]
+
+
+@pytest.mark.usefixtures("conf")
+def test_a_misspelt_experiment_is_named() -> None:
+    assert refused("-m", "+experiment=papre").startswith(
+        "no experiment 'papre'; did you mean 'paper'"
+    )
+
+
+@pytest.mark.usefixtures("conf")
+def test_an_experiment_that_sweeps_asks_for_the_flag() -> None:
+    assert refused("+experiment=paper") == "experiment=paper is a sweep; add -m to run all of it"
+
+
+@pytest.mark.usefixtures("conf")
+def test_keys_are_looked_up_in_every_file_that_the_experiment_sweeps() -> None:
+    assert refused("-m", "+experiment=paper", "method.agg=x").endswith(
+        "method=full has no keys to set"
+    )
+    assert check_overrides(["-m", "+experiment=paper", "method=oracle", "method.agg=x"])
+
+
+def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
+    file = conf / "experiment" / "paper.yaml"
+    file.write_text(EXPERIMENT.replace("full,oracle", "full,orcale"))
+    assert refused("-m", "+experiment=paper").startswith(
+        "no method 'orcale'; did you mean 'oracle'"
+    )
+    file.write_text(EXPERIMENT.replace("ratio: 0.1", "rato: 0.1"))
+    assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")

@@ -1,0 +1,221 @@
+"""Values: what is refused, how text becomes typed, and what identifies a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from engine.errors import ConfigError
+from evals.overrides import CONF
+from evals.settings import Part, Settings, build_params, load_class, settings
+
+
+def composed(*words: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", list(words), return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+# --- the keys that every run has ---
+
+
+def test_the_defaults_are_a_whole_run() -> None:
+    run = composed()
+    assert (run.method.name, run.task.name, run.model.name) == ("oracle", "needle", "smollm2-135m")
+    assert run.method.target == "methods.oracle.Oracle"
+    assert "_target_" not in run.method.params
+    assert run.budget.ratio == Fraction(1, 5)
+    assert run.budget.tokens is None
+    assert run.budget.comm == Fraction(1, 64)
+    assert run.budget.compensate
+    assert (run.seed, run.limit, run.out, run.data_dir) == (0, None, None, None)
+    assert (run.dtype, run.device, run.scope) == ("auto", "auto", "full_prompt")
+    assert run.model.id == "embedded"
+    assert run.cache.tokens == 0
+    assert not run.is_sweep
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["ratio=0"], "ratio=0 is out of range"),
+        (["ratio=1.5"], "ratio=1.5 is out of range"),
+        (["ratio=abc"], "ratio=abc is not a number"),
+        (["ratio=true"], "ratio=true is not a number"),
+        (["ratio=1/0"], "ratio=1/0 is not a number"),
+        (["ratio="], "ratio= is not a number"),
+        (["ratio=null"], "neither ratio nor budget is given"),
+        (["ratio=0.1", "budget=3"], "both given"),
+        (["budget=0"], "budget=0 is out of range"),
+        (["budget=abc"], "budget=abc is not a whole number"),
+        (["budget=1.5"], "budget=1.5 is not a whole number"),
+        (["comm=-1"], "comm=-1 is out of range"),
+        (["comm=null"], "comm=null is not a number"),
+        (["compensate=1"], "compensate=1 is not true or false"),
+        (["limit=0"], "limit=0 is out of range"),
+        (["limit=x"], "limit=x is not a whole number"),
+        (["seed=-1"], "seed=-1 is out of range"),
+        (["seed=1.5"], "seed=1.5 is not a whole number"),
+        (["seed=true"], "seed=true is not a whole number"),
+        (["seed=null"], "seed=null is not a whole number"),
+        (["seed=inf"], "seed=inf is not a whole number"),
+        (["seed=nan"], "seed=nan is not a whole number"),
+        (["dtype=foo"], "dtype=foo is not allowed; use auto, float32, bfloat16 or float16"),
+        (["device=foo"], "device=foo is not allowed; use auto, cpu, cuda or cuda:N"),
+        (["device=cuda:x"], "device=cuda:x is not allowed"),
+        (["compression_scope=foo"], "use full_prompt or context_only"),
+        (["out=[a]"], "out=[a] is not a text"),
+        (["cache.policy=fifo"], "cache.policy=fifo"),
+        (["cache=3"], "cache=3 is a group of keys"),
+        (["model=any"], "model.id is not given; add model.id=…"),
+        (["model.chat=maybe"], "model.chat=maybe is not allowed; use auto or none"),
+        (["model.trust_remote_code=yes"], "model.trust_remote_code=yes is not true or false"),
+        (["ratio=${foo}"], "ratio cannot be read"),
+        (["~seed"], "seed is missing"),
+        (["~method"], "method is missing"),
+        (["++rato=1"], "no key 'rato'; did you mean 'ratio'?"),
+        (["++model.foo=1"], "no model key 'foo'"),
+    ],
+)
+def test_a_value_out_of_range_is_one_sentence_with_its_key(words: list[str], says: str) -> None:
+    assert says in refused(lambda: composed(*words))
+
+
+@pytest.mark.parametrize(("text", "exact"), [("0.29", "29/100"), ("1/64", "1/64"), ("1", "1")])
+def test_shares_are_exact(text: str, exact: str) -> None:
+    assert composed(f"ratio={text}").budget.ratio == Fraction(exact)
+
+
+def test_the_default_ratio_steps_back_for_a_budget() -> None:
+    run = composed("budget=100")
+    assert (run.budget.ratio, run.budget.tokens) == (None, 100)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    assert composed("budget=1e3").budget.tokens == 1000
+
+
+def test_a_model_without_a_file_is_named_after_its_id() -> None:
+    assert composed("model=any", "model.id=org/Some-1B").model.name == "some-1b"
+    assert composed("model=any", "model.id=models/Some-1B.Q4.gguf").model.name == "some-1b.q4"
+
+
+def test_out_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert composed("out='~/x'").out == tmp_path / "x"
+
+
+# --- what identifies a run ---
+
+
+def test_where_results_go_does_not_identify_a_run() -> None:
+    run = composed()
+    assert composed("out=elsewhere").resolved() == run.resolved()
+    assert replace(run, is_sweep=True).resolved() == run.resolved()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("method=full", "method.n_sink=5", "task.needles=2", "model.chat=none", "ratio=0.3"),
+        *("budget=5", "comm=0", "compensate=false", "cache.tokens=256", "seed=1", "limit=3"),
+        *("dtype=float32", "device=cpu", "data_dir=x", "compression_scope=context_only"),
+    ],
+)
+def test_everything_else_does(word: str) -> None:
+    assert composed(word).resolved() != composed().resolved()
+
+
+def test_two_spellings_of_a_share_are_the_same_run() -> None:
+    assert composed("ratio=1/5", "comm=0.015625").resolved() == composed().resolved()
+
+
+# --- parameters of methods and tasks ---
+
+
+class Thing:
+    @dataclass(frozen=True)
+    class Params:
+        count: int
+        share: Fraction
+        rate: float
+        is_on: bool
+        name: str
+        kind: Literal["a", "b"]
+        lengths: tuple[int, ...] | None
+        pair: tuple[int, str]
+        depths: tuple[float, ...] | int | None
+        label: str | None
+
+
+GOOD: dict[str, Any] = {
+    **{"count": 3, "share": "1/3", "rate": 2, "is_on": True, "name": "x", "kind": "a"},
+    **{"lengths": [1, 2], "pair": [1, "y"], "depths": 3, "label": None},
+}
+
+
+def built(**changes: Any) -> Thing.Params:
+    return build_params(Thing, GOOD | changes, "method")
+
+
+def test_values_take_the_types_of_their_fields() -> None:
+    params = built()
+    assert params == Thing.Params(3, Fraction(1, 3), 2.0, True, "x", "a", (1, 2), (1, "y"), 3, None)
+    assert isinstance(params.rate, float)
+    assert built(count=4.0).count == 4
+    assert built(lengths=None).lengths is None
+    assert built(depths=[1, 2.5]).depths == (1.0, 2.5)
+    assert built(name=7).name == "7"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"count": "abc"}, "method.count=abc is not a whole number"),
+        ({"count": None}, "method.count=null is not a whole number"),
+        ({"count": True}, "method.count=true is not a whole number"),
+        ({"count": 1.5}, "method.count=1.5 is not a whole number"),
+        ({"share": "x"}, "method.share=x is not a number"),
+        ({"rate": "x"}, "method.rate=x is not a number"),
+        ({"is_on": "x"}, "method.is_on=x is not true or false"),
+        ({"name": [1]}, "method.name=[1] is not a text"),
+        ({"kind": "c"}, "method.kind=c is not allowed; use a or b"),
+        ({"lengths": 5}, "method.lengths=5 is not a list; write method.lengths=[5]"),
+        ({"lengths": ["x"]}, "method.lengths=x is not a whole number"),
+        ({"pair": [1]}, "method.pair=[1] has 1 elements; give 2"),
+        ({"cuont": 3}, "no method key 'cuont'; did you mean 'count'"),
+    ],
+)
+def test_a_wrong_parameter_is_one_sentence_with_its_key(changes: dict[str, Any], says: str) -> None:
+    assert says in refused(lambda: built(**changes))
+
+
+def test_a_missing_parameter_is_named() -> None:
+    params = {key: value for key, value in GOOD.items() if key != "rate"}
+    assert "method.rate is missing" in refused(lambda: build_params(Thing, params, "method"))
+
+
+@pytest.mark.parametrize("target", ["evals.nowhere.X", "evals.task.Nothing", "nothing", ""])
+def test_a_class_that_does_not_exist_is_named(target: str) -> None:
+    assert "task._target_" in refused(lambda: load_class(Part("task", "x", target, {})))
+
+
+def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        load_class(Part("task", "x", "broken_module.X", {}))

@@ -1,0 +1,89 @@
+"""`python -m tests.golden DIR`: run every reference vector below DIR, a line per case and a count per folder.
+
+DIR holds a folder per method with .npz files, and metrics/ with .json and .jsonl files. Exit code 1 on any failure.
+Beside a method's tests stands the function that runs its vectors; a new one adds a line to `RUNNERS`.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests import golden_metrics
+from tests.engine import test_blocks, test_budget
+from tests.methods import test_oracle, test_streamingllm
+from tests.vectors import Check
+
+Runner = Callable[[Path], list[Check]]
+
+RUNNERS: dict[str, Runner] = {
+    "oracle/*.npz": test_oracle.run_vectors,
+    "streamingllm/*.npz": test_streamingllm.run_vectors,
+    "pqcache/cache_*.npz": test_blocks.run_vectors,
+    "pqcache/budget_*.npz": test_budget.run_vectors,
+    "pqcache/oracle_*.npz": test_oracle.run_weight_vectors,
+    "metrics/needle_ruler.json": golden_metrics.run_needle,
+}
+
+
+def find_runner(path: Path) -> Runner | None:
+    """Who runs a file, by the names of its folder and itself."""
+    return next(
+        (
+            run
+            for pattern, run in RUNNERS.items()
+            if fnmatch(f"{path.parent.name}/{path.name}", pattern)
+        ),
+        None,
+    )
+
+
+def files_below(root: Path) -> list[Path]:
+    found = [*root.glob("*/*.npz"), *root.glob("metrics/*.json"), *root.glob("metrics/*.jsonl")]
+    return sorted(found)
+
+
+def run(root: Path) -> dict[str, Counter[str]]:
+    """Run all files; per folder how many cases are ok, fail, or have no runner."""
+    counts: dict[str, Counter[str]] = {}
+    for path in files_below(root):
+        count = counts.setdefault(path.parent.name, Counter())
+        runner = find_runner(path)
+        if runner is None:
+            print(f"no runner  {path.parent.name}/{path.name}")
+            count["no runner"] += 1
+            continue
+        try:
+            cases = runner(path)
+        except Exception as error:  # a case that breaks the code is a failure like any other, and the others must run
+            cases = [(path.stem, f"{type(error).__name__}: {error}")]
+        for name, problem in cases:
+            print(
+                f"ok         {path.parent.name}/{name}"
+                if problem is None
+                else f"FAILS      {path.parent.name}/{name}: {problem}"
+            )
+            count["ok" if problem is None else "FAILS"] += 1
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        print(
+            "usage: python -m tests.golden DIR, a folder with one folder of vectors per method",
+            file=sys.stderr,
+        )
+        return 2
+    counts = run(Path(arguments[0]))
+    for folder, count in counts.items():
+        print(
+            f"{folder}: " + ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
+        )
+    if not counts:
+        print(f"no vectors below {arguments[0]}", file=sys.stderr)
+    return int(not counts or any(count["FAILS"] for count in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

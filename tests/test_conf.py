@@ -1,0 +1,72 @@
+"""Every file of conf/ composes, and every default in it is one that the code accepts."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from evals.overrides import CONF, config_groups, default_groups
+from evals.settings import Settings, build_params, load_class, settings
+
+FILES = [(group, name) for group, names in config_groups().items() for name in names]
+NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
+
+
+def composed(*words: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", list(words), return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices)
+
+
+def choice(group: str, name: str) -> list[str]:
+    plus = "" if group in default_groups() else "+"
+    return [f"{plus}{group}={name}", *NEEDS.get(name, [])]
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=str)
+def test_every_file_composes_and_its_defaults_are_accepted(group: str, name: str) -> None:
+    run = composed(*choice(group, name))
+    for part in (run.method, run.task):
+        build_params(load_class(part), part.params, part.group)
+
+
+@pytest.mark.parametrize("name", config_groups()["method"])
+def test_a_method_has_one_name_everywhere(name: str) -> None:
+    part = composed(f"method={name}").method
+    assert part.name == name
+    assert part.target.startswith(f"methods.{name}.")
+
+
+@pytest.mark.parametrize("name", config_groups()["task"])
+def test_a_task_has_one_name_everywhere(name: str) -> None:
+    part = composed(f"task={name}").task
+    assert part.target.startswith(f"evals.{name}.")
+    assert load_class(part).name == name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [name for name in config_groups()["model"] if name != "any"])
+def test_a_model_file_is_named_after_its_model(name: str) -> None:
+    assert composed(f"model={name}").model.name == name
+
+
+def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
+    for group in ("method", "task"):
+        for file in (CONF / group).glob("*.yaml"):
+            lines = [line for line in file.read_text().splitlines() if "_target_" in line]
+            assert len(lines) == 1, file
+            assert lines[0].startswith("_target_: "), file
+
+
+def test_experiments_open_with_the_command_that_runs_them() -> None:
+    for file in sorted(Path(CONF / "experiment").glob("*.yaml")):
+        head = "".join(line for line in file.open() if line.startswith("#"))
+        assert f"experiment={file.stem}" in head, file
+
+
+def test_hydra_makes_no_folders_of_its_own() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        hydra = compose("config", return_hydra_config=True).hydra
+    assert hydra.output_subdir is None
+    assert hydra.run.dir == "."
+    assert hydra.job.chdir is False
+    assert hydra.launcher._target_ == "hydra_plugins.kvbench_launcher.FusedLauncher"
