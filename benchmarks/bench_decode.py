@@ -48,6 +48,7 @@ def build(
         )
         for layer in trace.shape.full_layers:
             row.build(layer)
+        row.complete()
         rows.append(row)
     return rows
 

@@ -298,6 +298,8 @@ class Group:
             what for cell in cells for what in cell.kind.observations(cell.params, cell.request)
         ]
         trace = prefill(self.model, prompt.context_ids, observations, build)
+        for row in rows:
+            row.complete()
         trace.settle()
         prefill_s = trace.seconds - build_seconds
         self.progress.stage(

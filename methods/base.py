@@ -90,9 +90,17 @@ class SelectiveAttention(ABC):
         else:
             self.arrange(layer)
 
+    def complete(self) -> None:
+        """Every layer was built."""
+        if not self.budget.is_full:
+            self.arrange_rest()
+
     @abstractmethod
     def arrange(self, layer: int) -> None:
         """Say where the prompt's tokens of this layer go: `store.keep`, `store.offload` or `store.keep_all`."""
+
+    def arrange_rest(self) -> None:  # noqa: B027
+        """Place what `arrange` left, for methods that divide a budget over layers once they have seen all of them."""
 
     def exempt_layers(self) -> Sequence[int]:
         """Layers that the method leaves whole on purpose; its budget is checked on the others."""

@@ -51,8 +51,14 @@ def row_of(
     row = kind(params, budget, trace, n_new, cache)
     if plan is not None:
         row.plan = plan
-    for layer in trace.shape.full_layers:
+    return built(row)
+
+
+def built(row: SelectiveAttention) -> Any:
+    """The variant, after it took over all layers of its trace."""
+    for layer in row.trace.shape.full_layers:
         row.build(layer)
+    row.complete()
     return row
 
 

@@ -15,7 +15,7 @@ from methods.full import Full
 from methods.oracle import Oracle
 from methods.streamingllm import StreamingLLM
 from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import request
+from tests.vectors import built, request
 
 ORACLE = Oracle.Params("group_sum", 4, Fraction(1, 2), "on_top", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")
@@ -34,10 +34,7 @@ def rows_for(
     trace: Trace, *kinds: tuple[type[SelectiveAttention], Any, str], n_new: int = NEW
 ) -> list[SelectiveAttention]:
     rows = [kind(params, request(ratio=ratio), trace, n_new) for kind, params, ratio in kinds]
-    for row in rows:
-        for layer in trace.shape.full_layers:
-            row.build(layer)
-    return rows
+    return [built(row) for row in rows]
 
 
 def say(

@@ -18,6 +18,7 @@ from evals.settings import build_params, load_class, settings
 from methods.base import SelectiveAttention
 from methods.full import Full
 from tests.tiny import prompt, tiny
+from tests.vectors import built
 
 CONF = Path(__file__).parents[2] / "conf"
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
@@ -60,9 +61,7 @@ def row_for(name: str, trace: Trace, ratio: str) -> SelectiveAttention:
         row = kind(params, ask(ratio), trace, N_NEW)
     except ConfigError as error:
         pytest.skip(f"{name} cannot meet ratio {ratio} on the test model: {error}")
-    for layer in trace.shape.full_layers:
-        row.build(layer)
-    return row
+    return built(row)
 
 
 def say(trace: Trace, *rows: SelectiveAttention, on_step: Any = None) -> list[list[int]]:
@@ -74,9 +73,7 @@ def say(trace: Trace, *rows: SelectiveAttention, on_step: Any = None) -> list[li
 @pytest.mark.parametrize("name", METHODS)
 def test_the_whole_budget_gives_the_tokens_of_full_attention(name: str) -> None:
     trace = read(name)
-    full = Full(Full.Params(), ask("1"), trace, N_NEW)
-    for layer in trace.shape.full_layers:
-        full.build(layer)
+    full = built(Full(Full.Params(), ask("1"), trace, N_NEW))
     answers = say(trace, full, row_for(name, trace, "1"))
     assert answers[1] == answers[0]
 
