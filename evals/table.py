@@ -88,6 +88,9 @@ def exceeds(value: float | None, bound: float | None) -> bool:
 def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
     lines = [f"{result.method_label}: {note}" for result in results for note in result.notes]
+    rows = max((result.batch_rows_mean or 1 for result in results), default=1)
+    if rows > 1:
+        lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")
     if any(
         r.within_budget and exceeds(r.tokens_attended_mean, r.tokens_budget_mean) for r in results
     ):

@@ -1,0 +1,120 @@
+"""The embedded model itself: what it says through the engine, and which needles each method lets it find."""
+
+import os
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from engine.decode import decode
+from engine.model import Model, load
+from engine.prefill import Trace, prefill
+from evals.data import embedded_prose
+from evals.results import read_samples
+from evals.runner import run_cells
+from evals.settings import Settings, settings
+from methods.base import SelectiveAttention
+from methods.full import Full
+from methods.oracle import Oracle
+from methods.streamingllm import StreamingLLM
+from tests.vectors import built, request
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+NEW = 16
+ORACLE = Oracle.Params("group_sum", 32, Fraction(1, 2), "inside", "fair", "renormalise")
+STREAMING = StreamingLLM.Params(4, "inside", "original")
+Kind = tuple[type[SelectiveAttention], Any, str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    """This model is large enough for all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(threads: None) -> Model:
+    return load("smollm2-135m", "embedded", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def text(model: Model) -> list[int]:
+    return model.tokenizer.encode(embedded_prose())
+
+
+def say(model: Model, trace: Trace, *kinds: Kind) -> list[list[int]]:
+    rows = [built(kind(params, request(ratio=ratio), trace, NEW)) for kind, params, ratio in kinds]
+    with model.hooked():
+        return [answer.ids for answer in decode(model, trace, rows, max_new_tokens=NEW).answers]
+
+
+def read(model: Model, ids: list[int]) -> Trace:
+    with model.hooked():
+        return prefill(model, ids)
+
+
+@pytest.mark.parametrize(("start", "n"), [(0, 300), (9000, 1100), (20_000, 3000)])
+def test_full_attention_says_what_generate_says(
+    model: Model, text: list[int], start: int, n: int
+) -> None:
+    ids = text[start : start + n]
+    with torch.inference_mode():
+        out = model.hf.generate(
+            torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None, do_sample=False
+        )
+    assert say(model, read(model, ids), (Full, Full.Params(), "1")) == [out[0, n:].tolist()]
+
+
+def test_eight_variants_say_beside_each_other_what_they_say_alone(
+    model: Model, text: list[int]
+) -> None:
+    trace = read(model, text[5000:6200])
+    per_head = Oracle.Params("query_head", 32, Fraction(1, 2), "inside", "fair", "renormalise")
+    kinds: list[Kind] = [
+        (Full, Full.Params(), "1"),
+        (Oracle, ORACLE, "1"),
+        (StreamingLLM, STREAMING, "1"),
+        (Oracle, ORACLE, "0.1"),
+        (Oracle, per_head, "0.1"),
+        (StreamingLLM, STREAMING, "0.1"),
+        (StreamingLLM, StreamingLLM.Params(4, "inside", "cache"), "0.2"),
+        (Oracle, ORACLE, "0.3"),
+    ]
+    together = say(model, trace, *kinds)
+    assert together == [say(model, trace, kind)[0] for kind in kinds]
+    assert together[0] == together[1] == together[2]
+
+
+def cell(out: Path, *words: str) -> Settings:
+    grid = ["task.source=embedded", "task.lengths=[1000,2000]", "task.depths=[0,50,100]"]
+    overrides = [*words, *grid, "dtype=float32", "device=cpu", f"out={out}"]
+    method = words[0].removeprefix("method=")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides, return_hydra_config=True)
+    return settings(cfg, {"method": method, "task": "needle"}, is_sweep=True)
+
+
+def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_ends(
+    tmp_path: Path,
+) -> None:
+    cells = [
+        cell(tmp_path, f"method={name}", "ratio=0.1") for name in ("full", "oracle", "streamingllm")
+    ]
+    (_, full), (folder, oracle), (streamed, streaming) = run_cells(cells)
+    assert full.score == oracle.score == 1
+    assert [(row.fields["depth"], row.score) for row in read_samples(streamed)] == [
+        (0, 0),
+        (50, 0),
+        (100, 1),
+    ] * 2
+    # Exactly the promised number of tokens: B and the current one for the oracle, whose window slides.
+    for row in read_samples(folder):
+        assert row.ledger["tokens_attended_mean"] == row.prompt_tokens // 10 + 1
+    assert full.within_budget and oracle.within_budget and streaming.within_budget
