@@ -15,5 +15,5 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
     """The error for a misspelt `kind` (method, task, key …), with near misses first."""
     allowed = sorted(allowed)
     near = get_close_matches(name, allowed, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    return ConfigError(f"no {kind} {name!r}; {hint}(all: {', '.join(allowed)})")
+    hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return ConfigError(f"no {kind} {name!r}{hint} (all: {', '.join(allowed)})")

@@ -380,10 +380,13 @@ def _turner(hf: Any) -> Callable[[Tensor, int], Tensor] | None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars and notices of the libraries while loading; ours are enough."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, hub_level = logging.get_verbosity(), hub_logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # else every retry of an unreachable hub is a line of its own
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
@@ -391,6 +394,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
         if bars:
             logging.enable_progress_bar()
 

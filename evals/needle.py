@@ -303,9 +303,11 @@ class Needle(Task):
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
         longest = max(self.params.cells().lengths)
         if longest > shape.window - room:
-            key = "grid" if self.params.lengths is None else "lengths"
+            asked = f"grid={self.params.grid}"
+            if self.params.lengths is not None:
+                asked = f"lengths={list(self.params.lengths)}"
             raise ConfigError(
-                f"task.{key}={getattr(self.params, key)} asks for {longest} tokens, more than the "
+                f"task.{asked} asks for {longest} tokens, more than the "
                 f"window of {shape.name} holds with the answer; the longest that fits is "
                 f"{shape.window - room}"
             )
