@@ -9,6 +9,7 @@ Not here: what a method makes of an observation.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +32,30 @@ class LastQueries(Observation):
         return q[
             :, :, -self.w :
         ].clone()  # a copy: a view would keep all of the layer's queries alive
+
+
+# Bytes of one chunk's logits. Their softmax takes as much again and the keys of one KV head in float32 at most twice as
+# much: with the output about 170 MB at 131,072 tokens, 32 heads of 128 dimensions and a window of 64.
+SCORE_CHUNK_BYTES = 32 << 20
+
+
+def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """What the prompt's last `w` queries give to every token before them, summed over the window: (1, h, s - w).
+
+    `q` (1, h, w, d_h) sees all `keys` (1, h_kv, s, d_h), those of the window causally: the window's own columns take
+    part in the softmax and are cut off behind it. Float32 whatever the dtype of the model.
+    """
+    (_, h, w, _), (_, h_kv, s, _) = q.shape, keys.shape
+    assert w <= s and h % h_kv == 0, (q.shape, keys.shape)
+    g, n_past = h // h_kv, s - w
+    hidden = torch.ones(w, w, dtype=torch.bool, device=q.device).triu(1)
+    n_heads = max(1, SCORE_CHUNK_BYTES // (4 * max(1, w * s)))
+    scores = torch.empty(1, h, n_past, device=q.device)
+    for kv_head in range(h_kv):
+        transposed = keys[0, kv_head].float().mT  # (d_h, s)
+        for head in range(kv_head * g, (kv_head + 1) * g, n_heads):
+            chunk = slice(head, min(head + n_heads, (kv_head + 1) * g))
+            logits = (q[0, chunk].float() * scale) @ transposed  # (heads, w, s)
+            logits[..., n_past:].masked_fill_(hidden, -torch.inf)
+            scores[0, chunk] = logits.softmax(-1)[..., :n_past].sum(1)
+    return scores

@@ -341,6 +341,7 @@ class Group:
         )
         steps = decoded.step_seconds[:n_steps]
         ledger = row.store.ledger.summary(row.budget, cell.shape, row.exempt_layers())
+        report = row.report()
         return SampleRow(
             id=sample.id,
             prompt_sha256=prompt_hash([*prompt.context_ids, *prompt.question_ids]),
@@ -361,7 +362,8 @@ class Group:
                 key: value
                 for key, value in sample.fields.items()
                 if key != "original_prompt_tokens"
-            },
+            }
+            | ({"method_report": report} if report else {}),
         )
 
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:

@@ -151,3 +151,7 @@ class SelectiveAttention(ABC):
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The layer's output (1, h, 1, d_h), for methods that correct it or learn from the weights (1, h, s)."""
         return out
+
+    def report(self) -> dict[str, Any]:
+        """What the method has to say of this sample, as JSON; stands in its line as `method_report` where not empty."""
+        return {}

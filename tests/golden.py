@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests import golden_metrics
 from tests.engine import test_blocks, test_budget
-from tests.methods import test_oracle, test_streamingllm
+from tests.methods import test_oracle, test_pyramidkv, test_snapkv, test_streamingllm, test_xkv
 from tests.vectors import Check
 
 Runner = Callable[[Path], list[Check]]
@@ -20,6 +20,9 @@ Runner = Callable[[Path], list[Check]]
 RUNNERS: dict[str, Runner] = {
     "oracle/*.npz": test_oracle.run_vectors,
     "streamingllm/*.npz": test_streamingllm.run_vectors,
+    "snapkv/*.npz": test_snapkv.run_vectors,
+    "pyramidkv/*.npz": test_pyramidkv.run_vectors,
+    "xkv/*.npz": test_xkv.run_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,
     "pqcache/oracle_*.npz": test_oracle.run_weight_vectors,

@@ -21,6 +21,7 @@ from evals import runner
 from evals.needle import Needle
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
+from methods import xkv
 from methods.oracle import Oracle
 from tests.tiny import COMMON
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
@@ -115,6 +116,24 @@ def test_a_run_leaves_everything_in_its_folder(cell: Any) -> None:
     ledger = pd.read_parquet(folder / "ledger.parquet")
     assert len(ledger) == sum(3 * (row.generated_tokens - 1) for row in rows)
     assert set(ledger.sample_id) == {row.id for row in rows}
+
+
+def test_the_report_of_a_method_stands_in_its_samples(
+    cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((exact, _),) = run(cell("method=xkv", out="exact"))
+    ((oracle, _),) = run(cell(out="oracle"))
+    reports = [row.fields["method_report"] for row in read_samples(exact)]
+    assert [len(report["n"]) for report in reports] == [3] * 4
+    assert all("method_report" not in row.fields for row in read_samples(oracle))
+    # What the reports average to is what another run takes.
+    capsys.readouterr()
+    assert xkv.main([str(exact)]) == 0
+    shares = capsys.readouterr().out.strip()
+    words = ("method=xkv", "method.allocation=sampled", f"method.shares={shares}")
+    ((sampled, _),) = run(cell(*words, out="sampled"))
+    totals = [sum(row.fields["method_report"]["n"]) for row in read_samples(sampled)]
+    assert totals == [sum(report["n"]) for report in reports]
 
 
 def test_the_same_command_again_loads_nothing(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
