@@ -15,7 +15,7 @@ from rich.table import Table
 
 from evals.results import RunResult
 
-TEXTS = ("model", "task", "budget", "comm")  # columns only where they differ
+TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
 NUMBERS = (
     *("score", "95 %", "n", "tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
     *("device\nMB", "host\nMB", "prefill\ns", "s\n/token"),
@@ -46,16 +46,34 @@ def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
         view.add_column(name, justify="right")
     view.add_column("folder")
     for (folder, result), row in zip(done, shown, strict=True):
-        label = result.method_label + ("" if result.status == "ok" else " (out of memory)")
+        label = " ".join([result.method_label, *varied(result, [other for _, other in done])])
+        label += "" if result.status == "ok" else " (out of memory)"
         view.add_row(label, *(row[i] for i in differing), *numbers(result), str(folder))
     return " · ".join(shared), view
+
+
+def varied(result: RunResult, results: Sequence[RunResult]) -> list[str]:
+    """The method's parameters that tell this run from others of its method, as `key=value`."""
+    others = [other.params for other in results if other.method == result.method]
+    return [
+        f"{key}={value}"
+        for key, value in result.params.items()
+        if any(other.get(key) != value for other in others)
+    ]
 
 
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
     task = f"{result.task} {result.dataset}".strip()
     budget = f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
-    return result.model, f"{task} ({result.data_source} data)", budget, f"comm {result.comm_exact}"
+    return (
+        result.model,
+        f"{task} ({result.data_source} data)",
+        budget,
+        f"comm {result.comm_exact}",
+        result.protocol,
+        f"seed {result.seed}",
+    )
 
 
 def numbers(result: RunResult) -> tuple[str, ...]:
