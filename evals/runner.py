@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from engine.budget import BudgetRequest, resolve, show
+from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import digest_of, load, locate, read_shape, resolve_device, resolve_dtype
@@ -229,11 +229,8 @@ class Group:
         missing = False
         for cell in self.cells:
             self.folders[cell.path].check_prompt(sample.id, sha)
-            cell.kind.plan_for(
-                cell.params,
-                resolve(cell.request, len(prompt.context_ids), cell.kind.drops),
-                cell.shape,
-            )
+            budget = cell.kind.budget_for(cell.request, len(prompt.context_ids))
+            cell.kind.plan_for(cell.params, budget, cell.shape)
             missing |= not self.has(cell, sample)
         return missing
 

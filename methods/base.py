@@ -56,13 +56,18 @@ class SelectiveAttention(ABC):
     ) -> None:
         self.params = params
         self.trace = trace
-        self.budget: Budget = resolve(request, trace.s_prompt, self.drops)
+        self.budget = self.budget_for(request, trace.s_prompt)
         self.plan = self.plan_for(params, self.budget, trace.shape)
         self.store = Store(trace, n_new, cache)
 
     @classmethod  # noqa: B027
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
+
+    @classmethod
+    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
+        """What the method gets of a prompt."""
+        return resolve(request, s_prompt, cls.drops)
 
     @classmethod
     def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:

@@ -7,11 +7,8 @@ Fails     never; it is what the others approximate.
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-from engine.blocks import BlockCacheSpec
-from engine.budget import BudgetRequest
-from engine.prefill import Trace
+from engine.budget import Budget, BudgetRequest, resolve
 from methods.base import SelectiveAttention
 
 
@@ -23,16 +20,10 @@ class Full(SelectiveAttention):
     class Params:
         pass
 
-    def __init__(
-        self,
-        params: Any,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
+    @classmethod
+    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
         everything = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))
-        super().__init__(params, everything, trace, n_new, cache)
+        return resolve(everything, s_prompt, cls.drops)
 
     def arrange(self, layer: int) -> None:
         self.store.keep_all(layer)
