@@ -9,8 +9,6 @@ import pytest
 from engine.errors import ConfigError
 from evals.overrides import CONF, check_overrides
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-
 
 def refused(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
