@@ -6,7 +6,7 @@ K and V in the trace are shared by all variants and never written to; a variant 
 them. Without an accelerator both tiers are the same RAM, and the accounting is the same.
 
 Layout of a layer on the device: kept tokens first, then the window, a ring where it slides. Order is irrelevant to
-attention, so nothing is ever shifted.
+attention, so nothing is ever shifted: where a method evicts while decoding, the newest token takes the slot.
 
 Not here: which tokens (`methods`), what a cached block is (`engine/blocks.py`), what the counts mean
 (`engine/ledger.py`).
@@ -40,6 +40,7 @@ class _Layer:
     cache: BlockCache | None
     n: int  # tokens seen so far
     fetched: list[Tensor]  # positions fetched in this step
+    evicted: Tensor | None = None  # (1, h_kv, 1) positions that left behind this step's attention
 
 
 class Store:
@@ -156,6 +157,7 @@ class Store:
             at.v[:, :, slot : slot + 1] = v_new
         at.n += 1
         at.fetched.clear()
+        at.evicted = None
         if at.n_window < at.capacity:
             at.n_window += 1
         elif at.tail is not None:
@@ -178,6 +180,39 @@ class Store:
         return Part(at.k[:, :, kept], at.v[:, :, kept]), Part(
             at.k[:, :, window], at.v[:, :, window]
         )
+
+    def positions(self, layer: int) -> Tensor:
+        """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n)."""
+        at = self.layers[layer]
+        heads, device = self.shape.h_kv, at.k.device
+        kept = at.kept
+        if kept is None:
+            kept = torch.arange(at.n_kept, device=device).expand(1, heads, -1)
+        # A ring's slot holds the latest token that was written to it.
+        newest = at.n - 1
+        age = (newest - at.first - torch.arange(at.n_window, device=device)) % max(1, at.capacity)
+        return torch.cat([kept, (newest - age).expand(1, heads, -1)], -1)
+
+    def evict(self, layer: int, slots: Tensor) -> None:
+        """After attention, drop one token per KV head for good, by its slot (1, h_kv, 1); the newest token takes it.
+
+        What stays is kept from then on, all other slots are as they were, and the window begins anew behind them. The
+        step's books still have the dropped token, because the step attended to it.
+        """
+        at = self.layers[layer]
+        assert not at.whole and at.tail is None, f"layer {layer} does not drop tokens"
+        assert at.evicted is None, f"layer {layer} evicts twice in a step"
+        positions = self.positions(layer)  # (1, h_kv, n)
+        last = positions.shape[-1] - 1
+        assert at.n_window == at.n - at.first > 0, f"layer {layer} has a window that slid"
+        rows = flat_rows(slots, self.shape.h_kv, at.k.shape[2])
+        for buffer in (at.k, at.v):
+            moved = buffer[0, :, last].clone()  # (h_kv, d_h)
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, rows, moved)
+        at.evicted = positions.gather(-1, slots)
+        at.kept = positions.scatter(-1, slots, at.n - 1)[..., :last]
+        at.capacity += at.n_kept - last
+        at.n_kept, at.first, at.n_window = last, at.n, 0
 
     def n_seen(self, layer: int) -> int:
         """Tokens so far, the current one included."""
@@ -270,7 +305,7 @@ class Store:
     def close(self, layer: int, step: int) -> None:
         """End the layer's step: its entry goes into the ledger."""
         at, counts = self.layers[layer], self.counts
-        resident = at.n_kept + at.n_window
+        resident = at.n_kept + at.n_window + (at.evicted is not None)
         cached = 0 if at.cache is None else len(at.cache.frequency) * at.cache.spec.block_len
         per_token = self.shape.h_kv * self.token_bytes
         self.ledger.entries.append(
@@ -298,6 +333,8 @@ class Store:
                 1, at.kept[0].cpu().repeat_interleave(self.shape.h // at.kept.shape[1], 0), True
             )
         seen[:, at.n - at.n_window :] = True
+        if at.evicted is not None:
+            seen.scatter_(1, at.evicted[0].cpu().repeat_interleave(self.shape.g, 0), True)
         for idx in at.fetched:
             for head, tokens in enumerate(
                 idx[0].cpu().repeat_interleave(self.shape.h // idx.shape[1], 0)

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from tests import golden_metrics
 from tests.engine import test_blocks, test_budget
-from tests.methods import test_oracle, test_pyramidkv, test_snapkv, test_streamingllm, test_xkv
+from tests.methods import (
+    test_h2o,
+    test_oracle,
+    test_pyramidkv,
+    test_snapkv,
+    test_streamingllm,
+    test_xkv,
+)
 from tests.vectors import Check
 
 Runner = Callable[[Path], list[Check]]
@@ -23,6 +30,8 @@ RUNNERS: dict[str, Runner] = {
     "snapkv/*.npz": test_snapkv.run_vectors,
     "pyramidkv/*.npz": test_pyramidkv.run_vectors,
     "xkv/*.npz": test_xkv.run_vectors,
+    "h2o/*.npz": test_h2o.run_vectors,
+    "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,
     "pqcache/oracle_*.npz": test_oracle.run_weight_vectors,

@@ -1,0 +1,184 @@
+"""H2O (Zhang et al., 2023): keep what has received the most attention so far, and the latest tokens; evict as you go.
+
+Every token's score is the attention that it got from all queries since it is there ("heavy hitters" have most). Half
+of a cache of fixed size is for them, half for recent tokens. At each step the newest token comes in, and the lowest
+score among those that are not recent goes.
+
+Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_recent`, `scores`; M = `tokens`.
+Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one included, and 4 * h_kv * (M + 1) bytes of
+          scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.
+Differs   - the authors' class that removes tokens is the reference (not the one that masks them: it hides one token
+            too many for a step), and it has no query groups: here a KV head keeps one set, by its group's sum.
+          - scores are float32; the authors round each weight to the model's dtype before they add it up.
+          - `n_sink` protects first tokens, as PQCache's authors do in their comparison (n_sink=32, with
+            budget_rule=official); by default none, for position 0 is a heavy hitter anyway.
+          - `generated: on_top` is KVCache-Factory's form: chosen once, nothing is evicted while decoding.
+          - of equal scores the higher position goes.
+Fails     where an answer needs what the prompt did not look at. Sums over the whole prompt are far above what a few
+          steps can add, so generated tokens leave as soon as they are no longer recent, and early tokens, which more
+          queries saw, are favoured over late ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.blocks import BlockCacheSpec
+from engine.budget import Budget, BudgetRequest, show, split
+from engine.errors import ConfigError
+from engine.observe import ColumnSums, Observation
+from engine.prefill import Trace
+from engine.shapes import ModelShape
+from methods.base import SelectiveAttention
+from methods.snapkv import keep_top, reduce_group
+
+SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a budget is divided; the current token comes on top."""
+
+    n_sink: int
+    n_heavy: int
+    n_recent: int
+
+    @property
+    def tokens(self) -> int:
+        return self.n_sink + self.n_heavy + self.n_recent
+
+
+def kept_tokens(scores: Tensor, plan: Shares) -> Tensor:
+    """Ascending positions of sinks, heavy and recent tokens by scores (1, h_kv, s): (1, h_kv, min(s, M))."""
+    heads, s = scores.shape[1:]
+    every = torch.arange(s, device=scores.device).expand(1, heads, -1)
+    if s <= plan.tokens:
+        return every
+    start, stop = plan.n_sink, s - plan.n_recent
+    heavy = keep_top(scores[..., start:stop], plan.n_heavy) + start
+    return torch.cat([every[..., :start], heavy, every[..., stop:]], -1)
+
+
+def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
+    """Slot of the lowest score among positions `start` to `stop` (exclusive), (1, h_kv, n) -> (1, h_kv, 1).
+
+    Of equal scores the higher position goes, as lower ones are kept first after the prefill.
+    """
+    outside = (positions < start) | (positions >= stop)
+    scores = scores.masked_fill(outside, torch.inf)
+    lowest = scores == scores.amin(-1, keepdim=True)
+    return positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
+
+
+class H2O(SelectiveAttention):
+    title = "H2O"
+    drops = True
+    wants_weights = True
+
+    @dataclass(frozen=True)
+    class Params:
+        n_sink: int
+        heavy_share: Fraction
+        generated: str
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            for key, allowed in (
+                ("generated", ("inside", "on_top")),
+                ("budget_rule", ("fair", "official")),
+            ):
+                if getattr(self, key) not in allowed:
+                    raise ConfigError(
+                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
+                    )
+            if self.n_sink < 0:
+                raise ConfigError(
+                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
+                )
+            if not 0 <= self.heavy_share <= 1:
+                raise ConfigError(
+                    f"method.heavy_share={show(self.heavy_share)} is out of range; it is a share from 0 to 1"
+                )
+
+    params: Params
+    plan: Shares
+    scores: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
+
+    def __init__(
+        self,
+        params: Params,
+        request: BudgetRequest,
+        trace: Trace,
+        n_new: int,
+        cache: BlockCacheSpec | None = None,
+    ) -> None:
+        super().__init__(params, request, trace, n_new, cache)
+        self.scores = {}
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Shares:
+        if params.budget_rule == "official":
+            return official_shares(params, budget)
+        fair = split(budget.tokens, params.n_sink, 1 - params.heavy_share)
+        return Shares(fair.n_sink, fair.k, fair.n_local)
+
+    @classmethod
+    def observations(cls, params: Params, request: BudgetRequest) -> tuple[Observation, ...]:
+        return (ColumnSums(),)
+
+    def arrange(self, layer: int) -> None:
+        trace, store = self.trace, self.store
+        scores = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, "sum")
+        kept = kept_tokens(scores, self.plan)
+        room = store.n_new
+        if self.params.generated == "inside":
+            room = min(room, self.plan.tokens + 1 - kept.shape[-1])
+        store.keep(layer, kept, capacity=room)
+        self.scores[layer] = scores.gather(-1, kept)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Add up what each token got; once the cache is full, the lowest score leaves it."""
+        if self.budget.is_full or self.params.generated == "on_top":
+            return out
+        assert weights is not None, "H2O learns from the weights"
+        scores = reduce_group(weights, self.trace.shape.h_kv, "sum")  # (1, h_kv, n)
+        scores[..., :-1] += self.scores[layer]
+        self.store.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
+        if scores.shape[-1] > self.plan.tokens:
+            stop = self.store.n_seen(layer) - self.plan.n_recent
+            slots = weakest(scores, self.store.positions(layer), self.plan.n_sink, stop)
+            self.store.evict(layer, slots)
+            scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
+        self.scores[layer] = scores
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store.n_seen(layer)
+        if self.budget.is_full:
+            return range(n)
+        past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1
+        start = max(0, past - self.plan.n_recent)
+        return sorted({*range(min(self.plan.n_sink, n)), *range(start, n)})
+
+
+def official_shares(params: Any, budget: Budget) -> Shares:
+    """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them.
+
+    They compensate by calling with a larger ratio.
+    """
+    paid = budget.tokens > budget.nominal_tokens
+    ratio = float(budget.ratio + (budget.comm / 2 if paid else 0))
+    n_sink = min(params.n_sink, budget.s_prompt)
+    besides = budget.s_prompt - n_sink
+    n_heavy = int(ratio * float(params.heavy_share) * besides)
+    n_recent = int(ratio * float(1 - params.heavy_share) * besides)
+    if n_sink + n_heavy + n_recent < 1:
+        raise ConfigError(
+            f"a share of {ratio:.3g} keeps no token of a prompt of {budget.s_prompt} with "
+            "method.budget_rule=official; raise ratio or budget"
+        )
+    return Shares(n_sink, n_heavy, n_recent)
