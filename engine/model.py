@@ -47,6 +47,16 @@ class Session(Protocol):
         ...
 
 
+class ThinnedSession(Protocol):
+    """A prefill that tokens leave on their way up."""
+
+    positions: Tensor  # of the tokens that are still in it, (n,)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """A layer's output (1, n, D) without the tokens that go no further."""
+        ...
+
+
 @dataclass
 class Model:
     """A loaded model with its tokenizer."""
@@ -89,6 +99,35 @@ class Model:
                 session=session,
             )
         return out.logits[:, -1].float()
+
+    @contextmanager
+    def thinned(self, session: "ThinnedSession") -> Iterator[None]:
+        """Inside, tokens leave the pass between two layers, as `session` says; the others keep their positions."""
+
+        def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            where = session.positions
+            if (rotary := kwargs.get("position_embeddings")) is not None:
+                kwargs["position_embeddings"] = tuple(x.index_select(1, where) for x in rotary)
+            if (ids := kwargs.get("position_ids")) is not None:
+                kwargs["position_ids"] = ids.index_select(1, where)
+            return args, kwargs
+
+        def leave(module: Any, args: Any, out: Any) -> Any:
+            if isinstance(out, Tensor):
+                return session.leave(out)
+            return (session.leave(out[0]), *out[1:])
+
+        hooks = []
+        for layer in self.hf.get_decoder().layers:
+            hooks += [
+                layer.register_forward_pre_hook(enter, with_kwargs=True),
+                layer.register_forward_hook(leave),
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def new_cache(self) -> Any:
         """An empty cache: compressed layers hand through, all others are the model's own."""

@@ -1,14 +1,15 @@
 """One full pass over the prompt, and the `Trace` that it leaves behind for all variants.
 
 The pass is ordinary exact attention. Of every layer that methods compress the trace keeps K and V as the attention saw
-them (after rotary embedding, not repeated over query heads), and what the variants asked to observe.
+them (after rotary embedding, not repeated over query heads), and what the variants asked to observe. A method whose
+point is to leave tokens out of the pass brings a `Thinning`; its trace is its own.
 
 Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from engine.model import Model
 
 T = TypeVar("T")
+
+
+class Thinning(Protocol):
+    """Which tokens leave the pass on their way up. Hashable: variants with equal thinnings share a pass."""
+
+    def going_on(self, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+        """Ascending indices of the layer's tokens that reach the next one; None: all. The last one always does."""
+        ...
 
 
 class Trace:
@@ -39,6 +48,7 @@ class Trace:
         )
         self.seconds = 0.0
         self.observe_seconds: dict[Observation, float] = {}
+        self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
@@ -46,8 +56,9 @@ class Trace:
         self._shared: dict[Hashable, Any] = {}
 
     def add(self, layer: int, k: Tensor, v: Tensor, scale: float) -> None:
-        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h)."""
-        assert k.shape == (1, self.shape.h_kv, self.s_prompt, self.shape.d_h), (
+        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
+        n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
+        assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), (
             f"layer {layer}: keys are {tuple(k.shape)}"
         )
         self._device[layer] = (k.contiguous(), v.contiguous())
@@ -114,16 +125,22 @@ def prefill(
     ids: Sequence[int],
     observations: Iterable[Observation] = (),
     on_layer: Callable[[Trace, int], None] | None = None,
+    thinning: Thinning | None = None,
 ) -> Trace:
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace."""
     start = perf_counter()
     trace = Trace(model.shape, len(ids), model.device)
     trace.turn = model.turn
-    session = _Reading(trace, tuple(dict.fromkeys(observations)), on_layer)
+    asked = tuple(dict.fromkeys(observations))
     trace.rest = model.new_cache()
-    trace.logits = model.forward(torch.tensor([ids], device=model.device), 0, trace.rest, session)[
-        0
-    ]
+    prompt = torch.tensor([ids], device=model.device)
+    if thinning is None:
+        session = _Reading(trace, asked, on_layer)
+        trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
+    else:
+        thinned = _Thinned(trace, asked, on_layer, thinning)
+        with model.thinned(thinned):
+            trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     trace.seconds = perf_counter() - start
@@ -153,3 +170,36 @@ class _Reading:
             if self.on_layer is not None:
                 self.on_layer(self.trace, layer)
         return out
+
+
+class _Thinned(_Reading):
+    """As `_Reading`, for a pass that tokens leave: between two layers the model asks who goes on."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        observations: tuple[Observation, ...],
+        on_layer: Callable[[Trace, int], None] | None,
+        thinning: Thinning,
+    ) -> None:
+        super().__init__(trace, observations, on_layer)
+        assert len(self.compressed) == trace.shape.n_layers, "a layer with a cache of its own"
+        self.thinning = thinning
+        self.positions = torch.arange(trace.s_prompt, device=trace.device)
+        self.survivors: Tensor | None = None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if len(self.positions) < self.trace.s_prompt:
+            self.trace.positions[layer] = self.positions
+        out = super().attend(layer, q, k, v, scale, window)
+        self.survivors = self.thinning.going_on(layer, q, k, scale)
+        return out
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """What the layer above gets of a layer's output (1, n, D)."""
+        if self.survivors is None:
+            return hidden
+        self.positions = self.positions[self.survivors]
+        return hidden.index_select(1, self.survivors)

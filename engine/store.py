@@ -68,6 +68,17 @@ class Store:
             layer, n_kept=s, kept=None, whole=True, capacity=self.n_new, window=(s, s), host=False
         )
 
+    def keep_reached(self, layer: int) -> None:
+        """Every token that reached the layer stays, generated ones too; the others were never there."""
+        if layer not in self.trace.positions:
+            return self.keep_all(layer)
+        reached, s = self.trace.positions[layer], self.trace.s_prompt
+        self.trace.hold(layer)
+        self._place(
+            layer, n_kept=len(reached), kept=reached.expand(1, self.shape.h_kv, -1), whole=True,
+            capacity=self.n_new, window=(s, s), host=False,
+        )  # fmt: skip
+
     def keep(
         self, layer: int, chosen: Tensor | int, n_window: int = 0, capacity: int | None = None
     ) -> None:

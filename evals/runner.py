@@ -25,7 +25,7 @@ from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import digest_of, load, locate, read_shape, resolve_device, resolve_dtype
-from engine.prefill import Trace, prefill
+from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from evals.progress import Progress
 from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
@@ -240,27 +240,30 @@ class Group:
     def ask(self, sample: Sample) -> None:
         """Ask one sample of all cells at once; where memory does not allow that, one by one."""
         prompt = self.encode(sample)
-        cells = [cell for cell in self.cells if not self.has(cell, sample)]
-        try:
-            self.answer(sample, prompt, cells)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = one_line(error)
-            free_memory()
-            if len(cells) == 1:
-                self.keep(cells[0], out_of_memory(sample, prompt, reason), None)
-            else:
-                self.progress.say(
-                    f"{sample.id}: {len(cells)} variants at once run out of memory; asking them one by one"
-                )
-                for cell in cells:
-                    self.ask_alone(sample, prompt, cell)
+        todo = [cell for cell in self.cells if not self.has(cell, sample)]
+        for thinning, cells in by_prefill(todo, len(prompt.context_ids)).items():
+            try:
+                self.answer(sample, prompt, cells, thinning)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = one_line(error)
+                free_memory()
+                if len(cells) == 1:
+                    self.keep(cells[0], out_of_memory(sample, prompt, reason), None)
+                else:
+                    self.progress.say(
+                        f"{sample.id}: {len(cells)} variants at once run out of memory; asking them one by one"
+                    )
+                    for cell in cells:
+                        self.ask_alone(sample, prompt, cell, thinning)
         self.progress.sample_done(sample.id, self.scores())
 
-    def ask_alone(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
+    def ask_alone(
+        self, sample: Sample, prompt: Prompt, cell: Cell, thinning: Thinning | None
+    ) -> None:
         try:
-            self.answer(sample, prompt, [cell])
+            self.answer(sample, prompt, [cell], thinning)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -268,7 +271,9 @@ class Group:
             free_memory()
             self.keep(cell, out_of_memory(sample, prompt, reason), None)
 
-    def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell]) -> None:
+    def answer(
+        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None
+    ) -> None:
         """One prefill, one batch, one line for every cell."""
         n_new = len(prompt.question_ids) + sample.max_new_tokens
         rows: list[SelectiveAttention] = []
@@ -294,7 +299,7 @@ class Group:
         observations = [
             what for cell in cells for what in cell.kind.observations(cell.params, cell.request)
         ]
-        trace = prefill(self.model, prompt.context_ids, observations, build)
+        trace = prefill(self.model, prompt.context_ids, observations, build, thinning)
         for row in rows:
             row.complete()
         trace.settle()
@@ -389,6 +394,16 @@ class Group:
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
+
+
+def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, list[Cell]]:
+    """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
+    shared: dict[Thinning | None, list[Cell]] = {}
+    for cell in cells:
+        budget = cell.kind.budget_for(cell.request, s_prompt)
+        plan = cell.kind.plan_for(cell.params, budget, cell.shape)
+        shared.setdefault(cell.kind.thinning(plan), []).append(cell)
+    return shared
 
 
 def facts(cell: Cell) -> RunFacts:

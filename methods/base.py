@@ -24,7 +24,7 @@ from engine.attend import Part
 from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, resolve
 from engine.observe import Observation
-from engine.prefill import Trace
+from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from engine.store import Store
 
@@ -81,6 +81,11 @@ class SelectiveAttention(ABC):
     def observations(cls, params: Any, request: BudgetRequest) -> tuple[Observation, ...]:
         """What the prefill has to observe for this method."""
         return ()
+
+    @classmethod
+    def thinning(cls, plan: Any) -> Thinning | None:
+        """What leaves the pass over the prompt, for methods with a prefill of their own; None: they share one."""
+        return None
 
     @classmethod
     def label(cls, params: Any, request: BudgetRequest) -> str:

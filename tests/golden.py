@@ -15,6 +15,7 @@ from tests.engine import test_blocks, test_budget
 from tests.methods import (
     test_h2o,
     test_oracle,
+    test_pyramidinfer,
     test_pyramidkv,
     test_snapkv,
     test_streamingllm,
@@ -31,6 +32,7 @@ RUNNERS: dict[str, Runner] = {
     "pyramidkv/*.npz": test_pyramidkv.run_vectors,
     "xkv/*.npz": test_xkv.run_vectors,
     "h2o/*.npz": test_h2o.run_vectors,
+    "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,
