@@ -21,7 +21,7 @@ class Part:
 
     k: Tensor  # (n, heads, s, d_h)
     v: Tensor  # (n, heads, s, d_h)
-    mask: Tensor | None = None  # (n, heads, s) bool, False on padding; None: all are real
+    mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden; None: all are real
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
 
 
@@ -84,7 +84,9 @@ def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
     heads = part.k.shape[1]
     q = (q if part.q is None else part.q).reshape(n, heads, h // heads, d_h)
     logits = (q.float() @ part.k.float().mT) * scale
-    return logits if part.mask is None else logits.masked_fill(~part.mask.unsqueeze(2), -torch.inf)
+    if part.mask is None:
+        return logits
+    return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:

@@ -41,6 +41,11 @@ class _Layer:
     n: int  # tokens seen so far
     fetched: list[Tensor]  # positions fetched in this step
     evicted: Tensor | None = None  # (1, h_kv, 1) positions that left behind this step's attention
+    mask: Tensor | None = (
+        None  # (1, h, n_kept + capacity) bool, where query heads of a group see tokens of their own
+    )
+    n_hidden: int = 0  # pairs of query head and kept slot that the mask hides
+    n_spare: int = 0  # pairs of KV head and kept slot that hold no token: the unions of KV heads differ in size
 
 
 class Store:
@@ -84,21 +89,27 @@ class Store:
     ) -> None:
         """Only the `chosen` tokens and the last `n_window` stay; the rest of the prompt is gone for good.
 
-        `chosen` holds positions (1, h_kv, k), or says how many of the first. The window behind them slides at
-        `capacity` tokens, and grows without one.
+        `chosen` holds positions (1, h_kv or h, k), or says how many of the first. Where query heads choose, their KV
+        head keeps the union and each of them sees its own. The window behind them slides at `capacity` tokens, and
+        grows without one.
         """
-        s = self.trace.s_prompt
-        n_kept, kept = (chosen, None) if isinstance(chosen, int) else (chosen.shape[-1], chosen)
+        s, mask = self.trace.s_prompt, None
         capacity = n_window + self.n_new if capacity is None else capacity
+        if isinstance(chosen, int):
+            n_kept, kept = chosen, None
+        elif chosen.shape[1] == self.shape.h_kv:
+            n_kept, kept = chosen.shape[-1], chosen
+        else:
+            kept, mask = union_of(chosen, self.shape.h_kv, s)
+            n_kept = kept.shape[-1]
         self._place(
-            layer,
-            n_kept,
-            kept,
-            whole=False,
-            capacity=capacity,
-            window=(s - n_window, s),
-            host=False,
-        )
+            layer, n_kept, kept, whole=False, capacity=capacity, window=(s - n_window, s), host=False
+        )  # fmt: skip
+        if mask is not None:
+            at = self.layers[layer]
+            at.mask = torch.nn.functional.pad(mask, (0, capacity), value=True)
+            at.n_hidden = int((~mask).sum())
+            at.n_spare = int((~mask.unflatten(1, (self.shape.h_kv, -1)).any(2)).sum())
 
     def offload(self, layer: int, n_sink: int, n_window: int, capacity: int | None = None) -> None:
         """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host."""
@@ -181,7 +192,8 @@ class Store:
             prompt = Part(self.trace.keys(layer), self.trace.values(layer))
             return [prompt, Part(at.k[:, :, : at.n_window], at.v[:, :, : at.n_window])]
         stop = at.n_kept + at.n_window
-        return [Part(at.k[:, :, :stop], at.v[:, :, :stop])]
+        mask = None if at.mask is None else at.mask[..., :stop]
+        return [Part(at.k[:, :, :stop], at.v[:, :, :stop], mask)]
 
     def kept_and_window(self, layer: int) -> tuple[Part, Part]:
         """As `resident`, apart: for methods that turn the query for one of the two."""
@@ -212,7 +224,7 @@ class Store:
         """
         at = self.layers[layer]
         assert not at.whole and at.tail is None, f"layer {layer} does not drop tokens"
-        assert at.evicted is None, f"layer {layer} evicts twice in a step"
+        assert at.evicted is None and at.mask is None, f"layer {layer} cannot evict"
         positions = self.positions(layer)  # (1, h_kv, n)
         last = positions.shape[-1] - 1
         assert at.n_window == at.n - at.first > 0, f"layer {layer} has a window that slid"
@@ -321,7 +333,8 @@ class Store:
         per_token = self.shape.h_kv * self.token_bytes
         self.ledger.entries.append(
             Entry(
-                step, layer, at.n, counts["attended"] + resident * self.shape.h, (resident + cached) * per_token,
+                step, layer, at.n, counts["attended"] + resident * self.shape.h - at.n_hidden,
+                (resident + cached) * per_token - at.n_spare * self.token_bytes,
                 counts["resident_meta_bytes"], (at.n - resident) * per_token if at.tail is not None else 0,
                 counts["moved_kv_bytes"], counts["moved_kv_heads_bytes"], counts["moved_meta_bytes"],
                 counts["searched_bytes"], counts["filled_bytes"], counts["released_bytes"],
@@ -339,6 +352,9 @@ class Store:
         seen = torch.zeros(self.shape.h, at.n, dtype=torch.bool)
         if at.kept is None:
             seen[:, : at.n_kept] = True
+        elif at.mask is not None:
+            slots = at.kept[0].repeat_interleave(self.shape.g, 0)  # (h, n_kept)
+            seen.scatter_(1, slots.cpu(), at.mask[0, :, : at.n_kept].cpu())
         else:
             seen.scatter_(
                 1, at.kept[0].cpu().repeat_interleave(self.shape.h // at.kept.shape[1], 0), True
@@ -367,6 +383,20 @@ COUNTED = (
     "attended", "resident_meta_bytes", "moved_kv_bytes", "moved_kv_heads_bytes", "moved_meta_bytes", "searched_bytes",
     "filled_bytes", "released_bytes", "cache_hits", "cache_lookups",
 )  # fmt: skip
+
+
+def union_of(chosen: Tensor, h_kv: int, s: int) -> tuple[Tensor, Tensor]:
+    """Of tokens that query heads chose (1, h, k) those that their KV head has to keep, and who sees which of them.
+
+    Ascending positions (1, h_kv, n), filled up with tokens that nobody chose, and (1, h, n) bool.
+    """
+    h = chosen.shape[1]
+    asked = torch.zeros(h, s, dtype=torch.bool, device=chosen.device).scatter_(1, chosen[0], True)
+    wanted = asked.view(h_kv, -1, s).any(1)  # (h_kv, s)
+    n = int(wanted.sum(-1).max())
+    kept = wanted.int().sort(dim=-1, descending=True, stable=True).indices[:, :n]  # (h_kv, n)
+    mask = asked.gather(1, kept.repeat_interleave(h // h_kv, 0))
+    return kept.unsqueeze(0), mask.unsqueeze(0)
 
 
 def gather_tokens(tokens: Tensor, idx: Tensor) -> Tensor:

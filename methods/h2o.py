@@ -8,7 +8,8 @@ Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_
 Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one included, and 4 * h_kv * (M + 1) bytes of
           scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.
 Differs   - the authors' class that removes tokens is the reference (not the one that masks them: it hides one token
-            too many for a step), and it has no query groups: here a KV head keeps one set, by its group's sum.
+            too many for a step), and it has no query groups: here a KV head keeps one set, by its group's sum
+            (`reduce: max` is KVCache-Factory's other choice).
           - scores are float32; the authors round each weight to the model's dtype before they add it up.
           - `n_sink` protects first tokens, as PQCache's authors do in their comparison (n_sink=32, with
             budget_rule=official); by default none, for position 0 is a heavy hitter anyway.
@@ -83,11 +84,13 @@ class H2O(SelectiveAttention):
     class Params:
         n_sink: int
         heavy_share: Fraction
+        reduce: str
         generated: str
         budget_rule: str
 
         def __post_init__(self) -> None:
             for key, allowed in (
+                ("reduce", ("sum", "max")),
                 ("generated", ("inside", "on_top")),
                 ("budget_rule", ("fair", "official")),
             ):
@@ -132,7 +135,9 @@ class H2O(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         trace, store = self.trace, self.store
-        scores = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, "sum")
+        scores = reduce_group(
+            trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce
+        )
         kept = kept_tokens(scores, self.plan)
         room = store.n_new
         if self.params.generated == "inside":
@@ -145,7 +150,7 @@ class H2O(SelectiveAttention):
         if self.budget.is_full or self.params.generated == "on_top":
             return out
         assert weights is not None, "H2O learns from the weights"
-        scores = reduce_group(weights, self.trace.shape.h_kv, "sum")  # (1, h_kv, n)
+        scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
         scores[..., :-1] += self.scores[layer]
         self.store.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
         if scores.shape[-1] > self.plan.tokens:

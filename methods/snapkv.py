@@ -7,8 +7,10 @@ the window; nothing is dropped while decoding.
 Symbols   paper L_obs, kernel size, max_capacity_prompt = `window`, `kernel`, `cap` (window included).
 Per step  moved: nothing; resident: h_kv * (cap + t) tokens at step t, the current one included.
 Differs   K and V are not repeated to the query heads first, which costs the authors g times the memory: a KV head keeps
-          one set, from its group's mean score, as KVCache-Factory and kvpress do. Votes stay in float32; the authors
-          round them to the model's dtype, and many become equal. Equal scores: the lower position is kept.
+          one set, from its group's mean score, as KVCache-Factory and kvpress do. `reduce: query_head` gives every
+          query head the authors' own set; the KV head keeps their union, and the ledger counts that. Votes stay in
+          float32; the authors round them to the model's dtype, and many become equal. Equal scores: the lower
+          position is kept.
           A window that would fill the budget shrinks to half of it; `method_report` says so.
 Fails     where the question comes after the compression, or later text needs what the window did not look at.
 """
@@ -27,7 +29,7 @@ from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
 POOLINGS = ("max", "avg")
-REDUCTIONS = ("mean", "sum", "max")
+REDUCTIONS = ("mean", "sum", "max", "query_head")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ def fit_window(cap: int, window: int) -> int:
 
 
 def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
-    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s)."""
+    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves them apart."""
+    if reduce == "query_head":
+        return raw
     grouped = raw.unflatten(1, (h_kv, -1))  # (1, h_kv, g, s)
     if reduce == "max":
         return grouped.amax(2)
@@ -112,11 +116,11 @@ class SnapKV(SelectiveAttention):
         return self.plan.cap - self.plan.window
 
     def scores(self, layer: int) -> Tensor:
-        """What decides who of the past is kept, (1, h_kv, s - w)."""
+        """What decides who of the past is kept, (1, h_kv, s - w), or (1, h, s - w) for `query_head`."""
         return pool_scores(self.raw_scores(layer), self.params.kernel, self.params.pooling)
 
     def raw_scores(self, layer: int) -> Tensor:
-        """The window's votes before pooling, (1, h_kv, s - w)."""
+        """The window's votes before pooling, (1, h_kv or h, s - w)."""
         trace, w = self.trace, self.plan.window
 
         def votes() -> Tensor:

@@ -16,7 +16,7 @@ from methods.h2o import H2O, Shares, weakest
 from methods.streamingllm import StreamingLLM
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
-PARAMS = H2O.Params(0, Fraction(1, 2), "inside", "fair")
+PARAMS = H2O.Params(0, Fraction(1, 2), "sum", "inside", "fair")
 ROOT = Path(__file__).parents[1] / "golden"
 GOLDEN = sorted((ROOT / "h2o").glob("*.npz"))
 PQCACHE = sorted((ROOT / "pqcache").glob("h2o_*.npz"))
@@ -28,10 +28,12 @@ def run_vectors(path: Path) -> list[Check]:
     kind = path.stem.partition("_")[0]
     s, h = meta["T"], meta.get("Hq", meta.get("H"))
     q, k, v = (torch.from_numpy(x[name]) for name in ("q", "k", "v"))
-    trace = watched(q, k, v, s)
     if kind == "colsum":
-        return [(path.stem, check_sums(trace, x["col_sum_f64"], 1))]
-    params = PARAMS
+        return [(path.stem, check_sums(watched(q, k, v, s), x["col_sum_f64"], 1))]
+    # Where the case has a score per query head, K and V were repeated to all of them.
+    g = max(1, x["prefill_score"].shape[1] // k.shape[1])
+    trace = watched(q, k.repeat_interleave(g, 1), v.repeat_interleave(g, 1), s)
+    params = replace(PARAMS, reduce="max") if meta.get("agg") == "max" else PARAMS
     if kind == "static":
         params = replace(params, generated="on_top")
         plan = Shares(0, meta["capacity"] - meta["recent"], meta["recent"])
@@ -58,7 +60,7 @@ def plan_differs(meta: dict[str, Any], plan: Shares) -> str | None:
         return None
     s = meta["T"] if "T" in meta else meta["s"]
     share = Fraction(str(meta["heavy_share"]))
-    params = H2O.Params(plan.n_sink, share, "inside", "official")
+    params = H2O.Params(plan.n_sink, share, "sum", "inside", "official")
     ours = H2O.plan_for(params, resolve(request(ratio=str(meta["ratio"])), s, True), ANY_SHAPE)
     return None if ours == plan else f"plan: {ours}, expected {plan}"
 
@@ -66,7 +68,9 @@ def plan_differs(meta: dict[str, Any], plan: Shares) -> str | None:
 def check_sums(
     trace: Trace, expected: np.ndarray, g: int, meta: dict[str, Any] | None = None
 ) -> str | None:
-    sums = trace.observed(ColumnSums(), 0).unflatten(1, (-1, g)).sum(2).numpy()
+    grouped = trace.observed(ColumnSums(), 0).unflatten(1, (-1, g))
+    is_max = meta is not None and meta.get("agg") == "max"
+    sums = (grouped.amax(2) if is_max else grouped.sum(2)).numpy()
     if meta is not None and meta.get("agg") == "mean":
         sums = sums / g
     worst = np.abs(sums / expected - 1).max()
@@ -188,6 +192,18 @@ def test_h2o_agrees_with_reference_vectors(path: Path) -> None:
 @pytest.mark.parametrize("path", PQCACHE, ids=lambda path: path.stem)
 def test_h2o_agrees_with_the_baseline_of_pqcache(path: Path) -> None:
     assert [problem for _, problem in run_weight_vectors(path)] == [None]
+
+
+def test_the_maximum_of_a_group_ranks_unlike_its_sum() -> None:
+    q, k, v = tokens(60)
+    by_sum, by_max = (
+        row_of(H2O, replace(PARAMS, reduce=reduce), watched(q, k, v, 60), request(tokens=20))
+        for reduce in ("sum", "max")
+    )
+    sums = watched(q, k, v, 60).observed(ColumnSums(), 0).unflatten(1, (2, 2))
+    expected = sums.amax(2)[..., :50].topk(10).indices.sort().values[0].numpy()
+    assert np.array_equal(kept_now(by_max)[0][:, :10], expected)
+    assert not np.array_equal(kept_now(by_max)[0], kept_now(by_sum)[0])
 
 
 @pytest.mark.parametrize("generated", ["inside", "on_top"])

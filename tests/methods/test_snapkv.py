@@ -155,15 +155,26 @@ def test_a_prompt_shorter_than_the_window_is_halved_too() -> None:
     assert (kept_positions(row).sum(-1) == 5).all()
 
 
-def test_duplicating_kv_heads_equals_a_selection_per_query_head() -> None:
-    """With h_kv = h a KV head is a query head: its set depends on no other head of the group."""
-    q, k, v = tokens(60)
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    together = kept_positions(row_for((q, k, v), PARAMS, 20))
-    for head in range(4):
-        one = slice(head, head + 1)
-        alone = kept_positions(row_for((q[:, one], k[:, one], v[:, one]), PARAMS, 20))
-        assert np.array_equal(together[:, one], alone)
+def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
+    """Same sets and same outputs; what is held differs: here the union, there g times the tokens."""
+    q, k, v = tokens(63)
+    prompt = q[:, :, :60], k[:, :, :60], v[:, :, :60]
+    params = replace(PARAMS, reduce="query_head")
+    ours = row_for(prompt, params, 20)
+    repeated = [x.repeat_interleave(2, 1) for x in (k, v)]
+    theirs = row_for((prompt[0], *(x[:, :, :60] for x in repeated)), PARAMS, 20)
+    assert not np.array_equal(ours.store.attended(0)[0], ours.store.attended(0)[1])
+    for t in range(3):
+        out = step(ours, *(at(x.numpy(), 60 + t) for x in (q, k, v)), t=t + 1)
+        expected = step(theirs, *(at(x.numpy(), 60 + t) for x in (q, *repeated)), t=t + 1)
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(ours.store.attended(0), theirs.store.attended(0))
+        mine, other = (row.store.ledger.entries[-1] for row in (ours, theirs))
+        assert mine.attended == other.attended == 4 * (20 + t + 1)
+        union = ours.store.attended(0).view(2, 2, -1).any(1).sum()
+        assert (
+            mine.resident_kv_bytes == int(union) * ours.store.token_bytes < other.resident_kv_bytes
+        )
 
 
 def test_reduction_comes_before_pooling() -> None:
@@ -233,7 +244,7 @@ def test_snapkv_is_compensated_with_half_of_comm_in_tokens() -> None:
         ("kernel", 4, "odd"),
         ("kernel", -1, "kernel=-1"),
         ("pooling", "mean", "max, avg"),
-        ("reduce", "min", "mean, sum, max"),
+        ("reduce", "min", "mean, sum, max, query_head"),
     ],
 )
 def test_impossible_parameters_are_refused(key: str, value: Any, says: str) -> None:
