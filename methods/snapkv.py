@@ -46,7 +46,7 @@ def fit_window(cap: int, window: int) -> int:
 
 
 def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
-    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves them apart."""
+    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves all."""
     if reduce == "query_head":
         return raw
     grouped = raw.unflatten(1, (h_kv, -1))  # (1, h_kv, g, s)

@@ -1,5 +1,6 @@
 """Every file of conf/ composes, and every default in it is one that the code accepts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,19 @@ def test_every_file_composes_and_its_defaults_are_accepted(group: str, name: str
 
 @pytest.mark.parametrize("name", config_groups()["method"])
 def test_a_method_has_one_name_everywhere(name: str) -> None:
+    """A preset is called after its method and whose setting it is: snapkv_paper."""
     part = composed(f"method={name}").method
     assert part.name == name
-    assert part.target.startswith(f"methods.{name}.")
+    assert part.target.startswith(f"methods.{name.partition('_')[0]}.")
+
+
+@pytest.mark.parametrize("name", [n for n in config_groups()["method"] if "_" in n])
+def test_a_preset_says_only_what_differs(name: str) -> None:
+    base = composed(f"method={name.partition('_')[0]}").method.params
+    preset = composed(f"method={name}").method.params
+    lines = (CONF / "method" / f"{name}.yaml").read_text().splitlines()
+    said = {line.partition(":")[0] for line in lines if re.match(r"\w+: \S", line)}
+    assert {key for key in base if base[key] != preset[key]} == said != set()
 
 
 @pytest.mark.parametrize("name", config_groups()["task"])
@@ -53,8 +64,9 @@ def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
     for group in ("method", "task"):
         for file in (CONF / group).glob("*.yaml"):
             lines = [line for line in file.read_text().splitlines() if "_target_" in line]
-            assert len(lines) == 1, file
-            assert lines[0].startswith("_target_: "), file
+            is_preset = group == "method" and "_" in file.stem
+            assert len(lines) == (not is_preset), file
+            assert all(line.startswith("_target_: ") for line in lines), file
 
 
 def test_experiments_open_with_the_command_that_runs_them() -> None:
