@@ -1,19 +1,43 @@
-"""A prefill that observes column sums against a plain one, at 4,096 tokens of the embedded model.
+"""What methods look at during the prefill, against a plain prefill, at 4,096 tokens of the embedded model.
 
-Parity comes first: the sums of a layer against a naive softmax, in a prompt that is short enough for its matrix.
+H2O: column sums of all queries. SnapKV, PyramidKV and XKV: votes of the last queries, with choosing and copying
+what is kept: all that they add to the time to first token. Parity comes first: the sums of a layer against a naive
+softmax, in a prompt that is short enough for its matrix.
 
-Not here: other observations, which copy a few queries.
+Not here: quality (`evals`), methods that build an index (their own benchmarks).
 """
 
 import argparse
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from time import perf_counter
 
 import torch
 
 from benchmarks.paired import measure, record
+from engine.budget import BudgetRequest
 from engine.model import Model, load
-from engine.observe import ColumnSums
-from engine.prefill import prefill
+from engine.observe import ColumnSums, Observation
+from engine.prefill import Trace, prefill
 from evals.data import embedded_prose
+from methods.base import SelectiveAttention
+from methods.pyramidkv import PyramidKV
+from methods.snapkv import SnapKV
+from methods.xkv import XKV
+
+REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(0))
+VOTING: dict[str, Callable[[Trace], SelectiveAttention]] = {
+    "SnapKV": lambda trace: SnapKV(
+        SnapKV.Params(32, 7, "max", "mean"), REQUEST, trace, 8
+    ),
+    "PyramidKV": lambda trace: PyramidKV(
+        PyramidKV.Params(8, 7, "max", "mean", 20, False), REQUEST, trace, 8
+    ),
+    "XKV": lambda trace: XKV(
+        XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0), REQUEST, trace, 8
+    ),
+}  # fmt: skip
 
 
 def check_parity() -> None:
@@ -27,14 +51,28 @@ def check_parity() -> None:
     )
 
 
-def bench(model: Model, ids: list[int], dtype: str, n: int) -> None:
-    def seconds(*what: ColumnSums) -> float:
-        with model.hooked():
-            return prefill(model, ids, what).seconds
+def seconds(model: Model, ids: list[int], *what: Observation) -> float:
+    with model.hooked():
+        return prefill(model, ids, what).seconds
 
-    shape = f"{len(ids)} tokens, {model.shape.name}"
-    pairs = measure(seconds, lambda: seconds(ColumnSums()), n)
-    record("prefill: with column sums against plain", shape, dtype, pairs)
+
+def seconds_with(
+    model: Model, ids: list[int], make: Callable[[Trace], SelectiveAttention]
+) -> float:
+    """A prefill at whose end the method's store is ready."""
+    rows: list[SelectiveAttention] = []
+
+    def build(trace: Trace, layer: int) -> None:
+        if not rows:
+            rows.append(make(trace))
+        rows[0].build(layer)
+
+    probe = make(Trace(model.shape, len(ids), model.device))
+    with model.hooked():
+        start = perf_counter()
+        prefill(model, ids, probe.observations(probe.params, probe.plan), build)
+        rows[0].complete()
+        return perf_counter() - start
 
 
 def main() -> None:
@@ -46,7 +84,14 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         model = load("smollm2-135m", "embedded", dtype=dtype, device="cpu")
         ids = model.tokenizer.encode(embedded_prose())[: options.tokens]
-        bench(model, ids, dtype, options.pairs)
+        shape = f"{len(ids)} tokens, {model.shape.name}"
+        plain = partial(seconds, model, ids)
+        summing = partial(seconds, model, ids, ColumnSums())
+        pairs = measure(plain, summing, options.pairs)
+        record("prefill: with column sums against plain", shape, dtype, pairs)
+        for name, make in VOTING.items():
+            pairs = measure(plain, partial(seconds_with, model, ids, make), options.pairs)
+            record(f"prefill: with {name} against plain", shape, dtype, pairs)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     return scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=gqa)
 
 
+def causal_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `causal`, bit for bit, and the log-sum-exps of its rows, (n, h, s) float32, where its kernel returns them."""
+    if q.device.type != "cpu" or window is not None:
+        return causal(q, k, v, scale, window), None
+    # What scaled_dot_product_attention calls on a CPU, where it drops the second result.
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=True, scale=scale
+    )
+
+
 @cache
 def flash_attn_is_here() -> bool:
     """Whether the optional package is installed; asked once, because the answer cannot change within a process."""

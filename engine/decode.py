@@ -148,7 +148,7 @@ def attend_group(
     """One layer of one step for all rows of a class: their parts, attention, the books; (1, h, 1, d_h) each."""
     outs = []
     for i, (row, parts) in enumerate(zip(rows, kind.step_rows(rows, layer, q, k, v), strict=True)):
-        if kind.wants_weights:
+        if row.wants_weights:
             out, weights = attend_weights(q[i : i + 1], parts, scale)
             outs.append(row.after_attention(layer, out, weights))
         else:

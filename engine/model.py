@@ -68,8 +68,8 @@ class Model:
     device: torch.device
     digest: str  # of the weights' files: which model this is, whatever its name
     turn: (
-        Callable[[Tensor, int], Tensor] | None
-    )  # moves queries (n, h, 1, d_h) by so many positions; None: not rotary
+        Callable[[Tensor, int | Tensor], Tensor] | None
+    )  # moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: not rotary
 
     @contextmanager
     def hooked(self) -> Iterator["Model"]:
@@ -391,7 +391,7 @@ def cpu_multiplies_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _turner(hf: Any) -> Callable[[Tensor, int], Tensor] | None:
+def _turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
     """Rotation of queries by a number of positions, from the model's own rotary embedding and its own formula."""
     rotary = next(
         (m for m in hf.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")),
@@ -406,8 +406,9 @@ def _turner(hf: Any) -> Callable[[Tensor, int], Tensor] | None:
     if rotate is None:
         return None
 
-    def turn(q: Tensor, by: int) -> Tensor:
-        cos, sin = rotary(q.float(), torch.tensor([[by]], device=q.device))
+    def turn(q: Tensor, by: int | Tensor) -> Tensor:
+        where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
+        cos, sin = rotary(q.float(), where)
         # Models that scale cos and sin have scaled q once already.
         return rotate(
             q.float(), q.float(), cos / rotary.attention_scaling, sin / rotary.attention_scaling

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attend import causal
+from engine.attend import causal, causal_lse
 from engine.observe import Observation
 from engine.shapes import ModelShape
 
@@ -43,7 +43,7 @@ class Trace:
         self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
-        self.turn: Callable[[Tensor, int], Tensor] | None = (
+        self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = (
             None  # moves queries by so many positions
         )
         self.seconds = 0.0
@@ -100,15 +100,29 @@ class Trace:
         for layer in self._host.keys() - self._held:
             del self._device[layer]
 
-    def observe(self, layer: int, what: Observation, q: Tensor, k: Tensor, scale: float) -> None:
+    def observe(
+        self,
+        layer: int,
+        what: Observation,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        lse: Tensor | None = None,
+    ) -> None:
         """Make one observation of one layer, and note what it cost."""
         start = perf_counter()
-        self._observed[what, layer] = what.observe(q, k, scale)
+        self._observed[what, layer] = what.observe_pass(q, k, scale, lse)
         self.observe_seconds[what] = self.observe_seconds.get(what, 0.0) + perf_counter() - start
 
     def observed(self, what: Observation, layer: int) -> Tensor:
         """What was observed of a layer; only what a method declared is there."""
         return self._observed[what, layer]
+
+    def has_observed(self, asked: Iterable[Observation]) -> bool:
+        """Whether all of it was observed, of every compressed layer."""
+        return all(
+            (what, layer) in self._observed for what in asked for layer in self.shape.full_layers
+        )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
@@ -158,15 +172,20 @@ class _Reading:
     ) -> None:
         self.trace, self.observations, self.on_layer = trace, observations, on_layer
         self.compressed = frozenset(trace.shape.full_layers)
+        self.wants_lse = any(what.wants_lse for what in observations)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        out = causal(q, k, v, scale, window)
+        lse = None
+        if self.wants_lse and layer in self.compressed:
+            out, lse = causal_lse(q, k, v, scale, window)
+        else:
+            out = causal(q, k, v, scale, window)
         if layer in self.compressed:
             self.trace.add(layer, k, v, scale)
             for what in self.observations:
-                self.trace.observe(layer, what, q, k, scale)
+                self.trace.observe(layer, what, q, k, scale, lse)
             if self.on_layer is not None:
                 self.on_layer(self.trace, layer)
         return out

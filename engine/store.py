@@ -22,6 +22,7 @@ from engine.blocks import BlockCache, BlockCacheSpec
 from engine.budget import token_bytes
 from engine.ledger import Entry, Ledger
 from engine.prefill import Trace
+from engine.recent import RecentTokens
 
 
 @dataclass
@@ -40,7 +41,9 @@ class _Layer:
     cache: BlockCache | None
     n: int  # tokens seen so far
     fetched: list[Tensor]  # positions fetched in this step
-    evicted: Tensor | None = None  # (1, h_kv, 1) positions that left behind this step's attention
+    evicted: Tensor | None = None  # (1, h_kv, m) positions that left behind this step's attention
+    recent: RecentTokens | None = None  # what the last selections left on the device
+    leaving: bool = False  # the window goes to the host before the next token comes
     mask: Tensor | None = (
         None  # (1, h, n_kept + capacity) bool, where query heads of a group see tokens of their own
     )
@@ -120,6 +123,12 @@ class Store:
             layer, n_sink, None, whole=False, capacity=capacity, window=(s - n_window, s), host=True
         )
 
+    def keep_recent(self, layer: int, n_steps: int) -> None:
+        """Leave what is fetched on the device for `n_steps` steps more: only tokens that are not there move."""
+        at = self.layers[layer]
+        assert at.tail is not None and at.cache is None, f"layer {layer}: no host, or a block cache"
+        at.recent = RecentTokens(n_steps, self.trace.s_prompt + self.n_new)
+
     def _place(
         self,
         layer: int,
@@ -169,6 +178,8 @@ class Store:
     def append(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
         at = self.layers[layer]
+        if at.leaving:
+            at.first, at.n_window, at.leaving = at.n, 0, False
         if at.tail is not None:
             t = at.n - self.trace.s_prompt
             at.tail[0][:, :, t : t + 1] = k_new
@@ -237,6 +248,31 @@ class Store:
         at.capacity += at.n_kept - last
         at.n_kept, at.first, at.n_window = last, at.n, 0
 
+    def drop_but(self, layer: int, stay: Tensor) -> None:
+        """After attention, drop for good all but the tokens in these ascending slots (k,), for all KV heads alike.
+
+        As with `evict`, the step's books still have those that leave.
+        """
+        at = self.layers[layer]
+        assert at.tail is None and at.evicted is None and at.mask is None, f"layer {layer}"
+        positions, room = self.positions(layer), at.capacity - at.n_window
+        leaving = torch.ones(positions.shape[-1], dtype=torch.bool, device=stay.device)
+        leaving[stay] = False
+        parts = self.resident(layer)
+        empty = at.k.new_empty(1, at.k.shape[1], room, at.k.shape[3])
+        at.k = torch.cat([torch.cat([part.k for part in parts], 2)[:, :, stay], empty], 2)
+        at.v = torch.cat([torch.cat([part.v for part in parts], 2)[:, :, stay], empty], 2)
+        at.evicted, at.kept = positions[..., leaving], positions[..., stay]
+        at.n_kept, at.first, at.n_window = len(stay), at.n, 0
+        at.capacity, at.whole = room, False
+
+    def release(self, layer: int) -> None:
+        """After attention, send the whole window to the host, from where the next step can fetch it."""
+        at = self.layers[layer]
+        assert at.tail is not None and not at.leaving, f"layer {layer}: no host, or released twice"
+        at.leaving = True
+        self.counts["released_bytes"] += at.n_window * self.shape.h_kv * self.token_bytes
+
     def n_seen(self, layer: int) -> int:
         """Tokens so far, the current one included."""
         return self.layers[layer].n
@@ -278,6 +314,13 @@ class Store:
     def _count_fetch(self, at: _Layer, idx: Tensor, n_real: int) -> None:
         heads = idx.shape[1]
         self.counts["attended"] += n_real * (self.shape.h // heads)
+        if at.recent is not None:
+            distinct, hits, hits_of_heads = at.recent.access(idx, self.shape.h_kv)
+            self.counts["cache_hits"] += hits
+            self.counts["cache_lookups"] += distinct
+            self.counts["moved_kv_bytes"] += (distinct - hits) * self.token_bytes
+            self.counts["moved_kv_heads_bytes"] += (n_real - hits_of_heads) * self.token_bytes
+            return
         self.counts["moved_kv_heads_bytes"] += n_real * self.token_bytes
         distinct = n_real if heads == self.shape.h_kv else self._distinct(at, idx)
         hits = 0
@@ -328,13 +371,15 @@ class Store:
     def close(self, layer: int, step: int) -> None:
         """End the layer's step: its entry goes into the ledger."""
         at, counts = self.layers[layer], self.counts
-        resident = at.n_kept + at.n_window + (at.evicted is not None)
+        left = 0 if at.evicted is None else at.evicted.shape[-1]
+        resident = at.n_kept + at.n_window + left
         cached = 0 if at.cache is None else len(at.cache.frequency) * at.cache.spec.block_len
+        held = 0 if at.recent is None else at.recent.n_held * self.token_bytes
         per_token = self.shape.h_kv * self.token_bytes
         self.ledger.entries.append(
             Entry(
                 step, layer, at.n, counts["attended"] + resident * self.shape.h - at.n_hidden,
-                (resident + cached) * per_token - at.n_spare * self.token_bytes,
+                (resident + cached) * per_token - at.n_spare * self.token_bytes + held,
                 counts["resident_meta_bytes"], (at.n - resident) * per_token if at.tail is not None else 0,
                 counts["moved_kv_bytes"], counts["moved_kv_heads_bytes"], counts["moved_meta_bytes"],
                 counts["searched_bytes"], counts["filled_bytes"], counts["released_bytes"],

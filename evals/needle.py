@@ -4,7 +4,8 @@ Haystacks   Paul Graham's essays from the data folder, or Python's help topics, 
             has. The text is cut to a length in tokens; the needle goes in at a depth in percent,
             moved left to the end of a sentence, and its real index is recorded.
 Styles      `own` needs no data: a random phone number of an office, impossible to guess
-            (docs/needle.md has the measurements). The others read needle/strings.json:
+            (docs/needle.md has the measurements); `own_name`: its director's random name, an
+            answer of two words instead of seven digits. The others read needle/strings.json:
             `data_engineering` (completion prompt of the KV-compression papers), `instruct` (the
             same as a user turn), `kamradt` (the original's chat) and `magic_number` (a random
             number of a city).
@@ -43,6 +44,15 @@ CITIES = (
     "Jakarta Kyoto Lagos Lima Lisbon London Madrid Manila Melbourne Miami Milan Montreal Moscow "
     "Mumbai Munich Nairobi Naples Oslo Paris Prague Rome Seattle Seoul Shanghai Singapore "
     "Stockholm Sydney Tokyo Toronto Vancouver Venice Vienna Warsaw Zurich"
+).split()
+FIRST_NAMES = (
+    "Alice Anna Carlos Carmen Clara Daniel David Diana Elena Emma Eric Felix George Helen Henry Ivan James Jane Julia "
+    "Karen Laura Leo Linda Lucas Maria Mark Martin Nina Oscar Paul Peter Robert Rosa Sarah Simon Sofia Thomas Victor"
+).split()
+LAST_NAMES = (
+    "Adams Baker Bennett Brown Campbell Carter Clark Cohen Cooper Davis Evans Fischer Foster Garcia Green Hall Harris "
+    "Hill Hughes Jackson Johnson Kelly King Lewis Martin Miller Moore Morgan Murphy Parker Reed Rivera Roberts Scott "
+    "Smith Taylor Turner Walker Ward White Wilson Wood Wright Young"
 ).split()
 PROMPT_ROOM = 150  # tokens of wrapper and question; the longest, kamradt's in Llama-3 chat, has 90
 NEEDLE_ROOM = 100  # tokens; every needle has 15 to 60 of them, whatever the tokenizer
@@ -106,6 +116,7 @@ class Style:
 
 STYLES = {
     "own": Style("exact", False, 16, True, True),
+    "own_name": Style("exact", False, 16, True, True),
     "data_engineering": Style("keyword_recall", False, 30, True, False),
     "kamradt": Style("keyword_recall", True, 300, False, False),
     "instruct": Style("keyword_recall", True, 128, False, False),
@@ -113,23 +124,28 @@ STYLES = {
 }
 
 
-def ask_own(rng: random.Random, n_needles: int) -> Ask:
-    """Our own needle: a random phone number of the office in a random city."""
+def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask:
+    """Our own needles: random phone numbers of offices in random cities, or their directors' random names."""
     cities = rng.sample(CITIES, n_needles)
-    numbers = tuple(str(rng.randrange(1_000_000, 10_000_000)) for _ in cities)
-    if n_needles == 1:
-        what, verb = f"phone number of the {cities[0]} office", "is"
+    if of == "phone number":
+        question_word = "What"
+        values = tuple(str(rng.randrange(1_000_000, 10_000_000)) for _ in cities)
     else:
-        what, verb = f"phone numbers of the {_listed(cities)} offices", "are"
+        question_word = "Who"
+        values = tuple(f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}" for _ in cities)
+    if n_needles == 1:
+        what, verb = f"{of} of the {cities[0]} office", "is"
+    else:
+        what, verb = f"{of}s of the {_listed(cities)} offices", "are"
     return Ask(
         needles=tuple(
-            f"\nThe phone number of the {city} office is {number}.\n"
-            for city, number in zip(cities, numbers, strict=True)
+            f"\nThe {of} of the {city} office is {value}.\n"
+            for city, value in zip(cities, values, strict=True)
         ),
         head="Read the text, then answer the question behind it.\n\n",
-        question=f"\n\nQuestion: What {verb} the {what}?\n",
+        question=f"\n\nQuestion: {question_word} {verb} the {what}?\n",
         answer_prefix=f"Answer: The {what} {verb}",
-        values=numbers,
+        values=values,
     )
 
 
@@ -231,7 +247,7 @@ class Params:
             if value is not None and value > 1:
                 raise ConfigError(
                     f"task.{name}={value} needs a needle with a random value, which "
-                    f"task.style={self.style} has not; use 1, or style own or magic_number"
+                    f"task.style={self.style} has not; use 1, or style own, own_name or magic_number"
                 )
 
     @property
@@ -298,7 +314,7 @@ class Needle(Task):
     def check(self, shape: ModelShape) -> None:
         if self.data_source == "local" and not self.essays:
             data.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
-        if self.params.style_name != "own":
+        if not self.params.style_name.startswith("own"):
             data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
         longest = max(self.params.cells().lengths)
@@ -327,6 +343,8 @@ class Needle(Task):
         rng = random.Random(f"needle {self.seed} {length} {float(depth)} {seed_index}")
         if style == "own":
             return ask_own(rng, n_needles)
+        if style == "own_name":
+            return ask_own(rng, n_needles, of="director")
         path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
         strings = json.loads(path.read_text(encoding="utf-8"))
         if style == "magic_number":

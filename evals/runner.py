@@ -71,6 +71,11 @@ class Cell:
     def label(self) -> str:
         return self.kind.label(self.params, self.request)
 
+    def plan(self, s_prompt: int) -> Any:
+        """The method's integers for a prompt of so many tokens; `ConfigError` where the budget is too small for it."""
+        budget = self.kind.budget_for(self.request, s_prompt)
+        return self.kind.plan_for(self.params, budget, self.shape)
+
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
@@ -115,6 +120,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             )
         shape, digest = shapes[settings.model]
         kind.check(params, settings.budget, shape)
+        kind.check_cache(params, settings.cache)
         task.check(shape)
         config = settings.resolved() | {
             "model_digest": digest,
@@ -229,8 +235,7 @@ class Group:
         missing = False
         for cell in self.cells:
             self.folders[cell.path].check_prompt(sample.id, sha)
-            budget = cell.kind.budget_for(cell.request, len(prompt.context_ids))
-            cell.kind.plan_for(cell.params, budget, cell.shape)
+            cell.plan(len(prompt.context_ids))
             missing |= not self.has(cell, sample)
         return missing
 
@@ -296,8 +301,11 @@ class Group:
         self.progress.stage(
             f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.full_layers)
         )
+        n_prompt = len(prompt.context_ids)
         observations = [
-            what for cell in cells for what in cell.kind.observations(cell.params, cell.request)
+            what
+            for cell in cells
+            for what in cell.kind.observations(cell.params, cell.plan(n_prompt))
         ]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning)
         for row in rows:
@@ -400,9 +408,7 @@ def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, li
     """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
     shared: dict[Thinning | None, list[Cell]] = {}
     for cell in cells:
-        budget = cell.kind.budget_for(cell.request, s_prompt)
-        plan = cell.kind.plan_for(cell.params, budget, cell.shape)
-        shared.setdefault(cell.kind.thinning(plan), []).append(cell)
+        shared.setdefault(cell.kind.thinning(cell.plan(s_prompt)), []).append(cell)
     return shared
 
 

@@ -38,7 +38,7 @@ class SelectiveAttention(ABC):
     Params: ClassVar[
         type
     ]  # frozen dataclass of the method's own parameters, checked in its __post_init__
-    wants_weights: ClassVar[bool] = (
+    wants_weights: bool = (
         False  # True: `after_attention` gets the weights, at the price of slower attention
     )
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
@@ -64,6 +64,10 @@ class SelectiveAttention(ABC):
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
 
+    @classmethod  # noqa: B027
+    def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
+        """Raise `ConfigError` where the method cannot work with this cache of blocks."""
+
     @classmethod
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
         """What the method gets of a prompt."""
@@ -78,8 +82,8 @@ class SelectiveAttention(ABC):
         return None
 
     @classmethod
-    def observations(cls, params: Any, request: BudgetRequest) -> tuple[Observation, ...]:
-        """What the prefill has to observe for this method."""
+    def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
+        """What the prefill has to observe for this method, given its integers for the prompt."""
         return ()
 
     @classmethod

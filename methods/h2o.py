@@ -130,7 +130,7 @@ class H2O(SelectiveAttention):
         return Shares(fair.n_sink, fair.k, fair.n_local)
 
     @classmethod
-    def observations(cls, params: Params, request: BudgetRequest) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Shares) -> tuple[Observation, ...]:
         return (ColumnSums(),)
 
     def arrange(self, layer: int) -> None:

@@ -12,7 +12,8 @@ Differs   the authors fix the decay (0.9) and keep what comes of it, 0.77 of the
           it, else one share for all layers (`schedule: constant`), and a shorter tail with smaller budgets. Below
           a ratio of 0.3 this is a variant and its label says so: `PyramidInfer*`.
           A layer's own cache is not cut by its own votes, only those above: as their code, unlike their paper.
-          Generated tokens are not compressed; theirs are, first after 1 + rec + 16 of them, seldom reached.
+          Generated tokens stay, unless `compress_generated`: then, as theirs, a block of 16 is thinned whenever
+          so many have left the tail, first after rec + 16 of them; it keeps rec attention rows per layer.
 Fails     where a high layer would need what the middle ones did not look at; with few layers, for the first holds the
           whole prompt (and the second, with the cosine).
 """
@@ -27,15 +28,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
-from engine.observe import column_sums
-from engine.prefill import Thinning
+from engine.observe import MeanRows, Observation, column_sums
+from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
 SCHEDULES = ("cosine", "constant")
 STARRED_BELOW = Fraction(3, 10)
+BLOCK, BLOCK_SHARE, BLOCK_DECAY = 16, 0.9, 0.1  # the authors', in every configuration of theirs
+
+
+def falling(layer: int, n_layers: int, last: float) -> float:
+    """A share that falls with depth from 1 towards `last`, half a cosine."""
+    return last + (1 - last) * (1 + cos(pi * layer / n_layers)) / 2
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,9 @@ class Course(Thinning):
 
     def share(self, layer: int) -> float:
         """How much of a layer's context goes on."""
-        if self.schedule == "constant":
-            return self.decay
-        return self.decay + (1 - self.decay) * (1 + cos(pi * layer / self.n_layers)) / 2
+        return (
+            self.decay if self.schedule == "constant" else falling(layer, self.n_layers, self.decay)
+        )
 
     def n_going_on(self, layer: int, n: int) -> int:
         """Context tokens that go on after a layer of `n` tokens; where that is all of them, nobody votes."""
@@ -91,6 +99,43 @@ class Course(Thinning):
         context[: self.sinks] = torch.inf
         best = context.sort(descending=True, stable=True).indices[: self.n_going_on(layer, n)]
         return torch.cat([best.sort().values, torch.arange(n - self.tail, n, device=votes.device)])
+
+
+@dataclass
+class Answered:
+    """What one layer did with its generated tokens: the latest queries' attention rows, and when it compressed."""
+
+    rows: Tensor  # (at most 1 + rec, n) of the last queries, averaged over heads, 0 where a row is older than a token
+    base: int  # tokens that are not due to be compressed
+    block: int  # tokens that are compressed at a time
+    n_stay: int  # of a block
+    distance_weight: float
+
+    def take(self, row: Tensor, tail: int) -> None:
+        """Add the latest query's row (n,); its last token is new to all older rows."""
+        older = torch.nn.functional.pad(self.rows, (0, len(row) - self.rows.shape[1]))
+        self.rows = torch.cat([older, row.unsqueeze(0)])[-tail:]
+
+    def stay(self, tail: int) -> Tensor | None:
+        """Indices of the tokens that stay, where a block of them has come to be compressed; its rows go with it."""
+        n = self.rows.shape[1]
+        if n - (tail - 1) - self.base < self.block:
+            return None
+        block = slice(n - tail - self.block, n - tail)
+        rising = rising_weights(len(self.rows), self.distance_weight).to(self.rows)
+        votes = rising @ self.rows[:, block]
+        best = votes.sort(descending=True, stable=True).indices[: self.n_stay].sort().values
+        best = best + block.start
+        every = torch.arange(n, device=votes.device)
+        stay = torch.cat([every[: block.start], best, every[block.stop :]])
+        self.rows = self.rows[:, stay]
+        self.base = len(stay) - (tail - 1)
+        return stay
+
+
+def n_of_block(block: int, share: float, decay: float, layer: int, n_layers: int) -> int:
+    """How many generated tokens of a block stay in a layer."""
+    return max(1, int(block * share * falling(layer, n_layers, decay)))
 
 
 def rising_weights(n: int, last: float) -> Tensor:
@@ -166,6 +211,7 @@ class PyramidInfer(SelectiveAttention):
         sinks: int
         interval: int
         distance_weight: float
+        compress_generated: bool
 
         def __post_init__(self) -> None:
             if self.schedule is not None and self.schedule not in SCHEDULES:
@@ -220,12 +266,54 @@ class PyramidInfer(SelectiveAttention):
         name = super().label(params, request)
         return name.replace(cls.title, f"{cls.title}*") if varies else name
 
+    def __init__(
+        self,
+        params: Params,
+        request: BudgetRequest,
+        trace: Trace,
+        n_new: int,
+        cache: BlockCacheSpec | None = None,
+    ) -> None:
+        super().__init__(params, request, trace, n_new, cache)
+        self.answered: dict[int, Answered] = {}
+        # No block comes to be compressed before so many tokens: until then nothing has to be watched.
+        self.wants_weights = (
+            params.compress_generated
+            and self.plan is not None
+            and n_new >= self.plan.tail - 1 + BLOCK
+        )
+
+    @classmethod
+    def observations(cls, params: Params, plan: Course | None) -> tuple[Observation, ...]:
+        return (MeanRows(plan.tail),) if params.compress_generated and plan is not None else ()
+
     def arrange(self, layer: int) -> None:
         self.store.keep_reached(layer)
+        if self.wants_weights and self.plan is not None:
+            rows = self.trace.observed(MeanRows(self.plan.tail), layer)
+            n_stay = n_of_block(BLOCK, BLOCK_SHARE, BLOCK_DECAY, layer, self.plan.n_layers)
+            self.answered[layer] = Answered(
+                rows, rows.shape[1], BLOCK, n_stay, self.plan.distance_weight
+            )
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None or self.plan is None:
+            return out
+        said = self.answered[layer]
+        said.take(weights[0].mean(0), self.plan.tail)
+        self.store.count("resident_meta_bytes", said.rows.nbytes)
+        stay = said.stay(self.plan.tail)
+        if stay is not None:
+            self.store.drop_but(layer, stay)
+        return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        first = self.trace.s_prompt - self.plan.tail if self.plan is not None else 0
-        return range(first, self.store.n_seen(layer))
+        n = self.store.n_seen(layer)
+        if self.plan is None:
+            return range(n)
+        return range(
+            n - self.plan.tail if self.wants_weights else self.trace.s_prompt - self.plan.tail, n
+        )
 
     def report(self) -> dict[str, Any]:
         if self.plan is None:

@@ -104,7 +104,7 @@ class SnapKV(SelectiveAttention):
         return Kept(budget.tokens, fit_window(budget.tokens, params.window))
 
     @classmethod
-    def observations(cls, params: Params, request: BudgetRequest) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Any) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
     def arrange(self, layer: int) -> None:

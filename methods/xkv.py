@@ -287,7 +287,7 @@ class XKV(SelectiveAttention):
         return Sizes(ows, max(0, len(shape.full_layers) * (budget.tokens - ows)))
 
     @classmethod
-    def observations(cls, params: Params, request: BudgetRequest) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Sizes) -> tuple[Observation, ...]:
         return (LastQueries(params.ows),)
 
     @classmethod

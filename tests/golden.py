@@ -33,6 +33,7 @@ RUNNERS: dict[str, Runner] = {
     "xkv/*.npz": test_xkv.run_vectors,
     "h2o/*.npz": test_h2o.run_vectors,
     "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
+    "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,

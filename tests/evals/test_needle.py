@@ -264,7 +264,7 @@ def test_a_magic_number_is_hidden_and_asked_for_by_its_city(tokenizer, folder: P
     assert sample.question == f"\n\nWhat is the number of {city}?"
 
 
-@pytest.mark.parametrize("style", ["own", "magic_number"])
+@pytest.mark.parametrize("style", ["own", "own_name", "magic_number"])
 def test_several_needles_are_all_hidden_asked_for_and_counted(
     tokenizer, folder: Path, style: str
 ) -> None:
@@ -280,10 +280,22 @@ def test_several_needles_are_all_hidden_asked_for_and_counted(
     assert made.score(sample, sample.references[1]) == pytest.approx(1 / 3)
 
 
-def test_the_answer_is_only_in_the_context(tokenizer) -> None:
-    sample = only(task().samples(tokenizer))
+@pytest.mark.parametrize("style", ["own", "own_name"])
+def test_the_answer_is_only_in_the_context(tokenizer, style: str) -> None:
+    sample = only(task(style=style).samples(tokenizer))
     assert sample.context.count(sample.references[0]) == 1
     assert sample.references[0] not in sample.question + sample.answer_prefix
+
+
+def test_a_name_is_drawn_per_cell_and_asked_for_as_one(tokenizer) -> None:
+    samples = task(style="own_name", lengths=[1000], depths=[0, 50, 100]).samples(tokenizer)
+    names = [sample.references[0] for sample in samples]
+    assert len(set(names)) == 3
+    for sample, name in zip(samples, names, strict=True):
+        found = re.search(rf"The director of the (\w+) office is {name}\.\n", sample.context)
+        assert found
+        assert sample.question == f"\n\nQuestion: Who is the director of the {found[1]} office?\n"
+        assert sample.answer_prefix == f"Answer: The director of the {found[1]} office is"
 
 
 def test_prompts_fit_into_the_length_that_was_asked_for(tokenizer, folder: Path) -> None:

@@ -10,17 +10,26 @@ import torch
 from engine.budget import Budget, resolve
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.observe import column_sums
+from engine.observe import MeanRows, column_sums
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.pyramidinfer import Course, PyramidInfer, fit_course, rising_weights
+from methods.pyramidinfer import (
+    Answered,
+    Course,
+    PyramidInfer,
+    fit_course,
+    n_of_block,
+    rising_weights,
+)
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, request
 
-PARAMS = PyramidInfer.Params(None, None, None, None, 4, 1, 1.2)
-PUBLISHED = PyramidInfer.Params("cosine", Fraction(9, 10), Fraction(1, 5), 64, 4, 1, 1.2)
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pyramidinfer").glob("*.npz"))
+PARAMS = PyramidInfer.Params(None, None, None, None, 4, 1, 1.2, False)
+PUBLISHED = PyramidInfer.Params("cosine", Fraction(9, 10), Fraction(1, 5), 64, 4, 1, 1.2, False)
+ROOT = Path(__file__).parents[1] / "golden" / "pyramidinfer"
+GOLDEN = sorted(ROOT.glob("prefill_*.npz"))
+BLOCKS = sorted(ROOT.glob("decode_block_*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:
@@ -54,6 +63,36 @@ def run_vectors(path: Path) -> list[Check]:
             f"positions of layer {layer + 1}", positions[going_on], x[f"positions_L{layer + 1}"]
         )
     return [(path.stem, problem)]
+
+
+def run_block_vectors(path: Path) -> list[Check]:
+    """Which generated tokens stay at each step, by the attention rows of an independent reference."""
+    with np.load(path) as file:
+        x = {name: file[name] for name in file.files}
+    tail, layer, n_layers = 1 + int(x["recent_length"]), int(x["layer"]), int(x["num_layers"])
+    block, share = int(x["exceed_length"]), float(x["gen_compress_ratio"])
+    n_stay = n_of_block(block, share, float(x["gen_decay_ratio"]), layer, n_layers)
+    problem = differs("topk", n_stay, x["topk"])
+    rows, base = torch.from_numpy(x["recent_rows_after_prefill"]), int(x["prompt_cached"])
+    said = Answered(rows, base, block, n_stay, float(x["distance_weight"]))
+    positions = np.arange(int(x["prompt_cached"]))
+    for t, row in enumerate(x["decode_attn_rows"]):
+        positions = np.append(positions, int(x["prompt_cached"]) + t)
+        said.take(torch.from_numpy(row[np.isfinite(row)]), tail)
+        stay = said.stay(tail)
+        if stay is not None:
+            positions = positions[stay.numpy()]
+        expected = x["cached_positions_after_step"][t]
+        problem = problem or first(
+            differs(f"compressed at step {t}", stay is not None, x["compressed_at_step"][t]),
+            differs(f"cached after step {t}", positions, expected[expected >= 0]),
+        )
+    return [(path.stem, problem)]
+
+
+@pytest.mark.parametrize("path", BLOCKS, ids=lambda path: path.stem)
+def test_generated_tokens_are_compressed_as_in_reference_vectors(path: Path) -> None:
+    assert [problem for _, problem in run_block_vectors(path)] == [None]
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
@@ -201,6 +240,55 @@ def test_a_course_that_lets_all_go_on_answers_as_full_attention() -> None:
     with model.hooked():
         ours, full = decode(model, trace, rows, max_new_tokens=12).answers
     assert ours.ids == full.ids
+
+
+def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
+    """Against a second account of the same rows: sizes, positions and the ledger at every step and layer."""
+    model, s, n_new = tiny("llama"), 90, 60
+    params = replace(PARAMS, compress_generated=True, recent_ratio=Fraction(1, 20))
+    course = fit_course(params, s, 60, model.shape.n_layers)
+    observations = PyramidInfer.observations(params, course)
+    with model.hooked():
+        trace = prefill(model, prompt(s), observations, thinning=course)
+    row = built(PyramidInfer(params, request(tokens=60), trace, n_new))
+    expected = {layer: course.lengths()[layer] for layer in range(3)}
+    base = dict(expected)
+
+    def look(step: int, speaking: int) -> None:
+        for layer, stay in enumerate(n_of_block(16, 0.9, 0.1, layer, 3) for layer in range(3)):
+            attended = row.store.attended(layer)
+            expected[layer] += 1
+            entry = row.store.ledger.entries[-3 + layer]
+            assert (entry.layer, entry.attended) == (layer, int(attended.sum()))
+            assert int(attended[0].sum()) == expected[layer]
+            assert attended[:, -course.tail :].all()
+            positions = row.store.positions(layer)[0, 0]
+            assert (positions.diff() > 0).all()
+            if expected[layer] - (course.tail - 1) - base[layer] >= 16:
+                expected[layer] -= 16 - stay
+                base[layer] = expected[layer] - (course.tail - 1)
+            assert len(positions) == expected[layer]
+
+    with model.hooked():
+        decode(model, trace, [row], max_new_tokens=n_new, on_step=look)
+    assert row.store.n_seen(0) - expected[0] > 2 * 2
+
+
+def test_rows_of_the_last_queries_are_means_over_heads() -> None:
+    draw = torch.Generator().manual_seed(7)
+    q, k = (torch.randn(1, heads, 40, 8, generator=draw) for heads in (6, 2))
+    logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.5
+    future = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    expected = logits.masked_fill(future, -torch.inf).softmax(-1).mean(1)[0, -9:]
+    rows = MeanRows(9).observe(q, k, 0.5).double()
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_short_answers_are_not_watched() -> None:
+    trace = read("llama", 90, fit_course(PARAMS, 90, 60, 3))
+    params = replace(PARAMS, compress_generated=True)
+    assert not PyramidInfer(params, request(tokens=60), trace, 16).wants_weights
+    assert PyramidInfer(params, request(tokens=60), trace, 60).wants_weights
 
 
 def test_a_budget_below_the_first_layer_is_refused_with_what_works() -> None:

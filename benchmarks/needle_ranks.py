@@ -1,0 +1,94 @@
+"""Where a needle's tokens rank among the prompt's in the scores that dropping methods select by.
+
+Read beside the needle's scores: a token whose rank lies within the budget was kept, so that an answer that breaks off
+there is the model's fault; one that ranks behind it was dropped. The share of KV heads that keep a token says the same
+for one budget. Votes are SnapKV's (window 32, kernel 7 and 1), column sums are H2O's.
+
+Not here: scores of answers (`python run.py task=needle`).
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.model import Model, load
+from engine.observe import ColumnSums, LastQueries, window_scores
+from engine.prefill import Trace, prefill
+from evals.needle import Needle, Params
+from evals.prompt import encode
+from evals.task import Sample
+from methods.snapkv import pool_scores, reduce_group
+
+WINDOW = 32
+
+
+def scores_of(trace: Trace, layer: int) -> dict[str, Tensor]:
+    """Per name (1, h_kv, n): what decides who is kept of the first n tokens."""
+    q = trace.observed(LastQueries(WINDOW), layer)
+    votes = reduce_group(
+        window_scores(q, trace.keys(layer), trace.scales[layer]), trace.shape.h_kv, "mean"
+    )
+    sums = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, "sum")
+    return {
+        "votes, kernel 7": pool_scores(votes, 7, "max"),
+        "votes, kernel 1": votes,
+        "column sums": sums[..., :-WINDOW],
+    }
+
+
+def value_tokens(model: Model, sample: Sample, prompt: Sequence[int]) -> list[int]:
+    """Positions of the needle's value in the prompt, found by its own tokens."""
+    ids = list(prompt)
+    needle = model.tokenizer.encode(f" {sample.references[0]}", add_special_tokens=False)
+    starts = [i for i in range(len(ids)) if ids[i : i + len(needle)] == needle]
+    assert len(starts) == 1, f"{sample.id}: the value stands {len(starts)} times in the prompt"
+    return list(range(starts[0], starts[0] + len(needle)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--style", default="own")
+    parser.add_argument("--ratio", type=float, default=0.2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000])
+    options = parser.parse_args()
+    model = load("smollm2-135m", "embedded", device="cpu")
+    params = Params(
+        "embedded", options.style, "default", tuple(options.lengths), None, "linear", "auto",
+        "period", None, None, 1, None,
+    )  # fmt: skip
+    task = Needle(params, None, 0)
+    ranks: dict[tuple[str, int], list[float]] = {}
+    for sample in task.samples(model.tokenizer):
+        prompt = encode(
+            model.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"
+        )
+        where = value_tokens(model, sample, prompt.context_ids)
+        with model.hooked():
+            trace = prefill(model, prompt.context_ids, [LastQueries(WINDOW), ColumnSums()])
+        for layer in trace.shape.full_layers:
+            for name, scores in scores_of(trace, layer).items():
+                for i, position in enumerate(where):
+                    if position >= scores.shape[-1]:
+                        continue  # within the window, kept in any case
+                    better = (scores[0] > scores[0, :, position : position + 1]).sum(-1)
+                    share = better / trace.s_prompt
+                    ranks.setdefault((name, i), []).extend(share.tolist())
+    n_tokens = 1 + max(i for _, i in ranks)
+    print(
+        f"style={options.style}, median rank in % of the prompt (heads that keep it at ratio {options.ratio})"
+    )
+    print("| score | " + " | ".join(f"token {i + 1}" for i in range(n_tokens)) + " |")
+    print("|---|" + "---|" * n_tokens)
+    for name in dict.fromkeys(name for name, _ in ranks):
+        cells = []
+        for i in range(n_tokens):
+            got = ranks[name, i]
+            kept = sum(rank < options.ratio for rank in got) / len(got)
+            cells.append(f"{100 * statistics.median(got):.1f} ({100 * kept:.0f} %)")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
