@@ -22,9 +22,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from engine.budget import Budget, BudgetRequest
+from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, window_scores
+from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
@@ -59,6 +60,16 @@ def pool_scores(raw: Tensor, kernel: int, pooling: str) -> Tensor:
     """Scores (1, heads, s) smoothed over `kernel` neighbours; beyond the ends `avg` counts zeros, `max` nothing."""
     pool = avg_pool1d if pooling == "avg" else max_pool1d
     return pool(raw, kernel, stride=1, padding=kernel // 2)
+
+
+def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Tensor:
+    """The last `w` queries' votes, (1, h, s - w); all variants with such a window share them, whatever their method."""
+
+    def votes() -> Tensor:
+        q = trace.observed(observed, layer)[:, :, -w:]
+        return window_scores(q, trace.keys(layer), trace.scales[layer])
+
+    return trace.once(("window votes", w, layer), votes)
 
 
 def keep_top(scores: Tensor, n: int) -> Tensor:
@@ -121,15 +132,8 @@ class SnapKV(SelectiveAttention):
 
     def raw_scores(self, layer: int) -> Tensor:
         """The window's votes before pooling, (1, h_kv or h, s - w)."""
-        trace, w = self.trace, self.plan.window
-
-        def votes() -> Tensor:
-            q = trace.observed(LastQueries(self.params.window), layer)[:, :, -w:]
-            return window_scores(q, trace.keys(layer), trace.scales[layer])
-
-        # All variants with this window share the votes, of other methods too.
-        raw = trace.once(("window scores", w, layer), votes)
-        return reduce_group(raw, trace.shape.h_kv, self.params.reduce)
+        raw = window_votes(self.trace, LastQueries(self.params.window), self.plan.window, layer)
+        return reduce_group(raw, self.trace.shape.h_kv, self.params.reduce)
 
     def protected(self, layer: int) -> Sequence[int]:
         first = 0 if self.budget.is_full else self.trace.s_prompt - self.plan.window

@@ -47,9 +47,10 @@ from torch.nn.functional import avg_pool1d
 
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation, window_scores
+from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
+from methods.snapkv import window_votes
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
 RETENTIONS = tuple(Fraction(i, 10) for i in range(1, 10))  # at which a profile counts tokens
@@ -318,8 +319,7 @@ class XKV(SelectiveAttention):
         ows, kernel = self.plan.ows, self.params.kernel
 
         def make() -> Tensor:
-            q = self.trace.observed(LastQueries(self.params.ows), layer)[:, :, -ows:]
-            mass = window_scores(q, self.trace.keys(layer), self.trace.scales[layer]) / ows
+            mass = window_votes(self.trace, LastQueries(self.params.ows), ows, layer) / ows
             # Pooling is linear: after the mean it is the same and has fewer heads to do.
             return pooled_scores(group_scores(mass, self.trace.shape.h_kv), kernel)
 

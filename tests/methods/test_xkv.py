@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.budget import resolve
 from engine.errors import ConfigError
-from engine.observe import LastQueries
+from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods import xkv
@@ -68,7 +68,7 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
     params = replace(PARAMS, ows=ows, kernel=int(x["pool_size"]))
     budget = request(tokens=n + ows)
     row = row_of(XKV, params, seen(trace_of(k, v, q.shape[1]), q, ows), budget)
-    mass = xkv.window_scores(q[:, :, -ows:], k, q.shape[3] ** -0.5) / ows
+    mass = window_scores(q[:, :, -ows:], k, q.shape[3] ** -0.5) / ows
     per_head = pooled_scores(mass, params.kernel)
     problems = [
         differs("scores of query heads", per_head[0], x["w_query_head"], 1e-6),
