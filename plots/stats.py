@@ -1,0 +1,132 @@
+"""Statistics of scores as pure functions: intervals, paired differences, wins, and corrections for many comparisons.
+
+Samples are the unit: two variants that answered the same samples are compared sample by sample, because most of what
+varies is the samples' difficulty and cancels. Randomness comes from a seed, so a figure made again is the same figure.
+
+    interval             percentile bootstrap of the mean
+    paired               mean difference, its bootstrap interval, a sign-flip permutation p-value, wins, ties, losses
+    holm, benjamini_hochberg   p-values adjusted for how many were looked at
+
+Not here: reading runs (`evals/results.py`), drawing (`plots/*.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evals.results import bootstrap_ci95
+
+Array = NDArray[np.float64]
+
+N_RESAMPLES = 10_000
+EXACT_UP_TO = 14  # differences other than zero whose 2^n signs are all tried
+CHUNK = 1 << 22  # numbers drawn at a time
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and where it may as well lie."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A variant against a reference on the same samples; above 0 the variant is better where more is better."""
+
+    difference: Interval
+    p: float  # of a difference this large in either direction if the two were alike
+    wins: int
+    ties: int
+    losses: int
+
+    @property
+    def n(self) -> int:
+        return self.wins + self.ties + self.losses
+
+
+def interval(scores: Sequence[float] | Array) -> Interval:
+    """The mean of scores and its 95 % percentile bootstrap interval, as a run's own result has it."""
+    values = finite(scores)
+    bounds = bootstrap_ci95(values.tolist())
+    assert bounds is not None, "finite() refuses an empty list"
+    return Interval(float(values.mean()), *bounds)
+
+
+def paired(
+    scores: Sequence[float] | Array,
+    reference: Sequence[float] | Array,
+    seed: int = 0,
+    tolerance: float = 1e-12,
+) -> Paired:
+    """A variant's scores against a reference's on the same samples, in the same order."""
+    ours, theirs = finite(scores), finite(reference)
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} scores against {len(theirs)}: not the same samples")
+    differences = ours - theirs
+    differences[np.abs(differences) <= tolerance] = 0.0
+    return Paired(
+        difference=interval(differences),
+        p=sign_flip_p(differences, seed),
+        wins=int((differences > 0).sum()),
+        ties=int((differences == 0).sum()),
+        losses=int((differences < 0).sum()),
+    )
+
+
+def sign_flip_p(differences: Array, seed: int = 0, n: int = N_RESAMPLES) -> float:
+    """Two-sided p-value of the mean difference when the sign of each one is a coin's.
+
+    All signs are tried where there are few, else `n` random ones, the observed signs counted among them, so that it is
+    never 0. Samples without a difference say nothing and are left out.
+    """
+    rest = np.abs(differences[differences != 0])
+    if len(rest) == 0:
+        return 1.0
+    # Sums that are equal in exact arithmetic must count as equal.
+    observed = abs(differences.sum()) * (1 - 1e-9)
+    if len(rest) <= EXACT_UP_TO:
+        bits = np.arange(1 << len(rest))[:, None] >> np.arange(len(rest)) & 1
+        return float((np.abs((2 * bits - 1) @ rest) >= observed).mean())
+    rng = np.random.default_rng(seed)
+    extreme, at_once = 0, max(1, CHUNK // len(rest))
+    for start in range(0, n, at_once):
+        signs = rng.integers(0, 2, size=(min(n - start, at_once), len(rest))) * 2 - 1
+        extreme += int((np.abs(signs @ rest) >= observed).sum())
+    return (extreme + 1) / (n + 1)
+
+
+def holm(p_values: Sequence[float] | Array) -> Array:
+    """Adjusted p-values that keep the chance of any false finding at the level (Holm, 1979)."""
+    p = finite(p_values)
+    order = np.argsort(p, kind="stable")
+    stepped = p[order] * (len(p) - np.arange(len(p)))
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(stepped))
+    return adjusted
+
+
+def benjamini_hochberg(p_values: Sequence[float] | Array) -> Array:
+    """Adjusted p-values that keep the share of false findings at the level (Benjamini and Hochberg, 1995)."""
+    p = finite(p_values)
+    order = np.argsort(p, kind="stable")
+    stepped = p[order] * len(p) / np.arange(1, len(p) + 1)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.minimum.accumulate(stepped[::-1])[::-1])
+    return adjusted
+
+
+def finite(values: Sequence[float] | Array) -> Array:
+    """A flat copy as float64; refuses what has no mean."""
+    array = np.array(values, dtype=np.float64)
+    if array.ndim != 1 or len(array) == 0:
+        raise ValueError(f"expected a list of numbers, got an array of shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"{int((~np.isfinite(array)).sum())} of {len(array)} numbers are not finite"
+        )
+    return array
