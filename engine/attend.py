@@ -1,12 +1,13 @@
 """Exact attention over a chosen set of tokens: part by part, joined by their log-sum-exps.
 
-A row of the batch attends to a few parts, each of them keys and values that lie together in memory: what is resident,
-what was fetched. A part holds KV heads, or query heads where every query head chose its own tokens.
+A row of the batch attends to a few parts: what is resident, what was fetched. A part is keys and values that lie
+together in memory, or rows of a cache that are read where they are. It holds KV heads, or query heads where every query
+head chose its own tokens.
 
 Not here: choosing tokens (`methods`), moving them (`engine/store.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -14,24 +15,51 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.select_attend import Rows, attend_parts_native, native_takes
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Keys and values of some tokens; `heads` is h_kv, or h where each query head has tokens of its own."""
+    """Keys and values of some tokens; `heads` is h_kv, or h where each query head has tokens of its own.
+
+    With `idx`, k and v are a cache (1, h_kv, rows, d_h); who needs its tokens beside each other asks for `gathered()`.
+    """
 
     k: Tensor  # (n, heads, s, d_h)
     v: Tensor  # (n, heads, s, d_h)
-    mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden; None: all are real
+    mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
+    idx: Tensor | None = None  # (1, heads, s) rows of k and v, -1 where the mask is False
+    late: tuple[Tensor, Tensor] | None = None  # the rows that follow on those of k and v
+
+    def n_tokens(self) -> int:
+        """Tokens of a head, hidden ones included."""
+        return self.k.shape[2] if self.idx is None else self.idx.shape[2]
+
+    def gathered(self) -> "Part":
+        """The same tokens without `idx`, copied if need be."""
+        if self.idx is None:
+            return self
+        k, v = self.rows().gathered()
+        return replace(self, k=k, v=v, idx=None, late=None)
+
+    def rows(self) -> Rows:
+        """As kernels take it."""
+        return Rows(self.k, self.v, self.idx, self.late)
 
 
 def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     """Softmax attention of one query per head over the union of `parts`."""
     assert parts, "a query must attend to something"
     n, h, _, d_h = q.shape
-    done = [
-        partial(q if part.q is None else part.q, part, scale) for part in parts if part.k.shape[2]
-    ]
+    done, rest = [], [part for part in parts if part.n_tokens()]
+    if any(part.idx is not None for part in rest):
+        # Where one part is chosen rows, one call is for all: joining two costs more than attending to 400 tokens.
+        rows = [part.rows() for part in rest if is_plain(part)]
+        if rows and native_takes(q, rows):
+            done.append(attend_parts_native(q, rows, scale))
+            rest = [part for part in rest if not is_plain(part)]
+    done += [partial(q if part.q is None else part.q, part, scale) for part in rest]
     if len(done) == 1:
         return done[0][0].reshape(n, h, 1, d_h)
     lse = torch.stack([lse.reshape(n, h, 1) for _, lse in done])  # (parts, n, h, 1) float32
@@ -39,9 +67,15 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     return (out * lse.softmax(0).unsqueeze(-1)).sum(0).to(q.dtype)
 
 
+def is_plain(part: Part) -> bool:
+    """Whether it is for the query that all parts share, and hides nothing but places in `idx` without a token."""
+    return part.q is None and (part.mask is None or part.idx is not None)
+
+
 def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, Tensor]:
     """As `attend`, and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
     n, h, _, d_h = q.shape
+    parts = [part.gathered() for part in parts]
     logits = torch.cat(
         [part_logits(q, part, scale).reshape(n, h, -1) for part in parts], -1
     )  # (n, h, s)
@@ -58,6 +92,7 @@ def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, 
 def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over one part, (n, heads, h // heads, d_h), and the log-sum-exp of its logits, the same without d_h."""
     n, h, _, d_h = q.shape
+    part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(
         n, heads, h // heads, d_h

@@ -68,11 +68,10 @@ def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     return scores
 
 
-# Bytes of one block's logits; their softmax takes as much again, the keys of one KV head in float32 at most 64 MB at
-# 131,072 tokens of 128 dimensions, and the sums 8 bytes per query head and token: about 140 MB there for 32 query and
-# 8 KV heads. Measured best of 1 to 32 MB together with 8 and 32 (4,096 tokens, 9 heads of 64: 0.09-0.10 s; 32,768
-# tokens, 4 heads of 128: 4.1 s, 6.1 with 2 MB).
-COLUMN_BLOCK_BYTES = 16 << 20
+# Bytes of one block's logits; where their softmax is to be made it takes as much again, the keys of one KV head in
+# float32 at most 64 MB at 131,072 tokens of 128 dimensions, and the sums 8 bytes per query head and token: about 130 MB
+# there for 32 query and 8 KV heads. 8 MB measured best of 2, 8 and 16 (4,096 tokens, 9 heads of 64).
+COLUMN_BLOCK_BYTES = 8 << 20
 
 
 def rows_per_block(g: int, s: int) -> int:
@@ -80,31 +79,45 @@ def rows_per_block(g: int, s: int) -> int:
     return max(1, min(s, COLUMN_BLOCK_BYTES // (4 * g * s)))
 
 
-def column_sums(q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None) -> Tensor:
+def column_sums(
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, lse: Tensor | None = None
+) -> Tensor:
     """Attention that the last r queries (1, h, r, d_h) give to every key (1, h_kv, s, d_h): (h_kv, g, s) float64.
 
-    Causal softmax over the whole row, in blocks of rows; `row_weights` (r,) weighs the queries.
+    Causal softmax over the whole row, in blocks of rows; `row_weights` (r,) weighs the queries. With `lse` (1, h, r),
+    the log-sum-exps of the rows, the weights are one exponential: seven tenths of the time of a softmax.
     """
-    (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
+    (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
     n_rows = min(r, rows_per_block(g, s))
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
     if row_weights is None:
         row_weights = torch.ones(r, device=q.device)
     sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
+    # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
+    columns = d_h if lse is None else d_h + 1
+    keys, block = (
+        q.new_ones(s, columns, dtype=torch.float32),
+        q.new_empty(g, n_rows, columns, dtype=torch.float32),
+    )
     for kv_head in range(h_kv):
-        transposed = k[0, kv_head].float().mT  # (d_h, s)
-        queries = q[0, kv_head * g : (kv_head + 1) * g]  # (g, r, d_h)
+        keys[:, :d_h] = k[0, kv_head]
+        heads = slice(kv_head * g, (kv_head + 1) * g)
         for start in range(0, r, n_rows):
             rows = min(n_rows, r - start)
             first = s - r + start  # the key that the block's first query is
             stop = first + rows
-            block = (queries[:, start : start + rows].float() * scale).flatten(0, 1)
-            logits = (block @ transposed[:, :stop]).view(g, rows, stop)
+            some = block[:, :rows]
+            some[..., :d_h] = q[0, heads, start : start + rows]
+            some[..., :d_h] *= scale  # in float32, whatever q is
+            if lse is not None:
+                torch.neg(lse[0, heads, start : start + rows], out=some[..., d_h])
+            logits = (some.flatten(0, 1) @ keys[:stop].mT).view(g, rows, stop)
             logits[..., first:].masked_fill_(hidden[:rows, :rows], -torch.inf)
+            weights = logits.softmax(-1) if lse is None else logits.exp_()
             # A product with a row of weights adds rows up in nine tenths of the time of sum().
-            weights = row_weights[start : start + rows].unsqueeze(0)
-            sums[kv_head, :, :stop] += (weights @ logits.softmax(-1)).squeeze(1)
+            voices = row_weights[start : start + rows].unsqueeze(0)
+            sums[kv_head, :, :stop] += (voices @ weights).squeeze(1)
     return sums
 
 
@@ -133,12 +146,17 @@ class ColumnSums(Observation):
     Float32 whatever the dtype of the model, and float64 where blocks of queries are added up.
     """
 
+    wants_lse: ClassVar[bool] = True
+
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return column_sums(q, k, scale).flatten(0, 1).unsqueeze(0).float()
+        return self.observe_pass(q, k, scale, None)
+
+    def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
+        return column_sums(q, k, scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
 
 
-# Rows of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of 100
-# to 2,000 tokens. Long windows get fewer, so that a block's logits, on which all work is in place, take no more than:
+# Rows of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
+# 100 to 2,000 tokens. Long windows get fewer, so that a block's logits, worked on in place, take at most these bytes.
 BAND_ROWS, BAND_BLOCK_BYTES = 64, 16 << 20
 
 
@@ -158,9 +176,7 @@ def row_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
             block = (q[0, heads, start:stop].float() * scale).flatten(0, 1)
             logits = (block @ transposed[:, :stop]).view(g, rows, stop)
             logits[..., start:].masked_fill_(hidden[:rows, :rows], -torch.inf)
-            highest = logits.amax(-1, keepdim=True)
-            total = logits.sub_(highest).exp_().sum(-1)
-            lse[0, heads, start:stop] = total.log_().add_(highest.squeeze(-1))
+            lse[0, heads, start:stop] = logits.logsumexp(-1)
     return lse
 
 
@@ -194,9 +210,9 @@ def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> T
 class BandSums(Observation):
     """Attention that every token gets while it is among the last `window`: (1, h, s) float32.
 
-    The softmax is over the whole row. On a CPU the pass gives its normalisation, which else costs most: with it and a
-    window of a tenth of the prompt the band takes a quarter of the time of `ColumnSums`. The last tokens' sums are
-    those of the queries that there were.
+    The softmax is over the whole row. On a CPU the pass leaves its normalisation, which costs most to make anew: then
+    a window of a twentieth of the prompt takes 0.18 of the time of `ColumnSums`, a quarter of it 0.48 (4,096 tokens).
+    Of the prompt's last tokens these are partial sums.
     """
 
     window: int
@@ -229,7 +245,43 @@ class BandLogits(Observation):
                 running = q[0, head, start : stop + self.window].double().cumsum_(0)
                 at = torch.arange(stop - start, device=q.device)
                 behind = (
-                    running[(at + self.window).clamp(max=len(running) - 1)] - running[: stop - start]
+                    running[(at + self.window).clamp(max=len(running) - 1)]
+                    - running[: stop - start]
                 )
                 sums[0, head, start:stop] = (behind * k[0, head // g, start:stop]).sum(-1) * scale
         return sums
+
+
+BASIS_ROWS = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128 dimensions
+
+
+@dataclass(frozen=True)
+class ChannelSums(Observation):
+    """What every channel of a KV head carries, and a basis in which few channels carry most: (h_kv, d_h + 2, d_h).
+
+    Float32. First the basis A, a column per channel, then the sums over tokens of |q A|, of all query heads of the
+    group, and of |k A|. With `skew` A's columns are the right singular vectors of the group's queries, the last ones
+    with the largest values; without, A changes nothing.
+    """
+
+    skew: bool
+
+    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        (_, h, s, d_h), h_kv = q.shape, k.shape[1]
+        g = h // h_kv
+        found = torch.empty(h_kv, d_h + 2, d_h, device=q.device)
+        for kv_head in range(h_kv):
+            queries = q[0, kv_head * g : (kv_head + 1) * g].split(BASIS_ROWS, 1)
+            basis = torch.eye(d_h, device=q.device)
+            if self.skew:
+                # Q^T Q adds up block by block and has the singular vectors of Q; in float64 they are as good.
+                gram = torch.zeros(d_h, d_h, dtype=torch.float64, device=q.device)
+                for block in queries:
+                    rows = block.double().flatten(0, 1)
+                    gram += rows.mT @ rows
+                basis = torch.linalg.eigh(gram).eigenvectors.float()
+            found[kv_head, :d_h] = basis
+            found[kv_head, d_h] = sum((block.float() @ basis).abs().sum((0, 1)) for block in queries)
+            keys = k[0, kv_head].split(BASIS_ROWS)
+            found[kv_head, d_h + 1] = sum((block.float() @ basis).abs().sum(0) for block in keys)
+        return found

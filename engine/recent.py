@@ -22,16 +22,19 @@ class RecentTokens:
         self.selections: deque[Tensor] = deque(maxlen=n_steps)  # (h_kv, n_tokens + 1) bool each
         self.n_held = 0  # (KV head, token) pairs on the device, the latest selection included
 
-    def access(self, idx: Tensor, h_kv: int) -> tuple[int, int, int]:
-        """Take in a selection (1, heads, k), -1 for no token.
+    def access(self, idx: Tensor, h_kv: int, padded: bool) -> tuple[int, int, int]:
+        """Take in a selection (1, heads, k); where `padded`, -1 stands for no token.
 
         Returns the tokens that KV heads ask for, each once; how many of them were held; and the same hits once per
         head of `idx`.
         """
-        places = idx[0].reshape(h_kv, -1) % (self.n_tokens + 1)  # -1 lands in the last column
+        places = idx[0].reshape(h_kv, -1)
+        if padded:
+            places = places % (self.n_tokens + 1)  # -1 lands in the last column
         asked = torch.zeros(h_kv, self.n_tokens + 1, dtype=torch.bool, device=idx.device)
         asked.scatter_(1, places, True)
-        asked[:, -1] = False
+        if padded:
+            asked[:, -1] = False
         hits = hits_of_heads = 0
         if self.selections:
             held = self.union()

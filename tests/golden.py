@@ -13,11 +13,15 @@ from pathlib import Path
 from tests import golden_metrics
 from tests.engine import test_blocks, test_budget
 from tests.methods import (
+    test_clusterkv,
     test_h2o,
+    test_infllm,
     test_oracle,
     test_pyramidinfer,
     test_pyramidkv,
+    test_quest,
     test_snapkv,
+    test_sparq,
     test_streamingllm,
     test_xkv,
 )
@@ -34,6 +38,10 @@ RUNNERS: dict[str, Runner] = {
     "h2o/*.npz": test_h2o.run_vectors,
     "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
+    "sparq/*.npz": test_sparq.run_vectors,
+    "quest/*.npz": test_quest.run_vectors,
+    "infllm/*.npz": test_infllm.run_vectors,
+    "clusterkv/*.npz": test_clusterkv.run_vectors,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,

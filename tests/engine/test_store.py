@@ -7,7 +7,8 @@ from torch import Tensor
 from engine.attend import Part
 from engine.blocks import BlockCacheSpec
 from engine.prefill import Trace
-from engine.store import Store, gather_tokens
+from engine.store import Store
+from kernels.gather import gather_tokens
 from tests.vectors import trace_of
 
 H, H_KV, D = 4, 2, 8
@@ -25,6 +26,7 @@ def counting_trace(s: int) -> Trace:
 
 def positions(part: Part, head: int = 0) -> list[int]:
     """Which positions a part holds for a KV head, checked against its values."""
+    part = part.gathered()
     assert torch.equal(part.k, -part.v)
     return (part.k[0, head, :, 0] - 1000 * head).int().tolist()
 
@@ -88,7 +90,7 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
     idx = torch.stack(
         [torch.tensor(data.draw(st.permutations(on_host)))[:k] for _ in range(heads)]
     ).unsqueeze(0)
-    part = store.fetch(0, idx)
+    part = store.fetch(0, idx).gathered()
     owner = torch.arange(heads) // (heads // H_KV)
     assert torch.equal(part.k[0, :, :, 0], idx[0] + 1000.0 * owner.unsqueeze(1))
     assert torch.equal(part.k, -part.v)

@@ -27,13 +27,16 @@ CONF = Path(__file__).parents[2] / "conf"
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 N_NEW, S = 14, 240
 RATIOS = ("0.05", "0.1", "0.2", "0.3", "0.5", "1")
+FITTED = {"infllm": ["method.block_len=16"]}  # to so short a prompt
+FITTED_COMM = {"sparq": "1/8"}  # to so few dimensions
 
 
 @cache
 def variant(name: str) -> tuple[type[SelectiveAttention], Any]:
     """A method with the parameters of its file."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [f"method={name}"], return_hydra_config=True)
+        words = [f"method={name}", *FITTED.get(name.partition("_")[0], [])]
+        cfg = compose("config", words, return_hydra_config=True)
     part = settings(cfg, {"method": name, "task": "needle"}).method
     kind: Any = load_class(part)
     return kind, build_params(kind, part.params, "method")
@@ -48,9 +51,13 @@ def ask(ratio: str, comm: str = "1/16") -> BudgetRequest:
     return BudgetRequest(Fraction(ratio), None, Fraction(comm))
 
 
+def ask_for(name: str, ratio: str) -> BudgetRequest:
+    return ask(ratio, FITTED_COMM.get(name.partition("_")[0], "1/16"))
+
+
 def plan(name: str, ratio: str, s: int) -> Any:
     kind, params = variant(name)
-    return kind.plan_for(params, kind.budget_for(ask(ratio), s), model().shape)
+    return kind.plan_for(params, kind.budget_for(ask_for(name, ratio), s), model().shape)
 
 
 def wanted(name: str, ratio: str, s: int) -> tuple[Observation, ...]:
@@ -79,7 +86,7 @@ def row_for(name: str, trace: Trace, ratio: str) -> SelectiveAttention:
     """
     kind, params = variant(name)
     try:
-        kind.check(params, ask(ratio), trace.shape)
+        kind.check(params, ask_for(name, ratio), trace.shape)
         thinning = kind.thinning(plan(name, ratio, trace.s_prompt))
     except ConfigError as error:
         advice = re.search(r"ratio=(0\.\d+) or more", str(error))
@@ -91,7 +98,7 @@ def row_for(name: str, trace: Trace, ratio: str) -> SelectiveAttention:
         with model().hooked():
             ids = prompt(trace.s_prompt, seeds[trace])
             trace = prefill(model(), ids, observations, thinning=thinning)
-    return built(kind(params, ask(ratio), trace, N_NEW))
+    return built(kind(params, ask_for(name, ratio), trace, N_NEW))
 
 
 def say(trace: Trace, *rows: SelectiveAttention, on_step: Any = None) -> list[list[int]]:

@@ -1,0 +1,163 @@
+"""Clusters in the order of their scores, and the first tokens of clusters in an order: as many clusters as it takes.
+
+Clusters lie behind each other: cluster c of a KV head owns `tokens[ends[c] - sizes[c] : ends[c]]`.
+
+Shapes    order (n, heads, c), heads h_kv or h; sizes, ends (h_kv, c); tokens (h_kv, n_tokens); result (n, heads, k).
+Paths     C++ on a CPU, Triton on a GPU for the tokens; torch sorts there.
+Checks    tests/kernels/test_clusters.py, benchmarks/bench_clusters.py.
+
+Not here: making clusters (`kernels/kmeans.py`), scoring them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.build import library
+from kernels.jit import cdiv, constexpr, jit, power_of_2, tl, triton
+
+
+def cluster_order(scores: Tensor) -> Tensor:
+    """Clusters by falling score, of equal ones the first: int64 in the shape of scores (..., c)."""
+    if scores.device.type == "cpu" and scores.dtype == torch.float32 and native() is not None:
+        return cluster_order_native(scores)
+    return cluster_order_torch(scores)
+
+
+def cluster_tokens(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """The first `k` tokens of each head's clusters in its `order`, -1 behind the last token that there is."""
+    if order.device.type == "cpu" and native() is not None:
+        return cluster_tokens_native(order, sizes, ends, tokens, k)
+    if order.is_cuda and triton is not None:
+        return cluster_tokens_triton(order, sizes, ends, tokens, k)
+    return cluster_tokens_torch(order, sizes, ends, tokens, k)
+
+
+def cluster_order_torch(scores: Tensor) -> Tensor:
+    """A stable sort."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def cluster_tokens_torch(
+    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
+) -> Tensor:
+    """All slots at once: each finds its cluster by bisection in the running sum of sizes."""
+    n, heads, c = order.shape
+    owner = torch.arange(len(sizes), device=order.device).repeat_interleave(heads // len(sizes))
+    ranked = sizes[owner].expand(n, -1, -1).gather(-1, order)  # sizes in the heads' order
+    stops = ranked.cumsum(-1)
+    slots = torch.arange(k, device=order.device).expand(n, heads, k).contiguous()
+    rank = torch.searchsorted(stops, slots, right=True)  # skips empty clusters
+    found = rank < c
+    rank = rank.clamp(max=c - 1)
+    cluster = order.gather(-1, rank)
+    # A slot's distance to the end of its cluster's slots is that of its token to the end of the cluster's tokens.
+    at = ends[owner].expand(n, -1, -1).gather(-1, cluster) + slots - stops.gather(-1, rank)
+    chosen = tokens[owner].expand(n, -1, -1).gather(-1, at.clamp(0, tokens.shape[-1] - 1))
+    return chosen.masked_fill(~found, -1)
+
+
+def cluster_tokens_ref(
+    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
+) -> Tensor:
+    """Head by head and cluster by cluster."""
+    n, heads, _ = order.shape
+    chosen = torch.full((n, heads, k), -1)
+    for i in range(n):
+        for head in range(heads):
+            owner = head // (heads // len(sizes))
+            parts = [
+                tokens[owner, ends[owner, c] - sizes[owner, c] : ends[owner, c]]
+                for c in order[i, head]
+            ]
+            mine = torch.cat(parts)[:k]
+            chosen[i, head, : len(mine)] = mine
+    return chosen
+
+
+# On a CPU.
+
+
+@cache
+def native() -> Any:
+    """The C functions, or None."""
+    lib = library("clusters")
+    if lib is not None:
+        size, pointer = ctypes.c_int64, ctypes.c_void_p
+        lib.cluster_order.argtypes = [size, size, pointer, pointer, size]
+        lib.cluster_tokens.argtypes = [*[size] * 6, *[pointer] * 5, size]
+        lib.cluster_order.restype = lib.cluster_tokens.restype = None
+    return lib
+
+
+def cluster_order_native(scores: Tensor) -> Tensor:
+    """A radix sort per head."""
+    scores = scores.contiguous()
+    c = scores.shape[-1]
+    order = torch.empty(scores.shape, dtype=torch.int64)
+    native().cluster_order(
+        scores.numel() // max(1, c), c, scores.data_ptr(), order.data_ptr(), torch.get_num_threads()
+    )
+    return order
+
+
+def cluster_tokens_native(
+    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
+) -> Tensor:
+    """Cluster by cluster, each a copy of what lies together."""
+    n, heads, c = order.shape
+    order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
+    assert {x.dtype for x in (order, sizes, ends, tokens)} == {torch.int64}, "not int64"
+    chosen = torch.empty(n, heads, k, dtype=torch.int64)
+    native().cluster_tokens(
+        n * heads, heads, len(sizes), c, tokens.shape[-1], k, order.data_ptr(), sizes.data_ptr(), ends.data_ptr(),
+        tokens.data_ptr(), chosen.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return chosen
+
+
+# On a GPU.
+
+SLOTS = 32  # that one program fills
+
+
+def cluster_tokens_triton(
+    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
+) -> Tensor:
+    """A program for some slots of a head; each of them sums the sizes up anew."""
+    n, heads, c = order.shape
+    order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
+    chosen = torch.empty(n, heads, k, dtype=torch.int64, device=order.device)
+    if chosen.numel():
+        fill_slots[(cdiv(k, SLOTS), n * heads)](
+            order, sizes, ends, tokens, chosen, heads, heads // len(sizes), c, tokens.shape[-1], k,
+            power_of_2(c), SLOTS,
+        )  # fmt: skip
+    return chosen
+
+
+@jit
+def fill_slots(
+    order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k,
+    CLUSTERS: constexpr, SLOTS: constexpr,
+):  # fmt: skip
+    block, row = tl.program_id(0), tl.program_id(1)
+    owner = row % heads // heads_per_owner
+    slot, at = block * SLOTS + tl.arange(0, SLOTS), tl.arange(0, CLUSTERS)
+    ranked = tl.load(order + row * c + at, at < c, other=0)
+    size = tl.load(sizes + owner * c + ranked, at < c, other=0)
+    stops = tl.cumsum(size, 0)
+    behind = (stops[None] > slot[:, None]) & (at < c)[None]
+    # The slot's cluster is the first that ends behind it: empty ones end where the one before does.
+    rank = CLUSTERS - tl.sum(behind.to(tl.int32), 1) - (CLUSTERS - c)
+    stop = tl.min(tl.where(behind, stops[None], 1 << 62), 1)
+    found = (rank < c) & (slot < k)
+    cluster = tl.load(order + row * c + rank, found, other=0)
+    end = tl.load(ends + owner * c + cluster, found, other=0)
+    token = tl.load(tokens + owner * n_tokens + end + slot - stop, found, other=-1)
+    tl.store(chosen + row * k + slot, token, slot < k)

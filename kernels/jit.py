@@ -1,0 +1,35 @@
+"""Triton, where it is installed: kernels stand in their op's file and are compiled when they are first launched.
+
+Without it they are plain functions that nobody calls. With TRITON_INTERPRET=1 in the environment before the first
+import, Triton runs them on a CPU, operation by operation; the tests do where there is no GPU.
+
+Modules with kernels begin with `from __future__ import annotations`, so that Triton sees names of types.
+
+Not here: any kernel.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+triton: Any = None
+tl: Any = None
+if find_spec("triton") is not None:
+    triton, tl = import_module("triton"), import_module("triton.language")
+
+constexpr: TypeAlias = int  # Triton knows arguments that are compiled in by the name of their type
+
+
+def jit(kernel: Any) -> Any:
+    """`triton.jit`, if there is one."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def cdiv(n: int, size: int) -> int:
+    """Blocks of a size that n need."""
+    return -(-n // size)
+
+
+def power_of_2(n: int, least: int = 1) -> int:
+    """The smallest power of two that is neither below n nor below `least`: Triton's blocks have such lengths."""
+    return max(least, 1 << max(0, n - 1).bit_length())

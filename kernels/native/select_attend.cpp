@@ -1,0 +1,232 @@
+// Attention of one query per head over parts, of which some are chosen rows: nothing is copied, K and V are read once.
+//
+// The tokens of a part's head are cut into chunks of nearly equal length, whatever the number of threads. A chunk takes
+// its logits, their softmax and the weighted sum of values for all query heads that share its tokens; chunks are joined
+// by their largest logits and sums, always in the same order.
+#include <cmath>
+#include <memory>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int CHUNK = 256;  // tokens at most: their K and V rows stay in the second-level cache between two blocks
+constexpr int AHEAD = 8;    // rows that are asked for before they are needed; 4 to 16 measured alike
+
+// As select_attend.py packs them, 64 bits each.
+struct Part {
+    const char *k, *v;                // row 0 of head 0
+    int64_t k_stride, v_stride;       // bytes from head to head
+    int64_t heads, n;                 // h_kv or h; tokens of each, places in idx included
+    const int64_t *idx;               // (heads, n) rows, below 0: none; null: rows 0 to n
+    const char *k_late, *v_late;      // rows from n_rows on; null: there are none
+    int64_t late_stride, n_rows;      // bytes from head to head; rows of k and v
+    int64_t kv_heads;                 // heads of k and v
+};
+
+struct Partial {
+    float highest, total;
+};
+
+INLINE int64_t n_chunks(const Part &part) { return (part.n + CHUNK - 1) / CHUNK; }
+
+INLINE void ask_for(const void *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
+}
+
+// Scaled logits of G query heads (padded to whole vectors) over n rows; `rows` is padded to whole fours.
+template <class T, int G>
+INLINE void logits_of(const float *q, int64_t d, const T *const *rows, const T *const *values, int n, float scale,
+                      float (*logits)[CHUNK], bool first) {
+    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH, bytes = d * sizeof(T);
+    for (int t = 0; t < n; t += 4) {
+        if (first)
+            for (int i = 0; i < 4; i++) {
+                if (t + AHEAD + i < n) ask_for(rows[t + AHEAD + i], bytes);
+                ask_for(values[t + i], bytes);
+            }
+        vf sums[G][4] = {};
+        for (int64_t at = 0; at < padded; at += WIDTH) {
+            vf k[4];
+            for (int i = 0; i < 4; i++) k[i] = load_part(rows[t + i], at, d);
+            for (int g = 0; g < G; g++) {
+                const vf x = load(q + g * padded + at);
+                for (int i = 0; i < 4; i++) sums[g][i] += x * k[i];
+            }
+        }
+        for (int g = 0; g < G; g++) four_sums(sums[g], scale, logits[g] + t);
+    }
+}
+
+// Logits become weights that are not yet divided by their sum.
+INLINE Partial soften(float *logits, int n) {
+    vf highest = splat(-INFINITY);
+    const int padded = (n + WIDTH - 1) / WIDTH * WIDTH;
+    for (int t = n; t < padded; t++) logits[t] = -INFINITY;
+    for (int t = 0; t < padded; t += WIDTH) highest = maximum(highest, load(logits + t));
+    float top = -INFINITY;
+    for (int i = 0; i < WIDTH; i++) top = highest[i] > top ? highest[i] : top;
+    vf total = {};
+    for (int t = 0; t < padded; t += WIDTH) {
+        vf weight = exponential(load(logits + t) - splat(top));
+        if (t + WIDTH > n)
+            for (int i = n - t; i < WIDTH; i++) weight[i] = 0;
+        store(logits + t, weight);
+        total += weight;
+    }
+    return {top, sum(total)};
+}
+
+// Weighted sums of N vectors of the rows, from column `at` on.
+template <class T, int G, int N>
+INLINE void columns_of(const float (*weights)[CHUNK], const T *const *rows, int n, int64_t at, int64_t d, float *out,
+                       int64_t stride) {
+    vf sums[G][N] = {};
+    if (at + N * WIDTH <= d) {
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < N; i++) {
+                const vf x = load(rows[t] + at + i * WIDTH);
+                for (int g = 0; g < G; g++) sums[g][i] += splat(weights[g][t]) * x;
+            }
+    } else {
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < N; i++) {
+                const vf x = load_part(rows[t], at + i * WIDTH, d);
+                for (int g = 0; g < G; g++) sums[g][i] += splat(weights[g][t]) * x;
+            }
+    }
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < N; i++) store(out + g * stride + at + i * WIDTH, sums[g][i]);
+}
+
+template <class T, int G>
+INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, int64_t d, float *out, int64_t stride) {
+    constexpr int MOST = 16 / G >= 8 ? 8 : 4;
+    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH;
+    int64_t at = 0;
+    for (; at + MOST * WIDTH <= padded; at += MOST * WIDTH) columns_of<T, G, MOST>(weights, rows, n, at, d, out, stride);
+    if (MOST == 8 && at + 4 * WIDTH <= padded) {
+        columns_of<T, G, 4>(weights, rows, n, at, d, out, stride);
+        at += 4 * WIDTH;
+    }
+    for (; at < padded; at += WIDTH) columns_of<T, G, 1>(weights, rows, n, at, d, out, stride);
+}
+
+// G of the query heads that share a chunk's rows.
+template <class T, int G>
+void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, int n, float scale, float *out,
+                int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
+    alignas(64) float weights[G][CHUNK];
+    logits_of<T, G>(q, d, k, v, n, scale, weights, first);
+    for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(weights[g], n);
+    sums_of<T, G>(weights, v, n, d, out, stride);
+}
+
+template <class T>
+void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, const Part *parts, T *out, float *lse,
+            int n_threads) {
+    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH;
+    int64_t chunks = 0, items = 0, work = 0;
+    for (int64_t p = 0; p < n_parts; p++) {
+        chunks += n_chunks(parts[p]);
+        items += n_chunks(parts[p]) * parts[p].heads;
+        work += parts[p].n * h * d;
+    }
+    if (work < 100000) n_threads = 1;  // some 10 us, of which waking a team takes a few
+
+    // Queries, then sums of every query head's chunks, then what joins them.
+    const std::unique_ptr<float[]> room(new float[h * padded * (1 + chunks) + 16]);
+    float *queries = room.get(), *sums = queries + h * padded;
+    const std::unique_ptr<Partial[]> partials(new Partial[h * chunks + 1]);
+    for (int64_t head = 0; head < h; head++)
+        for (int64_t at = 0; at < padded; at += WIDTH) store(queries + head * padded + at, load_part(q + head * d, at, d));
+
+    parallel_for(items, n_threads, [&](int64_t item) {
+        const Part *part = parts;
+        int64_t chunk_0 = 0;  // of this part
+        for (; item >= n_chunks(*part) * part->heads; part++) {
+            item -= n_chunks(*part) * part->heads;
+            chunk_0 += n_chunks(*part);
+        }
+        const int64_t count = n_chunks(*part), head = item / count, chunk = item % count;
+        const int64_t start = part->n * chunk / count, stop = part->n * (chunk + 1) / count;
+        const int64_t owner = head * part->kv_heads / part->heads;
+        const T *k = (const T *)(part->k + owner * part->k_stride), *v = (const T *)(part->v + owner * part->v_stride);
+        const T *k_late = (const T *)(part->k_late + owner * part->late_stride);
+        const T *v_late = (const T *)(part->v_late + owner * part->late_stride);
+
+        const T *k_rows[CHUNK + 4], *v_rows[CHUNK + 4];
+        int n = 0;
+        for (int64_t t = start; t < stop; t++) {
+            const int64_t row = part->idx ? part->idx[head * part->n + t] : t;
+            if (row < 0) continue;
+            const bool is_late = row >= part->n_rows;
+            k_rows[n] = is_late ? k_late + (row - part->n_rows) * d : k + row * d;
+            v_rows[n++] = is_late ? v_late + (row - part->n_rows) * d : v + row * d;
+        }
+        const int64_t g = h / part->heads;
+        float *mine = sums + (head * g * chunks + chunk_0 + chunk) * padded;
+        Partial *joins = partials.get() + head * g * chunks + chunk_0 + chunk;
+        if (n == 0) {
+            for (int64_t i = 0; i < g; i++) {
+                joins[i * chunks] = {-INFINITY, 0};
+                memset(mine + i * chunks * padded, 0, padded * sizeof(float));
+            }
+            return;
+        }
+        for (int i = n; i < n + 4; i++) k_rows[i] = k_rows[n - 1], v_rows[i] = v_rows[n - 1];
+        for (int i = 0; i < AHEAD && i < n && part->idx; i++) ask_for(k_rows[i], d * sizeof(T));
+        const float *asking = queries + head * g * padded;
+        for (int64_t i = 0; i < g;) {
+            const int64_t left = g - i;
+            const auto over = [&](auto run, int64_t step) {
+                run(asking + i * padded, d, k_rows, v_rows, n, scale, mine + i * chunks * padded, chunks * padded,
+                    joins + i * chunks, chunks, i == 0 && part->idx);
+                i += step;
+            };
+#if defined(__AVX512F__)
+            if (left >= 4) {
+                over(heads_over<T, 4>, 4);
+                continue;
+            }
+            if (left == 3) {
+                over(heads_over<T, 3>, 3);
+                continue;
+            }
+#endif
+            if (left >= 2)
+                over(heads_over<T, 2>, 2);
+            else
+                over(heads_over<T, 1>, 1);
+        }
+    });
+
+    for (int64_t head = 0; head < h; head++) {
+        const Partial *mine = partials.get() + head * chunks;
+        float highest = -INFINITY, total = 0;
+        for (int64_t c = 0; c < chunks; c++) highest = mine[c].highest > highest ? mine[c].highest : highest;
+        float *row = queries + head * padded;  // no longer needed
+        memset(row, 0, padded * sizeof(float));
+        for (int64_t c = 0; c < chunks; c++) {
+            const float factor = mine[c].total > 0 ? std::exp(mine[c].highest - highest) : 0;
+            total += factor * mine[c].total;
+            for (int64_t at = 0; at < padded; at += WIDTH)
+                store(row + at, load(row + at) + splat(factor) * load(sums + (head * chunks + c) * padded + at));
+        }
+        lse[head] = total > 0 ? highest + std::log(total) : -INFINITY;
+        for (int64_t i = 0; i < d; i++) store_one(out + head * d + i, total > 0 ? row[i] / total : 0.0f);
+    }
+}
+
+}  // namespace
+
+extern "C" void attend_parts(int64_t dtype, int64_t h, int64_t d, const void *q, float scale, int64_t n_parts,
+                             const void *parts, void *out, float *lse, int64_t n_threads) {
+    const Part *all = (const Part *)parts;
+    if (dtype == FLOAT32)
+        attend(h, d, (const float *)q, scale, n_parts, all, (float *)out, lse, n_threads);
+    else if (dtype == BFLOAT16)
+        attend(h, d, (const bf16 *)q, scale, n_parts, all, (bf16 *)out, lse, n_threads);
+    else
+        attend(h, d, (const f16 *)q, scale, n_parts, all, (f16 *)out, lse, n_threads);
+}

@@ -1,0 +1,181 @@
+"""Bounds of pages of keys, and what a query's inner product with any key of a page can be at most.
+
+Shapes    keys (1, h_kv, s, d_h), kmin and kmax (1, h_kv, n_pages, d_h), q (1, h, 1, d_h), scores (1, h, n_pages).
+Paths     C++ on a CPU, Triton on a GPU: bounds are read in their own dtype, products and sums are float32.
+Checks    tests/kernels/test_pages.py, benchmarks/bench_pages.py.
+
+Not here: which pages are taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.build import DTYPES, library
+from kernels.jit import cdiv, constexpr, jit, power_of_2, tl, triton
+
+
+def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of every channel over each page; the last page may be short. In the keys' dtype."""
+    rows_lie_together = keys.shape[0] == 1 and keys.stride()[2:] == (keys.shape[3], 1)
+    if rows_lie_together and takes_native(keys):
+        return page_bounds_native(keys, page_len)
+    if rows_lie_together and keys.is_cuda and triton is not None:
+        return page_bounds_triton(keys, page_len)
+    return page_bounds_ref(keys, page_len)
+
+
+def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    """The largest inner product that a key within each page's bounds could have with each query head, float32."""
+    alike = kmin.stride() == kmax.stride() and kmin.stride()[2:] == (kmin.shape[3], 1)
+    if alike and len(q) == 1 and q.dtype == kmin.dtype == kmax.dtype:
+        if takes_native(q):
+            return page_scores_native(q, kmin, kmax)
+        if q.is_cuda and triton is not None:
+            return page_scores_triton(q, kmin, kmax)
+    return page_scores_torch(q, kmin, kmax)
+
+
+def page_bounds_ref(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
+    """Whole pages at once, then the short one."""
+    n, h_kv, s, d_h = keys.shape
+    whole = s // page_len * page_len
+    bounds = []
+    for reduce in (torch.amin, torch.amax):
+        found = keys.new_empty(n, h_kv, 0, d_h)
+        if whole:
+            found = reduce(keys[:, :, :whole].unflatten(2, (-1, page_len)), 3)
+        if whole < s:
+            found = torch.cat([found, reduce(keys[:, :, whole:], 2, keepdim=True)], 2)
+        bounds.append(found)
+    return bounds[0], bounds[1]
+
+
+def page_scores_ref(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    """By its definition: channel by channel the larger of the two products, summed up."""
+    group = q.shape[1] // kmin.shape[1]
+    low, high = (x.float().repeat_interleave(group, 1) for x in (kmin, kmax))
+    q = q.float()
+    return torch.maximum(q * low, q * high).sum(-1)
+
+
+def page_scores_torch(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    """Of a channel's two products the larger is that with kmax where q > 0, else that with kmin: two products."""
+    n, h, _, d_h = q.shape
+    h_kv = kmin.shape[1]
+    grouped = q.reshape(n, h_kv, h // h_kv, d_h).float()
+    scores = grouped.clamp(min=0) @ kmax.float().mT + grouped.clamp(max=0) @ kmin.float().mT
+    return scores.flatten(1, 2)  # (n, h, n_pages)
+
+
+# On a CPU.
+
+
+def takes_native(x: Tensor) -> bool:
+    """Whether the C++ can work on such a tensor."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and native() is not None
+
+
+@cache
+def native() -> Any:
+    """The C functions, or None."""
+    lib = library("pages")
+    if lib is not None:
+        size, pointer = ctypes.c_int64, ctypes.c_void_p
+        lib.page_bounds.argtypes = [
+            size, size, size, size, size, pointer, size, pointer, pointer, size
+        ]  # fmt: skip
+        lib.page_scores.argtypes = [
+            size, size, size, size, size, pointer, pointer, pointer, size, pointer, pointer, size
+        ]  # fmt: skip
+        lib.page_bounds.restype = lib.page_scores.restype = None
+    return lib
+
+
+def page_bounds_native(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
+    """One pass over the keys for both bounds."""
+    _, h_kv, s, d_h = keys.shape
+    kmin = keys.new_empty(1, h_kv, cdiv(s, page_len), d_h)
+    kmax = torch.empty_like(kmin)
+    native().page_bounds(
+        DTYPES[keys.dtype], h_kv, s, d_h, page_len, keys.data_ptr(), keys.stride(1),
+        kmin.data_ptr(), kmax.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return kmin, kmax
+
+
+def page_scores_native(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    """Bounds of a KV head are read once for its query heads."""
+    (_, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
+    q, room, scores = q.contiguous(), torch.empty(2 * h * (d_h + 16)), torch.empty(1, h, n_pages)
+    native().page_scores(
+        DTYPES[q.dtype], h, h_kv, n_pages, d_h, q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), kmin.stride(1),
+        room.data_ptr(), scores.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return scores
+
+
+# On a GPU.
+
+PAGES = 64  # whose scores are one program's
+
+
+def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
+    """A program for every page."""
+    _, h_kv, s, d_h = keys.shape
+    n_pages = cdiv(s, page_len)
+    kmin = keys.new_empty(1, h_kv, n_pages, d_h)
+    kmax = torch.empty_like(kmin)
+    if kmin.numel():
+        bound_page[(n_pages, h_kv)](
+            keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), power_of_2(page_len), power_of_2(d_h)
+        )  # fmt: skip
+    return kmin, kmax
+
+
+def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    """A program for some pages of a KV head and all of its query heads."""
+    (_, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
+    scores = torch.empty(1, h, n_pages, dtype=torch.float32, device=q.device)
+    if n_pages:
+        score_pages[(cdiv(n_pages, PAGES), h_kv)](
+            q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, PAGES, power_of_2(d_h)
+        )  # fmt: skip
+    return scores
+
+
+@jit
+def bound_page(
+    keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: constexpr, WIDTH: constexpr
+):
+    page, head = tl.program_id(0), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    # Rows behind the page's end are its last row again.
+    last = tl.minimum(page * page_len + page_len, s) - 1
+    at = tl.minimum(page * page_len + row, last)
+    inside = column < d_h
+    where = head.to(tl.int64) * stride + at[:, None] * d_h + column[None]
+    x = tl.load(keys + where, inside[None], other=0.0)
+    to = (head.to(tl.int64) * n_pages + page) * d_h + column
+    tl.store(kmin + to, tl.min(x.to(tl.float32), 0).to(x.dtype), inside)
+    tl.store(kmax + to, tl.max(x.to(tl.float32), 0).to(x.dtype), inside)
+
+
+@jit
+def score_pages(q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: constexpr, WIDTH: constexpr):
+    block, head = tl.program_id(0), tl.program_id(1)
+    page, column = block * PAGES + tl.arange(0, PAGES), tl.arange(0, WIDTH)
+    inside = column < d_h
+    mask = (page < n_pages)[:, None] & inside[None]
+    where = head.to(tl.int64) * stride + page[:, None] * d_h + column[None]
+    low = tl.load(kmin + where, mask, other=0.0).to(tl.float32)
+    high = tl.load(kmax + where, mask, other=0.0).to(tl.float32)
+    for i in range(g):
+        query = tl.load(q + (head * g + i) * d_h + column, inside, other=0.0).to(tl.float32)
+        terms = tl.maximum(query, 0.0)[None] * high + tl.minimum(query, 0.0)[None] * low
+        tl.store(scores + (head * g + i) * n_pages + page, tl.sum(terms, 1), page < n_pages)

@@ -1,0 +1,53 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.topk import LARGEST, top_border, top_packed, top_stable, top_stable_ref
+
+Path = Callable[[torch.Tensor, int], torch.Tensor]
+PATHS: tuple[Path, ...] = (top_border, top_packed)
+
+
+@pytest.mark.parametrize("path", [*PATHS, top_stable])
+@pytest.mark.parametrize("steps", [1, 8, 1 << 20])
+@pytest.mark.parametrize(("s", "k"), [(1, 1), (7, 3), (500, 50), (4097, 1000), (20, 0), (20, 20)])
+def test_the_set_is_that_of_a_stable_sort(s: int, k: int, steps: int, path: Path) -> None:
+    draw = torch.Generator().manual_seed(s)
+    scores = (torch.randn(2, 3, s, generator=draw) * steps).round() / steps
+    chosen = path(scores, k)
+    assert chosen.shape == (2, 3, k)
+    assert torch.equal(chosen.sort(-1).values, top_stable_ref(scores, k).sort(-1).values)
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=True), min_size=1, max_size=30),
+    st.integers(1, 30),
+)
+def test_signs_zeros_and_extremes_rank_as_in_a_sort(values: list[float], k: int) -> None:
+    # The packed form does not tell infinity from the largest number.
+    scores = torch.tensor([values], dtype=torch.float32).clamp(-LARGEST, LARGEST)
+    k = min(k, len(values))
+    expected = top_stable_ref(scores, k).sort(-1).values
+    for path in PATHS:
+        assert torch.equal(path(scores, k).sort(-1).values, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_among_equals_the_lower_index_is_taken(path: Path) -> None:
+    for value in (2.5, 0.0, -0.0, -2.5, 1e-42, -torch.inf):
+        scores = torch.full((2, 50), value)
+        assert path(scores, 7).sort(-1).values.tolist() == [[*range(7)]] * 2
+    assert path(torch.tensor([-0.0, 0.0, -0.0]), 2).sort().values.tolist() == [0, 1]
+    assert path(torch.tensor([[1.0, 3.0, 2.0, 2.0]]), 2).sort().values.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("path", [*PATHS, top_stable])
+def test_views_that_are_not_contiguous_are_read_as_they_are(path: Path) -> None:
+    scores = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(0))
+    view = scores[:, 1::2, 3:90]
+    expected = top_stable_ref(view, 9).sort(-1).values
+    assert torch.equal(path(view, 9).sort(-1).values, expected)
+    assert top_stable(view, 200).shape == view.shape
