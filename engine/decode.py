@@ -7,9 +7,10 @@ Not here: what a row attends to (`methods`), what text its tokens are (`evals/ru
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from engine.attend import attend, attend_weights
 from engine.prefill import Trace
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from engine.model import Call, Model
     from methods.base import SelectiveAttention
 
 
@@ -38,6 +39,20 @@ class Decoded:
     step_seconds: list[float]
 
 
+class Watch(Protocol):
+    """Looks on while rows decode, and changes nothing. `order` names the call's row behind each row of a tensor."""
+
+    def attended(
+        self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """A compressed layer of the step has ended: q and out (n, h, 1, d_h), the token's k and v (n, h_kv, 1, d_h)."""
+        ...
+
+    def predicted(self, order: Sequence[int], logits: Tensor) -> None:
+        """The step has ended: logits of the next token, (n, vocabulary) float32."""
+        ...
+
+
 def decode(
     model: "Model",
     trace: Trace,
@@ -47,17 +62,19 @@ def decode(
     stop_ids: Iterable[int] = (),
     feed: Sequence[int] = (),
     on_step: Callable[[int, int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Decoded:
     """Let every row read `feed` through its compressed cache, then answer greedily.
 
-    Without `feed` the first token comes from the prefill's own logits, for every row the same. `on_step` gets the
-    number of steps done and of rows still speaking.
+    Without `feed` the first token comes from the prefill's own logits, for every row the same. With
+    `max_new_tokens=0` rows only read. `on_step` gets the number of steps done and of rows still speaking; `watch`
+    sees every step, and the steps' seconds include what it does.
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
     stop_ids = frozenset(stop_ids)
     answers = [Answer() for _ in rows]
-    batch = _Batch(model, trace, rows)
+    batch = _Batch(model, trace, rows, watch)
     seconds: list[float] = []
     logits = trace.logits.expand(len(rows), -1)
     fed = 0
@@ -65,6 +82,8 @@ def decode(
         if fed < len(feed):
             tokens = [feed[fed]] * len(batch.rows)
             fed += 1
+        elif max_new_tokens == 0:
+            break
         else:
             tokens = logits.argmax(-1).tolist()
             for row, token in zip(batch.order, tokens, strict=True):
@@ -83,6 +102,8 @@ def decode(
         start = perf_counter()
         logits = batch.step(tokens)
         seconds.append(perf_counter() - start)
+        if watch is not None:
+            watch.predicted(batch.order, logits)
         if on_step is not None:
             on_step(len(seconds), len(batch.rows))
     return Decoded(answers, seconds)
@@ -91,8 +112,14 @@ def decode(
 class _Batch:
     """The rows that still speak; stands in the model's attention during decoding."""
 
-    def __init__(self, model: "Model", trace: Trace, rows: Sequence["SelectiveAttention"]) -> None:
-        self.model, self.trace = model, trace
+    def __init__(
+        self,
+        model: "Model",
+        trace: Trace,
+        rows: Sequence["SelectiveAttention"],
+        watch: Watch | None = None,
+    ) -> None:
+        self.model, self.trace, self.watch = model, trace, watch
         # Rows of one class stand together, so that a class can work on all of its rows at once.
         self.order = sorted(
             range(len(rows)),
@@ -102,10 +129,12 @@ class _Batch:
         self.cache = model.fork_cache(trace.rest, len(rows))
         self.compressed = frozenset(trace.shape.full_layers)
         self.position = trace.s_prompt
+        self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
         self.group()
 
     def group(self) -> None:
         """Runs of rows of one class, as slices of the batch."""
+        self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.groups: list[tuple[type[SelectiveAttention], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
@@ -122,7 +151,8 @@ class _Batch:
     def step(self, tokens: list[int]) -> Tensor:
         """Feed one token per row: logits of the next, (n, vocabulary) float32."""
         ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # (n, 1)
-        logits = self.model.forward(ids, self.position, self.cache, self)
+        with self.model.watched(self.calls) if self.looks_ahead else nullcontext():
+            logits = self.model.forward(ids, self.position, self.cache, self)
         self.position += 1
         return logits
 
@@ -135,10 +165,28 @@ class _Batch:
             return attend_own(q, k, v, scale, window)
         outs, step = [], self.position - self.trace.s_prompt + 1
         for kind, where in self.groups:
+            if self.looks_ahead:
+                self.look_ahead(layer, where)
             outs += attend_group(
                 kind, self.rows[where], layer, q[where], k[where], v[where], scale, step
             )
-        return torch.cat(outs)  # (n, h, 1, d_h)
+        out = torch.cat(outs)  # (n, h, 1, d_h)
+        if self.watch is not None:
+            self.watch.attended(layer, self.order, q, k, v, out)
+        return out
+
+    def look_ahead(self, layer: int, where: slice) -> None:
+        """Give each row that wants it the query that its input of the layer below foretells."""
+        asking = [
+            i
+            for i in range(where.start, where.stop)
+            if self.rows[i].wants_lookahead and self.rows[i].store.can_fetch(layer)
+        ]
+        if asking:
+            below = self.calls[layer - 1].x[asking]
+            queries = self.model.speculate(layer, below, self.calls[layer].beside)
+            for i, q in zip(asking, queries.split(1), strict=True):
+                self.rows[i].q_ahead = q
 
 
 def attend_group(

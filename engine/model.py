@@ -2,7 +2,8 @@
 
 The hook is what transformers offers: an attention function under a name of ours, no mask for that name, a `Cache` whose
 compressed layers hand K and V through, and keyword arguments that reach the attention function. Layers with a sliding
-window or without softmax attention keep the cache layer that transformers gives them.
+window or without softmax attention keep the cache layer that transformers gives them. While a row looks ahead, hooks
+on the attention modules note what each is called with, for that step alone.
 
 Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`. GGUF files are dequantised once and kept as
 safetensors in the cache folder.
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +57,31 @@ class ThinnedSession(Protocol):
     def leave(self, hidden: Tensor) -> Tensor:
         """A layer's output (1, n, D) without the tokens that go no further."""
         ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer's attention was called with."""
+
+    x: Tensor  # (n, s_q, D), behind the layer's input norm
+    beside: dict[str, Any]  # positions, rotary embedding and whatever else this architecture passes
+
+
+class _Query(Exception):
+    """Carries the query out of an attention module that need not go on."""
+
+    def __init__(self, q: Tensor) -> None:
+        super().__init__()
+        self.q = q
+
+
+class _QueryOnly:
+    """A session that wants no attention, only its query."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        raise _Query(q)
 
 
 @dataclass
@@ -128,6 +155,67 @@ class Model:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def watched(self, calls: dict[int, Call]) -> Iterator[None]:
+        """Inside, `calls` has what each layer's attention was called with last; nothing is watched outside."""
+
+        def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(x, Tensor):
+                raise self._unforeseeable("does not hand its input to it as hidden_states")
+            beside = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+            calls[module.layer_idx] = Call(x, beside)
+
+        hooks = [
+            attention.register_forward_pre_hook(note, with_kwargs=True)
+            for attention in self.attentions
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @cached_property
+    def attentions(self) -> list[Any]:
+        """The attention module of every layer, softmax or not."""
+        layers: Any = getattr(self.hf.get_decoder(), "layers", [])
+        found = [
+            [part for part in layer.children() if getattr(part, "layer_idx", None) == i]
+            for i, layer in enumerate(layers)
+        ]
+        if len(found) != self.shape.n_layers or any(len(parts) != 1 for parts in found):
+            raise self._unforeseeable("has layers without one module of the layer's number")
+        return [parts[0] for parts in found]
+
+    def speculate(self, layer: int, x: Tensor, beside: dict[str, Any]) -> Tensor:
+        """The query (n, h, 1, d_h) that a layer makes of the attention input x (n, 1, D) of whichever layer.
+
+        `beside` is that of the layer's own call in this step. The module itself does it, with its bias, norm and
+        rotation, whatever the architecture, and is left where it would attend. So key and value are made in vain,
+        2 / g of the query's cost where projections are apart.
+        """
+        given = dict(beside)
+        # All rows are at one position, and those that ask may be fewer than those that were called.
+        for name in ("position_embeddings", "position_ids"):
+            value = given.get(name)
+            if isinstance(value, Tensor):
+                given[name] = value[:1]
+            elif value is not None:
+                given[name] = tuple(part[:1] for part in value)
+        given |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
+        try:
+            self.attentions[layer].forward(**given)  # not by its call, which is watched
+        except _Query as query:
+            return query.q
+        raise self._unforeseeable("does not hand its query to an attention function of ours")
+
+    def _unforeseeable(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the model {self.shape.name!r} {why}, so that no query can be foretold from the layer below; "
+            "use method.lookahead=0 with it"
+        )
 
     def new_cache(self) -> Any:
         """An empty cache: compressed layers hand through, all others are the model's own."""
@@ -247,6 +335,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         d_h=getattr(text, "head_dim", None) or text.hidden_size // h,
         window=text.max_position_embeddings,
         full_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
+        d_model=text.hidden_size,
     )
 
 

@@ -225,6 +225,9 @@ class BandSums(Observation):
         return band_sums(q, k, scale, self.window, row_lse(q, k, scale) if lse is None else lse)
 
 
+BAND_LOGIT_ROWS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums
+
+
 @dataclass(frozen=True)
 class BandLogits(Observation):
     """Scaled logits that every token gets from the `window` queries behind it, itself not included: (1, h, s) float32.
@@ -236,23 +239,30 @@ class BandLogits(Observation):
     window: int
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        (_, h, s, _), g = q.shape, q.shape[1] // k.shape[1]
+        (_, h, s, d_h), g = q.shape, q.shape[1] // k.shape[1]
         sums = torch.empty(1, h, s, device=q.device)
-        n = max(1024, self.window)  # tokens at a time: at most half of the queries are summed twice
         for head in range(h):
-            for start in range(0, s, n):
-                stop = min(start + n, s)
-                running = q[0, head, start : stop + self.window].double().cumsum_(0)
-                at = torch.arange(stop - start, device=q.device)
-                behind = (
-                    running[(at + self.window).clamp(max=len(running) - 1)]
-                    - running[: stop - start]
-                )
-                sums[0, head, start:stop] = (behind * k[0, head // g, start:stop]).sum(-1) * scale
+            queries = q[0, head]
+            so_far = torch.zeros(
+                d_h, dtype=torch.float64, device=q.device
+            )  # of queries before a token
+            ahead = queries[: self.window].sum(
+                0, dtype=torch.float64
+            )  # the same, `window` tokens on
+            for start in range(0, s, BAND_LOGIT_ROWS):
+                stop = min(start + BAND_LOGIT_ROWS, s)
+                until = queries[start:stop].double().cumsum_(0).add_(so_far)
+                beyond = queries[start + self.window : stop + self.window].double()
+                # Behind the last query the sum stays as it is.
+                beyond = torch.nn.functional.pad(beyond, (0, 0, 0, stop - start - len(beyond)))
+                beyond = beyond.cumsum_(0).add_(ahead)
+                so_far, ahead = until[-1], beyond[-1]
+                products = (beyond - until).mul_(k[0, head // g, start:stop])
+                sums[0, head, start:stop] = products.sum(-1) * scale
         return sums
 
 
-BASIS_ROWS = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128 dimensions
+BASIS_ROWS = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128
 
 
 @dataclass(frozen=True)
@@ -267,7 +277,7 @@ class ChannelSums(Observation):
     skew: bool
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        (_, h, s, d_h), h_kv = q.shape, k.shape[1]
+        (_, h, _, d_h), h_kv = q.shape, k.shape[1]
         g = h // h_kv
         found = torch.empty(h_kv, d_h + 2, d_h, device=q.device)
         for kv_head in range(h_kv):
@@ -281,7 +291,8 @@ class ChannelSums(Observation):
                     gram += rows.mT @ rows
                 basis = torch.linalg.eigh(gram).eigenvectors.float()
             found[kv_head, :d_h] = basis
-            found[kv_head, d_h] = sum((block.float() @ basis).abs().sum((0, 1)) for block in queries)
-            keys = k[0, kv_head].split(BASIS_ROWS)
-            found[kv_head, d_h + 1] = sum((block.float() @ basis).abs().sum(0) for block in keys)
+            keys = k[0, kv_head].unsqueeze(0).split(BASIS_ROWS, 1)
+            for at, blocks in ((d_h, queries), (d_h + 1, keys)):
+                sums = [(block.float() @ basis).abs().sum((0, 1)) for block in blocks]
+                found[kv_head, at] = torch.stack(sums).sum(0)
         return found

@@ -17,6 +17,7 @@ class ModelShape:
     full_layers: tuple[
         int, ...
     ]  # layers with full softmax attention: the ones that methods compress
+    d_model: int = 0  # values of a token between two layers; 0: not known
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"

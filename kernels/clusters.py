@@ -9,6 +9,9 @@ Checks    tests/kernels/test_clusters.py, benchmarks/bench_clusters.py.
 Not here: making clusters (`kernels/kmeans.py`), scoring them.
 """
 
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
 from __future__ import annotations
 
 import ctypes
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
-from kernels.jit import cdiv, constexpr, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, jit, power_of_2, tl, triton
 
 
 def cluster_order(scores: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ def cluster_tokens_triton(
 @jit
 def fill_slots(
     order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k,
-    CLUSTERS: constexpr, SLOTS: constexpr,
+    CLUSTERS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
     owner = row % heads // heads_per_owner

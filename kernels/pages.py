@@ -7,6 +7,9 @@ Checks    tests/kernels/test_pages.py, benchmarks/bench_pages.py.
 Not here: which pages are taken.
 """
 
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
 from __future__ import annotations
 
 import ctypes
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, library
-from kernels.jit import cdiv, constexpr, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, jit, power_of_2, tl, triton
 
 
 def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +125,7 @@ def page_scores_native(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 # On a GPU.
 
-PAGES = 64  # whose scores are one program's
+PAGES = 32  # whose scores are one program's
 
 
 def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +154,7 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 @jit
 def bound_page(
-    keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: constexpr, WIDTH: constexpr
+    keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     page, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -167,7 +170,9 @@ def bound_page(
 
 
 @jit
-def score_pages(q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: constexpr, WIDTH: constexpr):
+def score_pages(
+    q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: tl.constexpr, WIDTH: tl.constexpr
+):
     block, head = tl.program_id(0), tl.program_id(1)
     page, column = block * PAGES + tl.arange(0, PAGES), tl.arange(0, WIDTH)
     inside = column < d_h

@@ -13,6 +13,9 @@ Checks    tests/kernels/test_select_attend.py, benchmarks/bench_select_attend.py
 Not here: choosing tokens, counting bytes.
 """
 
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
 from __future__ import annotations
 
 import ctypes
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, library
 from kernels.gather import gather_split
-from kernels.jit import cdiv, constexpr, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, jit, power_of_2, tl, triton
 
 NEVER = 1 << 62  # more rows than any cache has
 
@@ -172,8 +175,8 @@ def select_attend_triton(
 def attend_split(
     q, k, v, k_late, v_late, idx, sums, lses, scale, s, n, d_h, splits,
     k_stride, v_stride, late_stride, heads_per_owner,
-    G: constexpr, ROWS: constexpr, WIDTH: constexpr, TILE: constexpr, SPLIT: constexpr,
-    WIDE: constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     """Softmax over up to SPLIT tokens for the G query heads that chose them, padded to ROWS for the tensor cores."""
     head, split = tl.program_id(0), tl.program_id(1)
@@ -229,7 +232,7 @@ def attend_split(
 
 
 @jit
-def join_splits(sums, lses, out, lse, d_h, splits, SPLITS: constexpr, WIDTH: constexpr):
+def join_splits(sums, lses, out, lse, d_h, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     """The splits of one query head, weighted by their log-sum-exps."""
     head = tl.program_id(0)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDTH)

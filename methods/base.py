@@ -41,6 +41,8 @@ class SelectiveAttention(ABC):
     wants_weights: bool = (
         False  # True: `after_attention` gets the weights, at the price of slower attention
     )
+    wants_lookahead: bool = False  # True: `select` finds `q_ahead`
+    q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
     search_is_free: ClassVar[bool] = (
         False  # True: it reads more than any `comm` allows and is labelled so

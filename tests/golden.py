@@ -15,6 +15,7 @@ from tests.engine import test_blocks, test_budget
 from tests.methods import (
     test_clusterkv,
     test_h2o,
+    test_infinigen,
     test_infllm,
     test_oracle,
     test_pyramidinfer,
@@ -42,6 +43,7 @@ RUNNERS: dict[str, Runner] = {
     "quest/*.npz": test_quest.run_vectors,
     "infllm/*.npz": test_infllm.run_vectors,
     "clusterkv/*.npz": test_clusterkv.run_vectors,
+    "infinigen/*.npz": test_infinigen.run_vectors,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend, attend_weights, causal, partial
+from engine.attend import Part, attend, attend_weights, causal, causal_lse, partial
 
 
 def reference(q: Tensor, parts: list[Part], scale: float) -> Tensor:
@@ -54,6 +54,39 @@ def test_attention_over_parts_is_attention_over_their_union(
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("turned", [False, True])
+def test_chosen_rows_are_attended_to_as_if_they_were_copied(
+    dtype: torch.dtype, heads: int, turned: bool
+) -> None:
+    q, others = draw(1, 6, 1, 16, dtype=dtype), some_parts(dtype)
+    k, v = draw(1, 2, 40, 16, seed=6, dtype=dtype), draw(1, 2, 40, 16, seed=7, dtype=dtype)
+    idx = torch.stack(
+        [torch.randperm(45, generator=torch.Generator().manual_seed(i))[:11] for i in range(heads)]
+    )
+    idx[1, 4:] = -1
+    idx = idx.unsqueeze(0)
+    late = (draw(1, 2, 5, 16, seed=8, dtype=dtype), draw(1, 2, 5, 16, seed=9, dtype=dtype))
+    chosen = Part(
+        k, v, idx >= 0, draw(1, 6, 1, 16, seed=5, dtype=dtype) if turned else None, idx, late
+    )
+    copied = chosen.gathered()
+    owner = torch.arange(heads) // (heads // 2)
+    rows = torch.cat([k, late[0]], 2)[0][owner.unsqueeze(1), idx[0].clamp(min=0)]
+    assert torch.equal(copied.k[0][idx[0] >= 0], rows[idx[0] >= 0])
+    assert copied.idx is None
+    assert chosen.n_tokens() == copied.n_tokens() == 11
+    for parts in ([chosen], [others[0], chosen], [*others, chosen]):
+        exact = reference(q, [part.gathered() for part in parts], 0.25)
+        rounding = (exact.to(dtype) - exact).abs().max() + 2 * torch.finfo(dtype).eps
+        allowed = 2 * rounding + 1e-6  # masks and weights are worked on in float32
+        assert (attend(q, parts, 0.25) - exact).abs().max() <= allowed
+        out, weights = attend_weights(q, parts, 0.25)
+        assert (out - exact).abs().max() <= allowed
+        assert weights.shape[-1] == sum(part.n_tokens() for part in parts)
+
+
 def test_a_part_that_is_all_padding_changes_nothing() -> None:
     q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
     nothing = Part(
@@ -87,3 +120,25 @@ def test_causal_attention_sees_its_window_and_nothing_ahead(window: int | None) 
     torch.testing.assert_close(
         causal(q, k, v, 0.25, window).double(), expected, atol=1e-6, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("h", "h_kv", "s"), [(4, 4, 1), (6, 2, 77), (9, 3, 700)])
+def test_keeping_log_sum_exps_changes_no_bit_of_the_output(
+    h: int, h_kv: int, s: int, dtype: torch.dtype
+) -> None:
+    # Laid out as models hand them over: (1, s, heads, d_h), transposed.
+    q, k, v = (draw(1, s, n, 16, seed=n + 1, dtype=dtype).transpose(1, 2) for n in (h, h_kv, h_kv))
+    out, lse = causal_lse(q, k, v, 0.25)
+    assert torch.equal(out, causal(q, k, v, 0.25))
+    logits = q.double() @ k.double().repeat_interleave(h // h_kv, 1).mT * 0.25
+    logits = logits.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-4, rtol=0)
+
+
+def test_a_sliding_window_keeps_no_log_sum_exps() -> None:
+    q, k, v = (draw(1, 2, 30, 16, seed=i) for i in range(3))
+    out, lse = causal_lse(q, k, v, 0.25, 8)
+    assert lse is None
+    assert torch.equal(out, causal(q, k, v, 0.25, 8))

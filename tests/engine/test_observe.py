@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from engine import observe
-from engine.observe import LastQueries, window_scores
+from engine.attend import causal_lse
+from engine.observe import BandLogits, BandSums, ColumnSums, LastQueries, window_scores
 
 
 def draw(h: int, h_kv: int, s: int, d_h: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,3 +50,57 @@ def test_window_scores_are_float32_for_models_in_half_precision() -> None:
 def test_window_scores_of_a_prompt_that_is_all_window_are_empty() -> None:
     q, k = draw(4, 2, 8)
     assert window_scores(LastQueries(32).observe(q, k, 0.25), k, 0.25).shape == (1, 4, 0)
+
+
+def plain_band(
+    q: torch.Tensor, k: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights at distances below `window`, and logits at distances 1 to `window`, summed over queries in float64."""
+    s = q.shape[2]
+    logits = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    weights = logits.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    near = (distance >= 0) & (distance < window)
+    behind = (distance >= 1) & (distance <= window)
+    return (weights * near).sum(2), (logits * behind).sum(2)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * 3 * (64 + 7) * 5, 16 << 20])
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 199, 200, 1000])
+def test_band_sums_are_the_weights_near_the_diagonal_whatever_the_block(
+    window: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "BAND_BLOCK_BYTES", block_bytes)
+    q, k = draw(6, 2, 200)
+    expected, _ = plain_band(q, k, 0.25, window)
+    own = BandSums(window).observe(q, k, 0.25)
+    _, lse = causal_lse(q, k, k, 0.25)
+    given = BandSums(window).observe_pass(q, k, 0.25, lse)
+    for sums in (own, given):
+        assert sums.dtype == torch.float32
+        torch.testing.assert_close(sums, expected.float(), atol=1e-6, rtol=2e-5)
+
+
+def test_a_band_as_wide_as_the_prompt_is_the_columns() -> None:
+    q, k = draw(6, 2, 150)
+    band = BandSums(150).observe(q, k, 0.25)
+    torch.testing.assert_close(band, ColumnSums().observe(q, k, 0.25), atol=1e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 40, 1500, 3000])
+def test_band_logits_are_the_products_with_the_queries_behind(window: int) -> None:
+    q, k = draw(4, 2, 2100)
+    _, expected = plain_band(q, k, 0.25, window)
+    sums = BandLogits(window).observe(q, k, 0.25)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums, expected.float(), atol=1e-3, rtol=1e-5)
+    assert (sums[..., -1] == 0).all()
+
+
+def test_band_sums_of_half_precision_are_close_with_the_log_sum_exps_of_the_pass() -> None:
+    """Its kernel rounds exponentials in half precision: 5e-5 of a log-sum-exp measured."""
+    q, k = (x.bfloat16() for x in draw(4, 2, 300))
+    _, lse = causal_lse(q, k, k, 0.25)
+    sums = BandSums(32).observe_pass(q, k, 0.25, lse)
+    exact, _ = plain_band(q, k, 0.25, 32)
+    torch.testing.assert_close(sums, exact.float(), atol=1e-6, rtol=5e-4)

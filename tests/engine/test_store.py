@@ -98,6 +98,18 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
     assert resident + len(on_host) == s + n_new  # every token is in exactly one tier
 
 
+def test_what_is_fetched_stays_where_it_is_without_an_accelerator() -> None:
+    trace = counting_trace(20)
+    store = Store(trace, 2)
+    store.offload(0, 2, 4)
+    store.append(0, token(20), -token(20))
+    part = store.fetch(0, torch.tensor([[[3, 4], [5, 2]]]))
+    assert part.k.data_ptr() == trace.keys(0).data_ptr()
+    assert part.v.data_ptr() == trace.values(0).data_ptr()
+    assert part.n_tokens() == 2
+    assert [positions(part, head) for head in range(H_KV)] == [[3, 4], [5, 2]]
+
+
 def test_padding_is_masked_and_not_counted() -> None:
     store = Store(counting_trace(20), 2)
     store.offload(0, 2, 4)

@@ -1,0 +1,180 @@
+"""A decode step of methods against one of full attention in the same engine.
+
+Two settings. One layer of attention in the shape of Llama-3.1-8B (32/8 heads of 128, bfloat16) at 32,768 tokens with a
+budget of 1,024: what selection and attention cost together, against exact attention over the whole cache. And whole
+steps of the embedded model at 8,000 tokens and a ratio of 0.1, linear layers included.
+
+Parity comes first: with the whole budget every method must give full attention's output.
+
+Not here: quality (`task=fidelity`), single ops (`bench_select_attend.py`), many rows at once (`bench_decode.py`).
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from time import perf_counter
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from benchmarks.paired import measure, record
+from engine.budget import BudgetRequest
+from engine.decode import attend_group, decode
+from engine.model import Model, load
+from engine.observe import Observation
+from engine.prefill import Trace, prefill
+from engine.shapes import ModelShape
+from evals.data import embedded_prose
+from evals.overrides import CONF
+from evals.settings import build_params, load_class, settings
+from methods.base import SelectiveAttention
+
+# Method and settings beside its file's; `comm` is what the method needs at least, or what the papers compare at.
+METHODS: dict[str, tuple[list[str], str]] = {
+    "sparq": ([], "1/64"),
+    "quest": ([], "1/64"),
+    "quest, 16-token pages": (["method=quest", "method.comm_mode=native"], "13/100"),
+    "clusterkv": ([], "1/64"),
+    "infllm": ([], "1/64"),
+}
+N_STEPS = 16
+CALLS = 8  # steps of the one layer that are timed together
+
+
+def variant(name: str, words: Sequence[str]) -> tuple[type[SelectiveAttention], object]:
+    """A method with the parameters of its file, changed by `words`."""
+    given = [f"method={name}", *words] if not any("method=" in w for w in words) else list(words)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", given, return_hydra_config=True)
+    part = settings(cfg, cfg.hydra.runtime.choices).method
+    kind = load_class(part)
+    return kind, build_params(kind, part.params, "method")
+
+
+def row(
+    trace: Trace, name: str, words: Sequence[str], request: BudgetRequest, n_new: int
+) -> SelectiveAttention:
+    kind, params = variant(name, words)
+    made = kind(params, request, trace, n_new)
+    for layer in trace.shape.full_layers:
+        made.build(layer)
+    made.complete()
+    return made
+
+
+def observations(
+    shape: ModelShape, s: int, request: BudgetRequest, name: str, words: Sequence[str]
+) -> tuple[Observation, ...]:
+    kind, params = variant(name, words)
+    return kind.observations(params, kind.plan_for(params, kind.budget_for(request, s), shape))
+
+
+class OneLayer:
+    """Rows of one layer of random K and V; the last layer of three, because some methods leave the first ones whole."""
+
+    LAYER, N_NEW = 2, 4096
+
+    def __init__(self, s: int) -> None:
+        shape = ModelShape("llama-3.1-8b", 3, 32, 8, 128, 1 << 20, (self.LAYER,))
+        self.draw = torch.Generator().manual_seed(0)
+        self.trace = Trace(shape, s, torch.device("cpu"))
+        # Keys with directions of their own, as real ones have: noise about some hundred centres.
+        centres = torch.randn(1, 8, 400, 128, generator=self.draw)
+        of = torch.randint(400, (s,), generator=self.draw)
+        k = (centres[:, :, of] + 0.5 * self.normal(8, s)).bfloat16()
+        self.trace.add(self.LAYER, k, self.normal(8, s).bfloat16(), 128**-0.5)
+        self.q_all = self.normal(32, s).bfloat16()
+        self.t: dict[str, int] = {}
+
+    def normal(self, heads: int, s: int) -> torch.Tensor:
+        return torch.randn(1, heads, s, 128, generator=self.draw)
+
+    def seconds(self, name: str, made: SelectiveAttention) -> float:
+        """Mean seconds of some steps, each with a query of its own."""
+        kind, total = type(made), 0.0
+        for _ in range(CALLS):
+            q, k, v = (self.normal(heads, 1).bfloat16() for heads in (32, 8, 8))
+            self.t[name] = self.t.get(name, 0) + 1
+            start = perf_counter()
+            attend_group(kind, [made], self.LAYER, q, k, v, 128**-0.5, self.t[name])
+            total += perf_counter() - start
+        return total / CALLS
+
+    def output(self, made: SelectiveAttention) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, h, 1, 128, generator=draw).bfloat16() for h in (32, 8, 8))
+        return attend_group(type(made), [made], self.LAYER, q, k, v, 128**-0.5, 1)[0]
+
+
+def bench_layer(pairs: int, only: Sequence[str]) -> None:
+    at = OneLayer(32_768)
+    whole = BudgetRequest(None, 32_768, Fraction(1, 64))
+    full = row(at.trace, "full", [], whole, at.N_NEW)
+    exact = at.output(row(at.trace, "full", [], whole, at.N_NEW))
+    shape = "1,024 of 32768 tokens, 32/8 heads of 128"
+    for name, (words, comm) in METHODS.items():
+        if only and name not in only:
+            continue
+        request = BudgetRequest(None, 1024, Fraction(comm))
+        for what in observations(at.trace.shape, 32_768, request, name, words):
+            at.trace.observe(at.LAYER, what, at.q_all, at.trace.keys(at.LAYER), 128**-0.5)
+        everything = BudgetRequest(None, 32_768, Fraction(comm))
+        same = at.output(row(at.trace, name, words, everything, at.N_NEW))
+        torch.testing.assert_close(same, exact)
+        made = row(at.trace, name, words, request, at.N_NEW)
+        at.seconds(name, made)  # waits for what is built beside the prefill
+        ours: Callable[[], float] = partial(at.seconds, name, made)
+        record(
+            f"attention step: {name} against full",
+            shape,
+            "bfloat16",
+            measure(partial(at.seconds, "full", full), ours, pairs),
+        )
+
+
+def bench_model(model: Model, ids: list[int], dtype: str, pairs: int, only: Sequence[str]) -> None:
+    wanted = {name: given for name, given in METHODS.items() if not only or name in only}
+    asked = [
+        what
+        for name, (words, comm) in wanted.items()
+        for what in observations(
+            model.shape,
+            len(ids),
+            BudgetRequest(Fraction("1/10"), None, Fraction(comm)),
+            name,
+            words,
+        )
+    ]
+    with model.hooked():
+        trace = prefill(model, ids, asked)
+
+    def seconds(name: str, words: Sequence[str], ratio: str, comm: str) -> float:
+        request = BudgetRequest(Fraction(ratio), None, Fraction(comm))
+        made = row(trace, name, words, request, N_STEPS + 1)
+        with model.hooked():
+            steps = decode(model, trace, [made], max_new_tokens=N_STEPS + 1).step_seconds
+        return sorted(steps)[len(steps) // 2]
+
+    for name, (words, comm) in wanted.items():
+        baseline = partial(seconds, "full", [], "1", "1/64")
+        ours = partial(seconds, name, words, "1/10", comm)
+        shape = f"ratio 0.1 of {len(ids)} tokens, {model.shape.name}"
+        record(f"decode step: {name} against full", shape, dtype, measure(baseline, ours, pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    bench_layer(options.pairs, options.only)
+    for dtype in ("float32", "bfloat16"):
+        model = load("smollm2-135m", "embedded", dtype=dtype, device="cpu")
+        ids = model.tokenizer.encode(embedded_prose())[: options.tokens]
+        bench_model(model, ids, dtype, options.pairs, options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.clusters import (
+    cluster_order_native,
+    cluster_order_torch,
+    cluster_tokens,
+    cluster_tokens_native,
+    cluster_tokens_ref,
+    cluster_tokens_torch,
+    cluster_tokens_triton,
+    native,
+)
+from kernels.jit import triton
+
+GPU = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # where Triton runs; on a CPU its interpreter does
+has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
+
+
+def problem(
+    seed: int, n: int, h_kv: int, group: int, c: int, n_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Clusters of random sizes, some of them empty: order, sizes, ends, tokens."""
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, c, (h_kv, n_tokens), generator=draws)
+    labels[labels == c // 2] = 0
+    sizes = torch.nn.functional.one_hot(labels, c).sum(1)
+    order = torch.rand(n, h_kv * group, c, generator=draws).argsort(-1)
+    return order, sizes, sizes.cumsum(-1), labels.sort(dim=-1, stable=True).indices
+
+
+@given(
+    seed=st.integers(0, 1000), n=st.integers(1, 2), h_kv=st.integers(1, 3), group=st.integers(1, 3),
+    c=st.integers(1, 12), n_tokens=st.integers(1, 60), k=st.integers(0, 70),
+)  # fmt: skip
+def test_tokens_come_cluster_by_cluster(
+    seed: int, n: int, h_kv: int, group: int, c: int, n_tokens: int, k: int
+) -> None:
+    clusters = problem(seed, n, h_kv, group, c, n_tokens)
+    expected = cluster_tokens_ref(*clusters, k)
+    assert torch.equal(cluster_tokens_torch(*clusters, k), expected)
+    assert torch.equal(cluster_tokens(*clusters, k), expected)
+    if native() is not None:
+        assert torch.equal(cluster_tokens_native(*clusters, k), expected)
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("k", [1, 33, 64, 100])
+def test_triton_fills_the_same_slots(k: int) -> None:
+    clusters = problem(3, 2, 2, 3, 11, 80)
+    order, sizes, ends, tokens = (x.to(GPU) for x in clusters)
+    found = cluster_tokens_triton(order, sizes, ends, tokens, k)
+    assert torch.equal(found.cpu(), cluster_tokens_ref(*clusters, k))
+
+
+def test_the_reference_trims_the_last_cluster_and_pads() -> None:
+    sizes, tokens = torch.tensor([[2, 0, 3]]), torch.tensor([[4, 1, 0, 2, 3]])
+    order = torch.tensor([[[2, 1, 0]]])
+    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 4).tolist() == [
+        [[0, 2, 3, 4]]
+    ]
+    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 7).tolist() == [
+        [[0, 2, 3, 4, 1, -1, -1]]
+    ]
+
+
+@has_native
+@pytest.mark.parametrize("c", [1, 2, 100, 409, 3000])
+def test_order_is_that_of_a_stable_sort(c: int) -> None:
+    scores = torch.randn(2, 5, c, generator=torch.Generator().manual_seed(1)) * 50
+    scores[0] = scores[0].round()  # ties, and zeros of both signs
+    scores[1, 0] = -scores[1, 0].abs()
+    scores[1, 1, 0] = -torch.inf
+    scores[1, 2] = 7
+    assert torch.equal(cluster_order_native(scores), cluster_order_torch(scores))
+    turned = scores.transpose(0, 1)
+    assert torch.equal(cluster_order_native(turned), cluster_order_torch(turned))

@@ -1,0 +1,239 @@
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import build
+from kernels.jit import triton
+from kernels.select_attend import (
+    Rows,
+    attend_parts_native,
+    attend_parts_ref,
+    native,
+    native_takes,
+    select_attend,
+    select_attend_triton,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GPU = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # where Triton runs; on a CPU its interpreter does
+has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
+has_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+# h, h_kv, d_h, s, n_chosen
+SHAPES = [
+    (6, 2, 16, 40, 12),
+    (9, 3, 64, 700, 300),
+    (4, 4, 20, 30, 7),
+    (7, 1, 7, 9, 9),
+    (8, 2, 128, 300, 1),
+]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def problem(
+    shape: tuple[int, int, int, int, int], per_query_head: bool, dtype: torch.dtype
+) -> tuple[Tensor, Rows, float]:
+    """A query and chosen rows, some of them late, some of them no token."""
+    h, h_kv, d_h, s, n = shape
+    draws = torch.Generator().manual_seed(7)
+    idx = torch.rand(1, h if per_query_head else h_kv, s + 5, generator=draws).topk(n).indices
+    if n > 3:
+        idx[0, 0, 1] = -1
+        idx[0, -1, -2:] = -1
+    k, v = (draw(1, h_kv, s, d_h, seed=i, dtype=dtype) for i in (1, 2))
+    late = (draw(1, h_kv, 8, d_h, seed=3, dtype=dtype), draw(1, h_kv, 8, d_h, seed=4, dtype=dtype))
+    return draw(1, h, 1, d_h, seed=5, dtype=dtype), Rows(k, v, idx, late), d_h**-0.5
+
+
+def doubled(part: Rows) -> Rows:
+    late = part.late and (part.late[0].double(), part.late[1].double())
+    return Rows(part.k.double(), part.v.double(), part.idx, late)
+
+
+def exact(q: Tensor, parts: list[Rows], scale: float) -> tuple[Tensor, Tensor]:
+    """A softmax over the union head by head in float64, token by token from where it lies."""
+    h, outs, lses = q.shape[1], [], []
+    for head in range(h):
+        keys, values = [], []
+        for part in map(doubled, parts):
+            owner = head * part.k.shape[1] // h
+            k, v = part.k[0, owner], part.v[0, owner]
+            if part.late is not None:
+                k, v = (
+                    torch.cat([k, part.late[0][0, owner]]),
+                    torch.cat([v, part.late[1][0, owner]]),
+                )
+            if part.idx is not None:
+                rows = part.idx[0, head * part.idx.shape[1] // h]
+                k, v = k[rows[rows >= 0]], v[rows[rows >= 0]]
+            keys.append(k)
+            values.append(v)
+        logits = (torch.cat(keys) @ q[0, head, 0].double()) * scale
+        outs.append(logits.softmax(0) @ torch.cat(values))
+        lses.append(logits.logsumexp(0))
+    return torch.stack(outs).view(1, h, 1, -1), torch.stack(lses).view(1, h, 1)
+
+
+def plain(q: Tensor, part: Rows, scale: float) -> Tensor:
+    """What torch makes of it in the tensors' own dtype."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in part.gathered())
+    assert part.idx is not None
+    hidden = (part.idx < 0).repeat_interleave(q.shape[1] // part.idx.shape[1], 1).unsqueeze(2)
+    return ((q @ k.mT) * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def check(run: Callable[[Tensor, Rows, float], tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+    """Error at most twice that of plain torch in the same dtype, both against float64, plus a floor."""
+    for shape in SHAPES:
+        for per_query_head in (False, True):
+            q, part, scale = problem(shape, per_query_head, dtype)
+            out, lse = run(q, part, scale)
+            right, right_lse = exact(q, [part], scale)
+            allowed = 2 * (plain(q, part, scale) - right).abs().max() + 4e-7
+            assert out.dtype == dtype
+            assert out.shape == q.shape
+            assert (out - right).abs().max() <= allowed, (shape, per_query_head)
+            assert lse.dtype == torch.float32
+            torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=2e-6)
+
+
+def in_triton(q: Tensor, part: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    assert part.idx is not None
+    assert part.late is not None
+    late = (part.late[0].to(GPU), part.late[1].to(GPU))
+    out, lse = select_attend_triton(
+        q.to(GPU), part.k.to(GPU), part.v.to(GPU), part.idx.to(GPU), scale, late
+    )
+    return out.cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_a_softmax_over_the_chosen_tokens(dtype: torch.dtype) -> None:
+    check(lambda q, part, scale: attend_parts_ref(q, [part], scale), dtype)
+
+
+@has_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_agrees_with_float64(dtype: torch.dtype) -> None:
+    check(lambda q, part, scale: attend_parts_native(q, [part], scale), dtype)
+
+
+@has_native
+@pytest.mark.parametrize("level", ["AVX2", "DEFAULT"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_of_every_level_agrees_with_float64(
+    level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = ["DEFAULT", "AVX2", "AVX512"]
+    if order.index(level) >= order.index(build.level()):
+        pytest.skip(f"this processor's level is {build.level()}, which another test runs")
+    monkeypatch.setattr(build, "level", lambda: level)
+    build.library.cache_clear()
+    native.cache_clear()
+    try:
+        check(lambda q, part, scale: attend_parts_native(q, [part], scale), dtype)
+    finally:
+        build.library.cache_clear()
+        native.cache_clear()
+
+
+@has_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_agrees_with_float64(dtype: torch.dtype) -> None:
+    check(in_triton, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gets_llamas_shape_right(dtype: torch.dtype) -> None:
+    q, part, scale = problem((32, 8, 128, 8192, 1000), True, dtype)
+    right, right_lse = exact(q, [part], scale)
+    out, lse = in_triton(q, part, scale)
+    assert (out - right).abs().max() <= 2 * (plain(q, part, scale) - right).abs().max() + 4e-7
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=2e-6)
+
+
+@has_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_are_joined_to_their_union(dtype: torch.dtype) -> None:
+    q, part, scale = problem(SHAPES[0], True, dtype)
+    whole = draw(1, 2, 30, 16, seed=8, dtype=dtype)
+    stretch = Rows(whole[:, :, 3:23], whole[:, :, 5:25])  # strides of another tensor
+    parts = [stretch, part, Rows(part.k, part.v, torch.full((1, 2, 3), -1)), Rows(part.k, part.v)]
+    right, right_lse = exact(q, parts, scale)
+    for run in (attend_parts_ref, attend_parts_native):
+        out, lse = run(q, parts, scale)
+        rounding = (right.to(dtype) - right).abs().max()
+        assert (out - right).abs().max() <= 2 * rounding + 4e-7
+        torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("path", ["ref", "native", "triton"])
+def test_without_any_token_the_output_is_zero_and_weighs_nothing(path: str) -> None:
+    q, part, scale = problem(SHAPES[0], False, torch.float32)
+    part = part._replace(idx=torch.full((1, 2, 5), -1))
+    if (path, None) in (("native", native()), ("triton", triton)):
+        pytest.skip(f"no {path}")
+    run = {
+        "ref": lambda: attend_parts_ref(q, [part], scale),
+        "native": lambda: attend_parts_native(q, [part], scale),
+        "triton": lambda: in_triton(q, part, scale),
+    }[path]
+    out, lse = run()
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((1, 6, 1), -torch.inf))
+
+
+@has_native
+def test_large_logits_do_not_overflow() -> None:
+    q, part, scale = problem(SHAPES[1], False, torch.float32)
+    right, right_lse = exact(q * 200, [part], scale)
+    out, lse = attend_parts_native(q * 200, [part], scale)
+    torch.testing.assert_close(out.double(), right, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-4)
+
+
+@has_native
+def test_threads_change_no_bit() -> None:
+    q, part, scale = problem((8, 2, 64, 3000, 2000), True, torch.float32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            results.append(attend_parts_native(q, [part], scale))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@has_native
+def test_what_cpp_cannot_read_goes_to_torch() -> None:
+    q, part, scale = problem(SHAPES[0], True, torch.float32)
+    turned = part._replace(k=part.k.mT.contiguous().mT)
+    assert native_takes(q, [part])
+    assert not native_takes(q, [turned])
+    assert not native_takes(q.double(), [doubled(part)])
+    assert part.idx is not None
+    out, _ = select_attend(q, turned.k, turned.v, part.idx, scale, part.late)
+    torch.testing.assert_close(out, attend_parts_native(q, [part], scale)[0])
+
+
+def test_kernels_import_without_triton() -> None:
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'triton' else find(name, package)\n"
+        "from kernels import clusters, pages, select_attend\n"
+        "assert select_attend.triton is None"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
