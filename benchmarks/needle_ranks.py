@@ -61,9 +61,7 @@ def main() -> None:
     task = Needle(params, None, 0)
     ranks: dict[tuple[str, int], list[float]] = {}
     for sample in task.samples(model.tokenizer):
-        prompt = encode(
-            model.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"
-        )
+        prompt = encode(model.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
         where = value_tokens(model, sample, prompt.context_ids)
         with model.hooked():
             trace = prefill(model, prompt.context_ids, [LastQueries(WINDOW), ColumnSums()])

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.column_sums import column_sums, rows_per_block
+
 
 @dataclass(frozen=True)
 class Observation(ABC):
@@ -66,59 +68,6 @@ def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
             logits[..., n_past:].masked_fill_(hidden, -torch.inf)
             scores[0, chunk] = logits.softmax(-1)[..., :n_past].sum(1)
     return scores
-
-
-# Bytes of one block's logits; where their softmax is to be made it takes as much again, the keys of one KV head in
-# float32 at most 64 MB at 131,072 tokens of 128 dimensions, and the sums 8 bytes per query head and token: about 130 MB
-# there for 32 query and 8 KV heads. 8 MB measured best of 2, 8 and 16 (4,096 tokens, 9 heads of 64).
-COLUMN_BLOCK_BYTES = 8 << 20
-
-
-def rows_per_block(g: int, s: int) -> int:
-    """How many queries of a group's `g` heads can meet `s` keys at a time."""
-    return max(1, min(s, COLUMN_BLOCK_BYTES // (4 * g * s)))
-
-
-def column_sums(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, lse: Tensor | None = None
-) -> Tensor:
-    """Attention that the last r queries (1, h, r, d_h) give to every key (1, h_kv, s, d_h): (h_kv, g, s) float64.
-
-    Causal softmax over the whole row, in blocks of rows; `row_weights` (r,) weighs the queries. With `lse` (1, h, r),
-    the log-sum-exps of the rows, the weights are one exponential: seven tenths of the time of a softmax.
-    """
-    (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
-    g = h // h_kv
-    n_rows = min(r, rows_per_block(g, s))
-    hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
-    if row_weights is None:
-        row_weights = torch.ones(r, device=q.device)
-    sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
-    # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
-    columns = d_h if lse is None else d_h + 1
-    keys, block = (
-        q.new_ones(s, columns, dtype=torch.float32),
-        q.new_empty(g, n_rows, columns, dtype=torch.float32),
-    )
-    for kv_head in range(h_kv):
-        keys[:, :d_h] = k[0, kv_head]
-        heads = slice(kv_head * g, (kv_head + 1) * g)
-        for start in range(0, r, n_rows):
-            rows = min(n_rows, r - start)
-            first = s - r + start  # the key that the block's first query is
-            stop = first + rows
-            some = block[:, :rows]
-            some[..., :d_h] = q[0, heads, start : start + rows]
-            some[..., :d_h] *= scale  # in float32, whatever q is
-            if lse is not None:
-                torch.neg(lse[0, heads, start : start + rows], out=some[..., d_h])
-            logits = (some.flatten(0, 1) @ keys[:stop].mT).view(g, rows, stop)
-            logits[..., first:].masked_fill_(hidden[:rows, :rows], -torch.inf)
-            weights = logits.softmax(-1) if lse is None else logits.exp_()
-            # A product with a row of weights adds rows up in nine tenths of the time of sum().
-            voices = row_weights[start : start + rows].unsqueeze(0)
-            sums[kv_head, :, :stop] += (voices @ weights).squeeze(1)
-    return sums
 
 
 @dataclass(frozen=True)

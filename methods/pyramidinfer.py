@@ -31,9 +31,10 @@ from torch import Tensor
 from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
-from engine.observe import MeanRows, Observation, column_sums
+from engine.observe import MeanRows, Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
+from kernels.column_sums import column_sums
 from methods.base import SelectiveAttention
 
 SCHEDULES = ("cosine", "constant")

@@ -10,9 +10,10 @@ import torch
 from engine.budget import Budget, resolve
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.observe import MeanRows, column_sums
+from engine.observe import MeanRows
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from kernels.column_sums import column_sums
 from methods.full import Full
 from methods.pyramidinfer import (
     Answered,
@@ -178,7 +179,7 @@ def test_weighted_sums_of_the_last_rows_do_not_depend_on_the_blocks(
     q, k = (torch.randn(1, heads, 64, 8, generator=draw) for heads in (4, 2))
     weights = torch.rand(30, generator=draw)
     whole = column_sums(q[:, :, -30:], k, 0.3, weights)
-    monkeypatch.setattr("engine.observe.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
+    monkeypatch.setattr("kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
     torch.testing.assert_close(column_sums(q[:, :, -30:], k, 0.3, weights), whole)
     assert whole.sum(-1).allclose(weights.sum().double(), rtol=1e-5)
 

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from kernels.column_sums import (
+    column_sums,
+    column_sums_native,
+    column_sums_ref,
+    column_sums_torch,
+    native,
+)
+
+needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
+# h, h_kv, s, r, d_h: more than a task's keys, fewer queries than keys, an odd width, hardly any token.
+CASES = [(9, 3, 700, 700, 64), (4, 2, 333, 45, 36), (8, 2, 130, 130, 128), (2, 1, 5, 5, 64)]
+
+
+def make(case: tuple[int, ...], dtype: torch.dtype):
+    h, h_kv, s, r, d_h = case
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, h, r, d_h, generator=draw).to(dtype)
+    k = torch.randn(1, h_kv, s, d_h, generator=draw).to(dtype)
+    return q, k, torch.rand(r, generator=draw)
+
+
+def row_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
+    logits = q.double() @ k.double().repeat_interleave(h // h_kv, 1).mT * scale
+    future = torch.ones(r, s, dtype=torch.bool).triu(s - r + 1)
+    return logits.masked_fill(future, -torch.inf).logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+@needs_native
+def test_native_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
+    q, k, row_weights = make(case, dtype)
+    found = column_sums_native(q, k, 0.125, row_weights, row_lse(q, k, 0.125))
+    torch.testing.assert_close(
+        found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_sums_equal_those_of_the_whole_matrix(case, with_lse) -> None:
+    q, k, row_weights = make(case, torch.float32)
+    lse = row_lse(q, k, 0.125) if with_lse else None
+    found = column_sums_torch(q, k, 0.125, row_weights, lse)
+    torch.testing.assert_close(
+        found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7
+    )
+
+
+@needs_native
+def test_threads_change_nothing() -> None:
+    q, k, row_weights = make(CASES[0], torch.float32)
+    lse, before = row_lse(q, k, 0.125), torch.get_num_threads()
+    found = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        found.append(column_sums_native(q, k, 0.125, row_weights, lse))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@needs_native
+def test_layout_changes_nothing() -> None:
+    q, k, row_weights = make(CASES[0], torch.bfloat16)
+    lse = row_lse(q, k, 0.125)
+    found = column_sums(q.mT.contiguous().mT, k.mT.contiguous().mT, 0.125, row_weights, lse)
+    assert torch.equal(found, column_sums_native(q, k, 0.125, row_weights, lse))
