@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.attend import attend, attend_weights
 from engine.prefill import Trace
+from engine.spans import span
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -100,7 +101,8 @@ def decode(
                 if not speaking:
                     break
         start = perf_counter()
-        logits = batch.step(tokens)
+        with span("step"):
+            logits = batch.step(tokens)
         seconds.append(perf_counter() - start)
         if watch is not None:
             watch.predicted(batch.order, logits)
@@ -196,12 +198,15 @@ def attend_group(
     """One layer of one step for all rows of a class: their parts, attention, the books; (1, h, 1, d_h) each."""
     outs = []
     for i, (row, parts) in enumerate(zip(rows, kind.step_rows(rows, layer, q, k, v), strict=True)):
-        if row.wants_weights:
-            out, weights = attend_weights(q[i : i + 1], parts, scale)
+        weights = None
+        with span("attention", layer):
+            if row.wants_weights:
+                out, weights = attend_weights(q[i : i + 1], parts, scale)
+            else:
+                out = attend(q[i : i + 1], parts, scale)
+        with span("after", layer):
             outs.append(row.after_attention(layer, out, weights))
-        else:
-            outs.append(row.after_attention(layer, attend(q[i : i + 1], parts, scale), None))
-        row.store.close(layer, step)
+            row.store.close(layer, step)
     return outs
 
 

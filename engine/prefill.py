@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.attend import causal, causal_lse
 from engine.observe import Observation
 from engine.shapes import ModelShape
+from engine.spans import span
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -83,6 +84,10 @@ class Trace:
         if self.device == self.host_device:
             self._host[layer] = self._device[layer]
             return
+        with span("offload", layer):
+            self._copy_to_host(layer)
+
+    def _copy_to_host(self, layer: int) -> None:
         copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self._device[layer]]
         for copy, source in zip(copies, self._device[layer], strict=True):
             copy.copy_(source, non_blocking=True)
@@ -148,13 +153,14 @@ def prefill(
     asked = tuple(dict.fromkeys(observations))
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)
-    if thinning is None:
-        session = _Reading(trace, asked, on_layer)
-        trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
-    else:
-        thinned = _Thinned(trace, asked, on_layer, thinning)
-        with model.thinned(thinned):
-            trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
+    with span("prefill"):
+        if thinning is None:
+            session = _Reading(trace, asked, on_layer)
+            trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
+        else:
+            thinned = _Thinned(trace, asked, on_layer, thinning)
+            with model.thinned(thinned):
+                trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     trace.seconds = perf_counter() - start
@@ -178,16 +184,19 @@ class _Reading:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         lse = None
-        if self.wants_lse and layer in self.compressed:
-            out, lse = causal_lse(q, k, v, scale, window)
-        else:
-            out = causal(q, k, v, scale, window)
+        with span("attention", layer):
+            if self.wants_lse and layer in self.compressed:
+                out, lse = causal_lse(q, k, v, scale, window)
+            else:
+                out = causal(q, k, v, scale, window)
         if layer in self.compressed:
             self.trace.add(layer, k, v, scale)
-            for what in self.observations:
-                self.trace.observe(layer, what, q, k, scale, lse)
+            with span("observe", layer):
+                for what in self.observations:
+                    self.trace.observe(layer, what, q, k, scale, lse)
             if self.on_layer is not None:
-                self.on_layer(self.trace, layer)
+                with span("build", layer):
+                    self.on_layer(self.trace, layer)
         return out
 
 

@@ -26,6 +26,7 @@ from engine.budget import Budget, BudgetRequest, resolve
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
+from engine.spans import span
 from engine.store import Store
 
 
@@ -151,17 +152,20 @@ class SelectiveAttention(ABC):
         v_new: Tensor,
     ) -> list[list[Part]]:
         """Append the current token of every row, select, fetch: the parts that each row attends to."""
-        for i, row in enumerate(rows):
-            row.store.append(layer, k_new[i : i + 1], v_new[i : i + 1])
+        with span("append", layer):
+            for i, row in enumerate(rows):
+                row.store.append(layer, k_new[i : i + 1], v_new[i : i + 1])
         parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
         asking = [i for i, row in enumerate(rows) if row.store.can_fetch(layer)]
         if asking:
-            asked = cls.select_rows(
-                [rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking]
-            )
-            for i, idx in zip(asking, asked, strict=True):
-                if idx is not None:
-                    parts[i] = [*parts[i], rows[i].store.fetch(layer, idx, cls.pads)]
+            with span("search", layer):
+                asked = cls.select_rows(
+                    [rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking]
+                )
+            with span("fetch", layer):
+                for i, idx in zip(asking, asked, strict=True):
+                    if idx is not None:
+                        parts[i] = [*parts[i], rows[i].store.fetch(layer, idx, cls.pads)]
         return parts
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:

@@ -41,6 +41,7 @@ from engine.budget import Budget, BudgetRequest
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.spans import following, span
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import METRICS, draw_points, kmeans
 from methods.base import SelectiveAttention
@@ -291,7 +292,7 @@ class ClusterKV(SelectiveAttention):
             if written is not None:
                 written.record()
             draw = generator_for(params.seed, layer, 0)
-            return worker.submit(beside, written, keys, *what, draw)
+            return worker.submit(following(lambda: beside(layer, written, keys, *what, draw)))
 
         return trace.once(("ClusterKV", layer, plan.n_sink, *what, params.seed), start)
 
@@ -303,7 +304,8 @@ class ClusterKV(SelectiveAttention):
     def ready(self, layer: int) -> Clusters:
         """The layer's clusters; waits for them at the first step."""
         if layer not in self.clusters:
-            self.clusters[layer] = self.pending.pop(layer).result()
+            with span("wait", layer):
+                self.clusters[layer] = self.pending.pop(layer).result()
         return self.clusters[layer]
 
     @classmethod
@@ -410,6 +412,7 @@ def generator_for(seed: int, layer: int, n_before: int) -> torch.Generator:
 
 
 def beside(
+    layer: int,
     written: "torch.cuda.Event | None",
     keys: Tensor,
     c: int,
@@ -418,7 +421,7 @@ def beside(
     generator: torch.Generator,
 ) -> Clusters:
     """`cluster_keys` on a thread; on an accelerator behind `written`, on a stream of its own, and done on return."""
-    with torch.inference_mode():
+    with torch.inference_mode(), span("cluster", layer):
         if written is None:
             return cluster_keys(keys, c, metric, n_rounds, generator)
         stream = torch.cuda.Stream(keys.device)

@@ -1,0 +1,156 @@
+"""Where the time of a pass goes: named stretches, noted only while somebody records.
+
+    with recording() as record:
+        prefill(…)
+    record.seconds()
+
+A span costs a look-up while nobody records. Inside each other they nest, and a name's seconds are without those of the
+spans inside, so that the names of a pass add up to it. On a GPU the marks are events on the current stream, read once
+at the end, and nothing waits. Threads are told apart; one that works for a recorded pass starts with `following()`.
+
+Not here: what the names mean (`docs/latency.md`), tables and figures of them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One span as it was: seconds since the recording began, and who was inside whom by depth."""
+
+    name: str
+    layer: int | None
+    start: float
+    stop: float
+    depth: int
+    thread: int
+
+
+class Record:
+    """What was noted, in the order in which spans ended."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.on_gpu = device is not None and device.type == "cuda"
+        self.marks: list[tuple[str, int | None, Any, Any, int, int]] = []
+        self.depths: dict[int, int] = {}
+        self.began = self.now()
+
+    def now(self) -> Any:
+        """A moment: seconds, or an event where a GPU works at its own pace."""
+        if not self.on_gpu:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stretches(self) -> list[Stretch]:
+        """All spans by their start; waits for the GPU, if there is one."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        found = [
+            Stretch(name, layer, self.since(start), self.since(stop), depth, thread)
+            for name, layer, start, stop, depth, thread in self.marks
+        ]
+        return sorted(found, key=lambda span: (span.start, span.depth))
+
+    def since(self, moment: Any) -> float:
+        return self.began.elapsed_time(moment) / 1e3 if self.on_gpu else moment - self.began
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per name without the spans inside, of the thread that recorded, largest first."""
+        mine, totals, open_spans = get_ident(), {}, []
+        for span in self.stretches():
+            if span.thread != mine:
+                continue
+            del open_spans[span.depth :]
+            length = span.stop - span.start
+            totals[span.name] = totals.get(span.name, 0.0) + length
+            if open_spans:
+                totals[open_spans[-1]] -= length
+            open_spans.append(span.name)
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """As Chrome's and Perfetto's viewers read it: microseconds, a lane per thread."""
+        threads = {get_ident(): 0}
+        events: list[dict[str, Any]] = []
+        for span in self.stretches():
+            lane = threads.setdefault(span.thread, len(threads))
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": "kvbench",
+                    "ph": "X",
+                    "ts": span.start * 1e6,
+                    "dur": (span.stop - span.start) * 1e6,
+                    "pid": 0,
+                    "tid": lane,
+                    "args": {} if span.layer is None else {"layer": span.layer},
+                }
+            )
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane,
+             "args": {"name": "model" if lane == 0 else f"worker {lane}"}}
+            for lane in threads.values()
+        ]  # fmt: skip
+        path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
+
+
+_record: contextvars.ContextVar[Record | None] = contextvars.ContextVar("record", default=None)
+
+
+@contextmanager
+def recording(device: torch.device | None = None) -> Iterator[Record]:
+    """Inside, spans are noted."""
+    token = _record.set(Record(device))
+    try:
+        record = _record.get()
+        assert record is not None
+        yield record
+    finally:
+        _record.reset(token)
+
+
+def following(work: Callable[[], T]) -> Callable[[], T]:
+    """`work` for another thread, noted by whoever records here and now."""
+    here = contextvars.copy_context()
+    return lambda: here.run(work)
+
+
+class span:
+    """`with span("attention", layer):` notes how long the block takes, if somebody records."""
+
+    __slots__ = ("layer", "name", "record", "start")
+
+    def __init__(self, name: str, layer: int | None = None) -> None:
+        self.name, self.layer = name, layer
+
+    def __enter__(self) -> None:
+        self.record = _record.get()
+        if self.record is not None:
+            thread = get_ident()
+            self.record.depths[thread] = self.record.depths.get(thread, 0) + 1
+            self.start = self.record.now()
+
+    def __exit__(self, *_: object) -> None:
+        record = self.record
+        if record is not None:
+            stop, thread = record.now(), get_ident()
+            record.depths[thread] -= 1
+            record.marks.append(
+                (self.name, self.layer, self.start, stop, record.depths[thread], thread)
+            )
