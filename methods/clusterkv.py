@@ -397,6 +397,10 @@ class ClusterKV(SelectiveAttention):
         if done:
             said["clustering_s"] = sum(layer.seconds for layer in done)
             said["kmeans_rounds"] = sum(layer.rounds for layer in done) / len(done)
+            # Of one layer: every round, and the labels at the end, compare all keys with all centroids.
+            n, shape = self.budget.s_prompt - self.plan.n_sink, self.trace.shape
+            one_round = 2 * n * self.plan.n_clusters * shape.h_kv * shape.d_h
+            said["build_flops"] = one_round * (said["kmeans_rounds"] + 1)
         return said
 
 

@@ -1,0 +1,168 @@
+"""How far the simulation is off where it can be checked: decode steps of the embedded model on this machine.
+
+Calibration first, some ten seconds, at prompts shorter than any that is predicted: how fast weights and K and V are
+read, what a layer costs beside them, and what searching and fetching cost per call, per method. Then the steps of five
+methods at three lengths are measured and compared with `evals.hardware.predict`. The bar is 25 %.
+
+Not here: prefill times, whose lanes a machine without an accelerator does not have.
+"""
+
+import argparse
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from benchmarks.paired import RESULTS
+from engine.budget import BudgetRequest
+from engine.decode import attend_group, decode
+from engine.model import Model, load
+from engine.prefill import Trace, prefill
+from evals.data import embedded_prose
+from evals.hardware import FULL_REQUEST, Hardware, count, layers_of, method_of, predict
+from methods.base import SelectiveAttention
+
+METHODS = ("full", "snapkv", "quest", "clusterkv", "sparq")
+SHORT = 768  # tokens of the calibration's prompts
+STEPS = 24
+REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
+
+
+def rows_of(
+    model: Model, ids: Sequence[int], names: Sequence[str]
+) -> dict[str, SelectiveAttention]:
+    """One prefill, a row per method, ready to decode."""
+    kinds = {name: method_of(name) for name in names}
+    request = {name: FULL_REQUEST if name == "full" else REQUEST for name in names}
+    asked = [
+        what
+        for name, (kind, params) in kinds.items()
+        for what in kind.observations(
+            params,
+            kind.plan_for(params, kind.budget_for(request[name], len(ids)), model.shape),
+        )
+    ]
+    rows: dict[str, SelectiveAttention] = {}
+
+    def build(trace: Trace, layer: int) -> None:
+        if not rows:
+            for name, (kind, params) in kinds.items():
+                rows[name] = kind(params, request[name], trace, STEPS + 1)
+        for row in rows.values():
+            row.build(layer)
+
+    prefill(model, ids, asked, build)
+    for row in rows.values():
+        row.complete()
+    return rows
+
+
+def step_seconds(model: Model, row: SelectiveAttention, feed: Sequence[int]) -> float:
+    """Median step; the first ones wait for clusters and touch memory for the first time."""
+    steps = decode(model, row.trace, [row], max_new_tokens=0, feed=feed).step_seconds
+    return statistics.median(steps[4:])
+
+
+def read_rate(model: Model) -> float:
+    """Bytes per second at which full attention reads K and V: the difference of two lengths of one layer."""
+    seconds = {}
+    shape = replace(model.shape, n_layers=1, full_layers=(0,), window=1 << 20)
+    kind, params = method_of("full")
+    draw = torch.Generator().manual_seed(0)
+    for s in (SHORT, 8 * SHORT):
+        trace = Trace(shape, s, torch.device("cpu"))
+        k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
+        trace.add(0, k.to(model.dtype), v.to(model.dtype), shape.d_h**-0.5)
+        row = kind(params, FULL_REQUEST, trace, 400)
+        row.build(0)
+        times = []
+        for step in range(1, 301):
+            heads = (shape.h, shape.h_kv, shape.h_kv)
+            q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
+            start = perf_counter()
+            attend_group(kind, [row], 0, q, k_new, v_new, shape.d_h**-0.5, step)
+            times.append(perf_counter() - start)
+        seconds[s] = statistics.median(times[50:])
+    n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize
+    return n_bytes / (seconds[8 * SHORT] - seconds[SHORT])
+
+
+def calibrate(model: Model, ids: Sequence[int]) -> dict[str, Hardware]:
+    """This machine, once per method: what a layer and a call cost beside reading is the method's own."""
+    layers = layers_of(model.shape, model.hf.config)
+    rate = read_rate(model)
+    found = {}
+    with model.hooked():
+        for name, row in rows_of(model, ids[:SHORT], METHODS).items():
+            feed = ids[SHORT : SHORT + STEPS]
+            step_seconds(model, row, feed[:8])
+            measured = statistics.median(
+                step_seconds(model, fresh[name], feed)
+                for fresh in (rows_of(model, ids[:SHORT], [name]) for _ in range(3))
+            )
+            kind, params = method_of(name)
+            request = FULL_REQUEST if name == "full" else REQUEST
+            # The simulation counts 16 bits an element; here they may be 32.
+            wide = model.dtype.itemsize / 2
+            bare = Hardware("here", 1e6, rate / wide / 1e9, 1e6, None, 1, 1, 1, 1, 0, 0, 0)
+            counts = count(kind, params, request, model.shape, 2048)
+            share = SHORT / 2048
+            short = replace(
+                counts,
+                attended_bytes=counts.attended_bytes * share,
+                searched_bytes=counts.searched_bytes * share,
+            )
+            free = predict(short, layers, bare, SHORT).tpot_s
+            # All that is not explained by bytes is per layer, however large.
+            found[name] = replace(bare, layer_us=(measured - free) / layers.n_layers * 1e6)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 4000, 8000])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    model = load("smollm2-135m", "embedded", dtype="auto", device="cpu")
+    ids = model.tokenizer.encode(embedded_prose())
+    start = perf_counter()
+    machine = calibrate(model, ids)
+    print(f"calibrated in {perf_counter() - start:.0f} s at {SHORT} tokens")
+    layers = layers_of(model.shape, model.hf.config)
+    lines = []
+    for s in options.lengths:
+        times: dict[str, list[float]] = {name: [] for name in METHODS}
+        for _ in range(options.repeats):
+            with model.hooked():
+                for name, row in rows_of(model, ids[:s], METHODS).items():
+                    times[name].append(step_seconds(model, row, ids[s : s + STEPS]))
+        for name in METHODS:
+            kind, params = method_of(name)
+            request = FULL_REQUEST if name == "full" else REQUEST
+            counts = count(kind, params, request, model.shape, max(s, 2048))
+            predicted = predict(counts, layers, machine[name], s).tpot_s
+            measured = statistics.median(times[name])
+            off = predicted / measured - 1
+            lines.append(
+                {"method": name, "tokens": s, "measured_ms": round(1e3 * measured, 2),
+                 "simulated_ms": round(1e3 * predicted, 2), "off": f"{100 * off:+.0f} %"}
+            )  # fmt: skip
+            print(
+                "{method:10} {tokens:6} measured {measured_ms:8} ms, simulated {simulated_ms:8} ms, {off}".format(
+                    **lines[-1]
+                )
+            )
+    file = Path(RESULTS).with_name("hardware.csv")
+    with file.open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()
