@@ -28,7 +28,7 @@ usage: python run.py [group=NAME | key=value] …
 
 groups
 {groups}
-              model=ORG/NAME, model=FOLDER and model=FILE.gguf work as well
+                  model=ORG/NAME, model=FOLDER and model=FILE.gguf work as well
 
 keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: method.n_sink=8)
 {keys}
@@ -51,10 +51,11 @@ command goes on where it was when given again"""
 def help_text() -> str:
     """Groups and keys as the YAML files have them; read as text, parsers drop the comments."""
     listed = []
-    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-        lines = textwrap.wrap(names, 84, break_on_hyphens=False)
-        listed.append(f"  {folder.name:<12}" + ("\n" + " " * 14).join(lines))
+    folders = {path.relative_to(CONF).parent.as_posix() for path in CONF.glob("*/**/*.yaml")}
+    for folder in sorted(folders):
+        names = ", ".join(sorted(file.stem for file in (CONF / folder).glob("*.yaml")))
+        lines = textwrap.wrap(names, 80, break_on_hyphens=False)
+        listed.append(f"  {folder:<16}" + ("\n" + " " * 18).join(lines))
     config = (CONF / "config.yaml").read_text()
     keys = config[config.index("\nratio:") : config.index("\nhydra:")].strip()
     return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys, "  "))
@@ -75,7 +76,9 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
             if isinstance(cfgs, list):
                 cells = [settings(cfg, cfg.hydra.runtime.choices, is_sweep=True) for cfg in cfgs]
             else:
-                cells = [settings(cfgs, HydraConfig.get().runtime.choices)]
+                hydra_cfg = HydraConfig.get()
+                choices = hydra_cfg.runtime.choices
+                cells = [settings(cfgs, choices, launcher=hydra_cfg.launcher)]
             from evals.runner import run_cells  # imports torch, so after the checks
 
             results = run_cells(cells)

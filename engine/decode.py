@@ -61,6 +61,7 @@ def decode(
     *,
     max_new_tokens: int,
     stop_ids: Iterable[int] = (),
+    min_new_tokens: int = 0,
     feed: Sequence[int] = (),
     on_step: Callable[[int, int], None] | None = None,
     watch: Watch | None = None,
@@ -68,8 +69,8 @@ def decode(
     """Let every row read `feed` through its compressed cache, then answer greedily.
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
-    `max_new_tokens=0` rows only read. `on_step` gets the number of steps done and of rows still speaking; `watch`
-    sees every step, and the steps' seconds include what it does.
+    `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens. `on_step` gets the number of
+    steps done and of rows still speaking; `watch` sees every step, and the steps' seconds include what it does.
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
@@ -86,6 +87,9 @@ def decode(
         elif max_new_tokens == 0:
             break
         else:
+            if stop_ids and len(answers[batch.order[0]].ids) < min_new_tokens:
+                never = torch.tensor(sorted(stop_ids), device=logits.device)
+                logits = logits.index_fill(1, never, -torch.inf)
             tokens = logits.argmax(-1).tolist()
             for row, token in zip(batch.order, tokens, strict=True):
                 answers[row].ids.append(token)

@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -304,15 +304,59 @@ def load(
     return Model(hf, tokenizer, shape, kind, on, digest_of(where, revision), _turner(hf))
 
 
+def load_random(name: str, config: Any, *, dtype: str = "auto", device: str = "auto") -> Model:
+    """A model of that architecture whose weights are drawn, the same each time: for times, not for answers."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    on = torch.device(resolve_device(device))
+    kind = getattr(torch, resolve_dtype(dtype, device))
+    AttentionInterface.register(NAME, _attention)
+    with _quiet(), torch.random.fork_rng(), torch.device(on):
+        torch.manual_seed(0)  # transformers draws from the global generator
+        hf: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
+    hf.eval()
+    digest = f"random-{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
+    return Model(hf, Letters(), shape_of(hf.config, name), kind, on, digest, _turner(hf))
+
+
+def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A model's tokenizer without its weights."""
+    from transformers import AutoTokenizer
+
+    where, options = locate(id, revision, trust_remote_code)
+    with _quiet(), _explained(id):
+        return AutoTokenizer.from_pretrained(where, **options)
+
+
+class Letters:
+    """In place of a tokenizer where weights are drawn: a token is a byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def read_config(
+    id: str, given: Mapping[str, Any] | None = None, *,
+    revision: str | None = None, trust_remote_code: bool = False,
+) -> Any:  # fmt: skip
+    """transformers' configuration of a model, from the values `given` or from where the model is."""
+    from transformers import AutoConfig
+
+    if given is not None:
+        return AutoConfig.for_model(**given)
+    where, options = locate(id, revision, trust_remote_code)
+    with _quiet(), _explained(id):
+        return AutoConfig.from_pretrained(where, **options)
+
+
 def read_shape(
     name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelShape:
     """The model's shape from its configuration alone, before weights are loaded."""
-    from transformers import AutoConfig
-
-    where, options = locate(id, revision, trust_remote_code)
-    with _quiet(), _explained(id):
-        return shape_of(AutoConfig.from_pretrained(where, **options), name)
+    return shape_of(read_config(id, revision=revision, trust_remote_code=trust_remote_code), name)
 
 
 def shape_of(config: Any, name: str) -> ModelShape:

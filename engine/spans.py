@@ -70,13 +70,18 @@ class Record:
     def since(self, moment: Any) -> float:
         return self.began.elapsed_time(moment) / 1e3 if self.on_gpu else moment - self.began
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds per name without the spans inside, of the thread that recorded, largest first."""
+    def seconds(self, root: str | None = None) -> dict[str, float]:
+        """Seconds per name without the spans inside, of the thread that recorded, largest first.
+
+        With `root`, only of outermost spans of that name and what is inside them.
+        """
         mine, totals, open_spans = get_ident(), {}, []
         for span in self.stretches():
             if span.thread != mine:
                 continue
             del open_spans[span.depth :]
+            if root is not None and (open_spans or [span.name])[0] != root:
+                continue
             length = span.stop - span.start
             totals[span.name] = totals.get(span.name, 0.0) + length
             if open_spans:

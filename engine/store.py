@@ -12,7 +12,9 @@ Not here: which tokens (`methods`), what a cached block is (`engine/blocks.py`),
 (`engine/ledger.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,18 @@ class _Layer:
     n_spare: int = 0  # pairs of KV head and kept slot that hold no token: the unions of KV heads differ in size
 
 
+@dataclass(frozen=True)
+class Access:
+    """One fetch, as `evals/accesses.py` keeps and replays it."""
+
+    step: int
+    layer: int
+    n: int  # tokens seen, the current one included
+    n_kept: int  # tokens before the first that may be fetched
+    n_host: int  # tokens on the host that are complete
+    idx: Sequence[Any]  # positions per KV head or query head, -1 where padded
+
+
 class Store:
     """All compressed layers of one variant on one sample."""
 
@@ -66,6 +80,7 @@ class Store:
             token_bytes(self.shape) // self.shape.h_kv
         )  # K and V of one token of one KV head
         self.counts = dict.fromkeys(COUNTED, 0)
+        self.accesses: list[Access] | None = None  # a list: every fetch is noted in it
 
     # Where the prompt's tokens go, once per layer.
 
@@ -307,6 +322,10 @@ class Store:
         assert at.tail is not None, f"layer {layer} has nothing on the host"
         assert idx.shape[1] in (self.shape.h, self.shape.h_kv), f"idx has {idx.shape[1]} heads"
         at.fetched.append(idx)
+        if self.accesses is not None:
+            step, n_host = at.n - self.trace.s_prompt, at.n - at.n_kept - at.n_window
+            noted = Access(step, layer, at.n, at.n_kept, n_host, list(idx[0].cpu().numpy()))
+            self.accesses.append(noted)
         mask = idx >= 0 if padded else None
         self._count_fetch(at, idx, idx.numel() if mask is None else int(mask.sum()))
         home = self.trace.host_device

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from engine.errors import ConfigError, unknown_name
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+APART = ("hydra", "architecture", "hardware")  # Hydra's own, and tables that are looked up by name
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Hydra's flags and their values: () is any value, None is no value
 FLAGS: dict[str, tuple[str, ...] | None] = {
@@ -113,8 +114,8 @@ def parse_override(word: str) -> Override:
 
 
 def config_groups() -> dict[str, list[str]]:
-    """The folders of `conf/` with the names of their files."""
-    folders = [path for path in sorted(CONF.iterdir()) if path.is_dir() and path.name != "hydra"]
+    """The folders of `conf/` that a command line chooses from, with the names of their files."""
+    folders = [path for path in sorted(CONF.iterdir()) if path.is_dir() and path.name not in APART]
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
@@ -196,6 +197,15 @@ def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
     words = [("+" if group in optional else "") + f"{group}={chosen[group][0]}" for group in chosen]
     with initialize_config_dir(str(CONF), job_name="check", version_base="1.3"):
         return compose("config", words, return_hydra_config=True)
+
+
+def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:
+    """`${at_scale:full,smoke}`, of an experiment: the second value where `scale=smoke` is chosen."""
+    chosen = OmegaConf.select(_root_, "hydra.runtime.choices.scale")
+    return smoke if chosen == "smoke" else full
+
+
+OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
 
 
 def check_keys(

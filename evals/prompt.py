@@ -139,6 +139,8 @@ def stop_ids(
     ids.add(tokenizer.eos_token_id)
     if chat_used:
         ids |= {known_id(tokenizer, token) for token in TURN_ENDS}
+    for text in sample.stop_texts:
+        ids |= set(tokenizer.encode(text, add_special_tokens=False)[-1:])
     if sample.stop_at_newline:
         ids |= newline_ids(tokenizer) if newlines is None else newlines
     return frozenset(i for i in ids if i is not None)

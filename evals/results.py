@@ -22,15 +22,16 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from io import BytesIO
-from math import fsum, isfinite
+from math import exp, fsum, isfinite, log
 from pathlib import Path
 from types import TracebackType, UnionType
 from typing import Any, BinaryIO, Self, cast, get_args, get_origin
@@ -59,6 +60,27 @@ LEDGER_MEANS = {
     "bytes_searched_per_step": "bytes_searched_per_step",
     "cache_hit_rate": "cache_hit_rate",
 }
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a score is, and how the scores of samples become that of a run."""
+
+    better: str  # "higher" or "lower"
+    lowest: float
+    highest: float | None
+    # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
+    weight: str | None = None
+
+
+SCORE = Metric("higher", 0, 1)
+METRICS = {  # by the name that a task declares; "score" without one
+    "score": SCORE,
+    "recall": SCORE,
+    "perplexity": Metric("lower", 1, None, weight="n_targets"),
+    "tpot_ratio": Metric("lower", 0, None),
+}
+
 
 # --- typed rows ---
 
@@ -119,7 +141,7 @@ class SampleRow:
     generated_tokens: int
     prediction: str
     references: list[str]
-    score: float | None  # 0 to 1; null where the sample ran out of memory
+    score: float | None  # 0 to 1, or as METRICS says; null where the sample ran out of memory
     status: str  # "ok" or "oom"
     error: str | None
     prefill_s: float | None
@@ -134,8 +156,16 @@ class SampleRow:
         _check_choice("status", self.status, ("ok", "oom"))
         if (self.score is not None) != (self.status == "ok"):
             raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
-        if self.score is not None and not 0 <= self.score <= 1:
-            raise ValueError(f"key 'score' is {self.score}, not within 0 to 1")
+        metric = METRICS.get(str(self.fields.get("metric")), SCORE)
+        top = metric.highest
+        if self.score is not None and not (
+            metric.lowest <= self.score and (top is None or self.score <= top)
+        ):
+            within = f"within {metric.lowest} to {top}" if top else f"{metric.lowest} or more"
+            raise ValueError(f"key 'score' is {self.score}, not {within}")
+        weight = self.fields.get(metric.weight, 0) if metric.weight else 1
+        if self.score is not None and not (isinstance(weight, int) and weight > 0):
+            raise ValueError(f"key {metric.weight!r} is {weight!r}, not a number of losses")
         if not re.fullmatch("[0-9a-f]{16}", self.prompt_sha256):
             raise ValueError(f"key 'prompt_sha256' is {self.prompt_sha256!r}, not 16 hex digits")
         if self.status == "ok":
@@ -189,6 +219,11 @@ class RunFacts:
     git_sha: str | None
     peak_rss_bytes: int  # of the process that finished the run
     notes: list[str] = field(default_factory=list[str])  # fallbacks taken openly
+    metric: str | None = None  # a name in METRICS; null: "score"
+
+
+# Keys of result.json that only some tasks have; they are left out where they are null.
+OPTIONAL_KEYS = ("metric", "measures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +234,7 @@ class RunResult(RunFacts):
     status: str  # "ok", or "oom" when any sample ran out of memory
     n_samples: int  # that are ok
     n_oom: int
-    score: float | None  # 0 to 1
+    score: float | None  # 0 to 1, or as METRICS says
     score_ci95: list[float] | None  # see `bootstrap_ci95`
     ratio: float | None
     comm: float
@@ -217,15 +252,21 @@ class RunResult(RunFacts):
     prefill_s: float | None
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
+    measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
 
     def __post_init__(self) -> None:
         _check_types(self)
         _check_choice("status", self.status, ("ok", "oom"))
         if self.score_ci95 is not None and len(self.score_ci95) != 2:
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
+        if self.metric is not None:
+            _check_choice("metric", self.metric, tuple(METRICS))
 
     def to_json(self) -> str:
         versioned = {"schema_version": self.schema_version} | asdict(self)
+        for key in OPTIONAL_KEYS:
+            if versioned[key] is None:
+                del versioned[key]
         return json.dumps(versioned, ensure_ascii=True, allow_nan=False, indent=2) + "\n"
 
     @classmethod
@@ -235,7 +276,8 @@ class RunResult(RunFacts):
             version = data["schema_version"]
             raise ValueError(f"schema_version is {version!r}; only {SCHEMA_VERSION} can be read")
         keys = [spec.name for spec in fields(cls)]
-        if unknown := sorted(_check_keys(data, keys).keys() - set(keys)):
+        needed = [key for key in keys if key not in OPTIONAL_KEYS]
+        if unknown := sorted(_check_keys(data, needed).keys() - set(keys)):
             raise ValueError(f"key {unknown[0]!r} is unknown")
         return cls(**data)
 
@@ -254,7 +296,40 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fsum(measured) / len(measured) if measured else None
 
 
-def bootstrap_ci95(scores: Sequence[float]) -> list[float] | None:
+def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | None:
+    """The score of a run from those of its samples: their mean, or of perplexities exp of the mean loss."""
+    key = METRICS[metric or "score"].weight
+    scored = [(row.score, row) for row in rows if row.score is not None]
+    if key is None or not scored:
+        return _mean(score for score, _ in scored)
+    weights = [int(row.fields[key]) for _, row in scored]
+    losses = (log(score) * n for (score, _), n in zip(scored, weights, strict=True))
+    return exp(fsum(losses) / sum(weights))
+
+
+def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
+    """As `bootstrap_ci95`, of what `combined` says."""
+    key = METRICS[metric or "score"].weight
+    scored = [(row.score, row) for row in rows if row.score is not None]
+    if key is None:
+        return bootstrap_ci95([score for score, _ in scored])
+    weights = [int(row.fields[key]) for _, row in scored]
+    bounds = bootstrap_ci95([log(score) for score, _ in scored], weights)
+    return None if bounds is None else [exp(bound) for bound in bounds]
+
+
+def _measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
+    """Means of what a task's samples carry as `measures`, a null being no measurement; None without any."""
+    found = [
+        cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields
+    ]
+    names = dict.fromkeys(name for measures in found for name in measures)
+    return {name: _mean(measures.get(name) for measures in found) for name in names} or None
+
+
+def bootstrap_ci95(
+    scores: Sequence[float], weights: Sequence[int] | None = None
+) -> list[float] | None:
     """Percentile bootstrap over samples: [score, score] of a single one, null of none.
 
     The same scores give the same interval, in whatever order and on every machine.
@@ -264,13 +339,16 @@ def bootstrap_ci95(scores: Sequence[float]) -> list[float] | None:
     n = len(scores)
     if n < 2:
         return [float(scores[0])] * 2 if n else None
-    values = np.sort(np.asarray(scores, dtype=np.float64))
+    order = np.argsort(np.asarray(scores, dtype=np.float64), kind="stable")
+    values = np.asarray(scores, dtype=np.float64)[order]
+    counts = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)[order]
     rng = np.random.default_rng(BOOTSTRAP_SEED + n)
     chunk = max(1, 1_000_000 // n)  # resamples at a time: 8 MB of indices
     means = np.empty(N_RESAMPLES)
     for start in range(0, N_RESAMPLES, chunk):
         part = means[start : start + chunk]
-        part[:] = values[rng.integers(0, n, size=(len(part), n))].mean(axis=1)
+        drawn = rng.integers(0, n, size=(len(part), n))
+        part[:] = (values * counts)[drawn].mean(axis=1) / counts[drawn].mean(axis=1)
     # Without the bounds, rounding could put equal scores outside of their own interval.
     low, high = np.quantile(means, [0.025, 0.975]).clip(values[0], values[-1])
     return [float(low), float(high)]
@@ -288,18 +366,19 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
         status="ok" if len(ok) == len(rows) else "oom",
         n_samples=len(ok),
         n_oom=len(rows) - len(ok),
-        score=_mean(row.score for row in ok),
-        score_ci95=bootstrap_ci95([row.score for row in ok if row.score is not None]),
+        score=combined(ok, facts.metric),
+        score_ci95=combined_ci95(ok, facts.metric),
         ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
         comm=float(Fraction(facts.comm_exact)),
         within_budget=all(row.ledger["within_budget"] for row in ok) if ok else None,
         prefill_s=_mean(row.prefill_s for row in ok),
         tpot_s=_mean(row.tpot_s for row in ok),
         batch_rows_mean=_mean(row.batch_rows for row in ok),
+        measures=_measures(ok),
     )
 
 
-def _disagreement(result: RunResult, rows: Iterable[SampleRow]) -> str | None:
+def _disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     """What a result says that its samples do not, or None."""
     scores = [row.score for row in rows]
     counts = len(scores) - scores.count(None), scores.count(None)
@@ -307,7 +386,8 @@ def _disagreement(result: RunResult, rows: Iterable[SampleRow]) -> str | None:
         return "{} samples and {} oom, samples.jsonl {} and {}".format(
             result.n_samples, result.n_oom, *counts
         )
-    return None if result.score == _mean(scores) else "another score than samples.jsonl"
+    same = result.score == combined(rows, result.metric)
+    return None if same else "another score than samples.jsonl"
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -563,6 +643,46 @@ class RunFolder:
         _write(self.path / "result.json", result.to_json())
         self._finished = result
         self._remove_parts(keep=set())
+
+    # Samples that other processes answer, in folders of their own below this one.
+
+    def shards(self) -> list[Path]:
+        """Folders in which other processes answered samples of this run, and which were not taken over yet."""
+        found = sorted(path for path in (self.path / "shards").glob("*") if path.is_dir())
+        return [] if self._finished else found
+
+    def take(self, shard: Path, on_wait: Callable[[Holder], None] | None = None) -> None:
+        """Take over what another process completed in `shard`, once it has ended, and remove that folder.
+
+        Killed on the way, what is left is taken the next time.
+        """
+        lock = _lock(shard, True, on_wait)
+        try:
+            other = type(self)(shard, self.config_hash, lock)
+            other._prepare_samples()
+            for row in other.rows:
+                if not self.has(row.id):
+                    if other._part(row.id).exists():
+                        self._part(row.id).parent.mkdir(exist_ok=True)
+                        with _replacing(self._part(row.id)) as file:
+                            file.write(other._part(row.id).read_bytes())
+                    self.append(row)
+            for trace in shard.glob("trace-*.json"):
+                trace.replace(self.path / trace.name)
+        finally:
+            lock.release()
+        shutil.rmtree(shard)
+        if not any(shard.parent.iterdir()):
+            shard.parent.rmdir()
+
+    def sort(self, ids: Sequence[str]) -> None:
+        """Put the lines into this order, which is the task's, whoever answered first."""
+        rows = {id: self._rows[id] for id in ids if id in self._rows}
+        rows |= self._rows  # those of samples that are no longer asked stay, behind the others
+        if list(rows) != list(self._rows):
+            lines = [row.to_json() + "\n" for row in rows.values()]
+            _write(self.path / "samples.jsonl", "".join(lines))
+            self._rows = rows
 
     # Opening: each step leaves a folder that can be opened again, so a kill changes nothing.
 

@@ -10,12 +10,14 @@ the first prefill.
 Not here: what a folder is (`evals/results.py`), what a sample is (`evals/task.py`), how a row decodes (`engine`).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,10 +26,25 @@ import yaml
 from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
-from engine.model import digest_of, load, locate, read_shape, resolve_device, resolve_dtype
+from engine.model import (
+    Model,
+    digest_of,
+    load,
+    load_random,
+    locate,
+    read_config,
+    read_shape,
+    resolve_device,
+    resolve_dtype,
+    shape_of,
+)
 from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
-from evals.progress import Progress
+from engine.spans import recording
+from evals import accesses
+from evals.latency import Latency, Variant
+from evals.logger import Copies
+from evals.progress import Progress, Standing
 from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.results import (
     Holder,
@@ -35,6 +52,7 @@ from evals.results import (
     RunFolder,
     RunResult,
     SampleRow,
+    combined,
     config_hash,
     environment,
     git_sha,
@@ -44,11 +62,14 @@ from evals.results import (
     summarise,
     versions,
 )
-from evals.settings import Settings, build_params, load_class
+from evals.settings import ModelSpec, Settings, build_params, load_class
 from evals.task import Sample, Task
+from evals.teach import Lesson, Mark, Taught
+from evals.width import room_bytes, variant_bytes, waves
 from methods.base import SelectiveAttention
 
-RUNS = Path(__file__).resolve().parents[1] / "runs"
+ROOT = Path(__file__).resolve().parents[1]
+RUNS, ARCHITECTURES = ROOT / "runs", ROOT / "conf" / "architecture"
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,13 @@ class Cell:
     def label(self) -> str:
         return self.kind.label(self.params, self.request)
 
+    def row(self, trace: Trace, n_new: int) -> SelectiveAttention:
+        """This variant on one sample, not built yet."""
+        row = self.kind(self.params, self.request, trace, n_new, self.settings.cache)
+        if self.settings.accesses:
+            row.store.accesses = []
+        return row
+
     def plan(self, s_prompt: int) -> Any:
         """The method's integers for a prompt of so many tokens; `ConfigError` where the budget is too small for it."""
         budget = self.kind.budget_for(self.request, s_prompt)
@@ -87,13 +115,27 @@ class Cell:
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
     ready = prepare(cells)
+    copies = Copies(cells, [cell.path for cell in ready])
     results: dict[Path, RunResult] = {}
-    groups: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in ready:
-        groups.setdefault(cell.group(), []).append(cell)
-    for group in groups.values():
-        results.update(run_group(group))
+    if cells and cells[0].pool is not None:
+        from evals.shards import run_groups  # which imports this file
+
+        results = run_groups(grouped(ready), cells[0].pool)
+    else:
+        models = Models()
+        for group in grouped(ready):
+            results.update(run_group(group, models))
+            copies.send(results)
+    copies.send(results)
     return [(cell.path, results[cell.path]) for cell in ready]
+
+
+def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that can share a prefill, together."""
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group(), []).append(cell)
+    return list(groups.values())
 
 
 def prepare(cells: Sequence[Settings]) -> list[Cell]:
@@ -105,28 +147,30 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         task_class: Any = load_class(settings.task)
         task_params = build_params(task_class, settings.task.params, "task")
         task = task_class(task_params, settings.data_dir, settings.seed)
-        device = resolve_device(settings.device)
-        settings = replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
-        if settings.model not in shapes:
-            spec = settings.model
-            shapes[spec] = (
-                read_shape(
-                    spec.name,
-                    spec.id,
-                    revision=spec.revision,
-                    trust_remote_code=spec.trust_remote_code,
-                ),
-                digest_of(locate(spec.id, spec.revision, spec.trust_remote_code)[0], spec.revision),
+        settings = resolve_hardware(settings)
+        if settings.weights == "random" and not task.alone:
+            raise ConfigError(
+                f"weights=random answers nothing that task={task.name} could score; use it with task=latency"
             )
-        shape, digest = shapes[settings.model]
+        key = (settings.model, settings.weights)
+        if key not in shapes:
+            shapes[key] = look_up(settings)
+        shape, digest = shapes[key]
         kind.check(params, settings.budget, shape)
         kind.check_cache(params, settings.cache)
         task.check(shape)
+        if task.teaches and settings.scope != "full_prompt":
+            raise ConfigError(
+                f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
+                "question; use full_prompt"
+            )
         config = settings.resolved() | {
             "model_digest": digest,
             "task_version": task.version,
             "method_version": kind.version,
         }
+        if task.data_digest is not None:
+            config["data_digest"] = task.data_digest
         path = place(settings, config)
         if path in seen:
             raise ConfigError(
@@ -137,6 +181,38 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
     return ready
 
 
+def resolve_hardware(settings: Settings) -> Settings:
+    """What `auto` stands for in device and dtype. Workers may have a GPU where this process has none."""
+    if settings.pool is not None and settings.device.startswith("cuda"):
+        return replace(settings, dtype="bfloat16" if settings.dtype == "auto" else settings.dtype)
+    device = resolve_device(settings.device)
+    return replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
+
+
+def look_up(settings: Settings) -> tuple[ModelShape, str]:
+    """A model's shape, and a short name of its weights, before they are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return shape_of(random_config(spec), spec.name), "random"
+    shape = read_shape(
+        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
+    return shape, digest_of(where, spec.revision)
+
+
+def random_config(spec: ModelSpec) -> Any:
+    """The architecture to draw weights for: as conf/architecture has it, else from where the model is."""
+    names = (spec.name, spec.name.removesuffix("-instruct"))
+    file = next(
+        (path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None
+    )
+    given = None if file is None else yaml.safe_load(file.read_text())
+    return read_config(
+        spec.id, given, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+
+
 def place(settings: Settings, config: dict[str, Any]) -> Path:
     """The run's folder."""
     if settings.out is not None:
@@ -144,27 +220,40 @@ def place(settings: Settings, config: dict[str, Any]) -> Path:
     return RUNS / run_name(config)
 
 
-def run_group(cells: Sequence[Cell]) -> dict[Path, RunResult]:
+def run_group(cells: Sequence[Cell], models: "Models") -> dict[Path, RunResult]:
     """Run the cells of one group."""
     with ExitStack() as stack:
-        folders: dict[Path, RunFolder] = {}
-        for cell in sorted(
-            cells, key=lambda cell: cell.path
-        ):  # in one order: two processes must not wait for each other
-            text = yaml.safe_dump(cell.config, sort_keys=False, allow_unicode=True)
-            folder = RunFolder.open(cell.path, cell.config, text, on_wait=waiting(cell.path))
-            folders[cell.path] = stack.enter_context(folder)
-            for note in folder.notes:
-                log(note)
+        folders = open_folders(cells, stack)
         todo = [cell for cell in cells if folders[cell.path].finished is None]
         if todo:
-            Group(todo, folders).run()
-        results = {}
-        for cell in cells:
-            result = folders[cell.path].finished
-            assert result is not None, f"{cell.path} was run and has no result"
-            results[cell.path] = result
-        return results
+            Group(todo, folders).run(models)
+        return results_of(cells, folders)
+
+
+def open_folders(cells: Sequence[Cell], stack: ExitStack) -> dict[Path, RunFolder]:
+    """The cells' folders, locked until the stack is left, with all that earlier processes answered."""
+    folders: dict[Path, RunFolder] = {}
+    for cell in sorted(
+        cells, key=lambda cell: cell.path
+    ):  # in one order: two processes must not wait for each other
+        text = yaml.safe_dump(cell.config, sort_keys=False, allow_unicode=True)
+        folder = RunFolder.open(cell.path, cell.config, text, on_wait=waiting(cell.path))
+        folders[cell.path] = stack.enter_context(folder)
+        for shard in folder.shards():
+            folder.take(shard, on_wait=waiting(shard))
+        for note in folder.notes:
+            log(note)
+    return folders
+
+
+def results_of(cells: Sequence[Cell], folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
+    """What finished cells say."""
+    results = {}
+    for cell in cells:
+        result = folders[cell.path].finished
+        assert result is not None, f"{cell.path} was run and has no result"
+        results[cell.path] = result
+    return results
 
 
 def waiting(path: Path) -> Callable[[Holder], None]:
@@ -177,34 +266,81 @@ def log(line: str) -> None:
     Progress("", 0, 0).say(line)
 
 
-class Group:
-    """Unfinished cells with one model, one task and the same samples."""
+class Models:
+    """The model that was loaded last: groups with the same one that follow each other load it once."""
 
-    def __init__(self, cells: Sequence[Cell], folders: dict[Path, RunFolder]) -> None:
-        self.cells, self.folders = cells, folders
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] | None = None
+        self.model: Any = None
+
+    def get(self, settings: Settings) -> Model:
+        key = (settings.model, settings.dtype, settings.device, settings.weights)
+        if key != self.key:
+            self.key = self.model = None  # there may be no room for two
+            self.model, self.key = load_model(settings), key
+        return self.model
+
+
+def load_model(settings: Settings) -> Model:
+    spec, dtype, device = settings.model, settings.dtype, settings.device
+    if settings.weights == "random":
+        return load_random(spec.name, random_config(spec), dtype=dtype, device=device)
+    return load(
+        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+
+
+class Group:
+    """Unfinished cells with one model, one task and the same samples.
+
+    `answered` are samples of cells that stand in no folder of this process.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        folders: Mapping[Path, RunFolder],
+        answered: Mapping[Path, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
+        self.cells, self.folders, self.answered = cells, folders, answered
         self.first = cells[0]
         self.started = datetime.now(UTC)
-
-    def run(self) -> None:
-        """Ask every sample of every cell that has not answered it yet."""
-        first, spec = self.first, self.first.settings.model
-        self.model = load(
-            spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code,
-            dtype=first.settings.dtype, device=first.settings.device,
-        )  # fmt: skip
-        samples = first.task.samples(self.model.tokenizer)
-        n = (
-            len(samples)
-            if first.settings.limit is None
-            else min(first.settings.limit, len(samples))
-        )
         self.newlines: frozenset[int] | None = None
-        todo = [i for i in range(n) if self.check_sample(samples[i])]
-        with self.model.hooked(), Progress(self.title(), n, n - len(todo)) as self.progress:
-            for i in todo:
-                self.ask(samples[i])
+
+    def run(self, models: Models) -> None:
+        """Ask every sample of every cell that has not answered it yet."""
+        self.model = models.get(self.first.settings)
+        self.read_samples(self.model.tokenizer)
+        todo = self.missing()
+        n_done = self.n - len(todo)
+        with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
+            self.ask_all(todo)
         for cell in self.cells:
             self.finish(cell)
+
+    def read_samples(self, tokenizer: Any) -> None:
+        """What the cells are asked, in the order of the task: the first `n` of these."""
+        self.tokenizer = tokenizer
+        self.samples = self.first.task.samples(tokenizer)
+        limit = self.first.settings.limit
+        self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
+
+    def missing(self) -> list[int]:
+        """Which samples a cell has not answered; refuses what cannot be asked before anything is."""
+        self.ids: list[str] = []
+        todo = []
+        for i in range(self.n):
+            sample = self.samples[i]  # some tasks make it only now
+            self.ids.append(sample.id)
+            if self.check_sample(sample):
+                todo.append(i)
+        return todo
+
+    def ask_all(self, todo: Iterable[int]) -> None:
+        with self.model.hooked():
+            for i in todo:
+                self.ask(self.samples[i])
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
@@ -213,8 +349,10 @@ class Group:
 
     def encode(self, sample: Sample) -> Prompt:
         settings = self.first.settings
+        if sample.ids is not None:
+            return Prompt(sample.ids, ())
         return encode(
-            self.model.tokenizer,
+            self.tokenizer,
             sample,
             chat=settings.model.chat,
             system_prompt=settings.model.system_prompt,
@@ -231,7 +369,7 @@ class Group:
                 f"{sample.max_new_tokens}, more than the {self.first.shape.window} of model "
                 f"{self.first.settings.model.name!r}; use a shorter task or a longer model"
             )
-        sha = prompt_hash([*prompt.context_ids, *prompt.question_ids])
+        sha = sample_hash(sample, prompt)
         missing = False
         for cell in self.cells:
             self.folders[cell.path].check_prompt(sample.id, sha)
@@ -240,47 +378,52 @@ class Group:
         return missing
 
     def has(self, cell: Cell, sample: Sample) -> bool:
-        return self.folders[cell.path].has(sample.id)
+        is_elsewhere = sample.id in self.answered.get(cell.path, ())
+        return is_elsewhere or self.folders[cell.path].has(sample.id)
 
     def ask(self, sample: Sample) -> None:
-        """Ask one sample of all cells at once; where memory does not allow that, one by one."""
+        """Ask one sample of all cells at once; tasks that take times ask one cell after the other."""
         prompt = self.encode(sample)
         todo = [cell for cell in self.cells if not self.has(cell, sample)]
+        self.lesson = self.lesson_of(sample, prompt)
         for thinning, cells in by_prefill(todo, len(prompt.context_ids)).items():
-            try:
-                self.answer(sample, prompt, cells, thinning)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = one_line(error)
-                free_memory()
-                if len(cells) == 1:
-                    self.keep(cells[0], out_of_memory(sample, prompt, reason), None)
-                else:
-                    self.progress.say(
-                        f"{sample.id}: {len(cells)} variants at once run out of memory; asking them one by one"
-                    )
-                    for cell in cells:
-                        self.ask_alone(sample, prompt, cell, thinning)
-        self.progress.sample_done(sample.id, self.scores())
+            for together in [[cell] for cell in cells] if self.first.task.alone else [cells]:
+                self.ask_together(sample, prompt, together, thinning)
+        self.progress.sample_done(sample.id, self.standings())
 
-    def ask_alone(
-        self, sample: Sample, prompt: Prompt, cell: Cell, thinning: Thinning | None
+    def ask_together(
+        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None
     ) -> None:
+        """Ask cells by one pass over the prompt; where memory does not allow that, one half and then the other."""
         try:
-            self.answer(sample, prompt, [cell], thinning)
+            if self.first.task.alone:
+                self.time(sample, prompt, cells[0], thinning)
+            else:
+                with self.traced(sample, cells):
+                    self.answer(sample, prompt, cells, thinning)
+            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = one_line(error)
-            free_memory()
-            self.keep(cell, out_of_memory(sample, prompt, reason), None)
+        free_memory()
+        if len(cells) == 1:
+            self.keep(cells[0], out_of_memory(sample, prompt, reason), None)
+            return
+        self.progress.say(
+            f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
+        )
+        left = [cell for cell in cells if not self.has(cell, sample)]
+        middle = (len(left) + 1) // 2
+        for half in filter(None, (left[:middle], left[middle:])):
+            self.ask_together(sample, prompt, half, thinning)
 
     def answer(
         self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None
     ) -> None:
-        """One prefill, one batch, one line for every cell."""
+        """One prefill, one line for every cell; a batch for all of them, or for each wave of those that fit."""
         n_new = len(prompt.question_ids) + sample.max_new_tokens
+        first, *others = self.waves(cells, len(prompt.context_ids), n_new)
         rows: list[SelectiveAttention] = []
         build_seconds = 0.0
 
@@ -289,12 +432,11 @@ class Group:
             nonlocal build_seconds
             start = perf_counter()
             if not rows:
-                rows.extend(
-                    cell.kind(cell.params, cell.request, trace, n_new, cell.settings.cache)
-                    for cell in cells
-                )
+                rows.extend(cell.row(trace, n_new) for cell in first)
             for row in rows:
                 row.build(layer)
+            if others:
+                trace.hold(layer)
             build_seconds += perf_counter() - start
             self.progress.advance()
 
@@ -308,20 +450,93 @@ class Group:
             for what in cell.kind.observations(cell.params, cell.plan(n_prompt))
         ]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning)
+        prefill_s = trace.seconds - build_seconds
+        self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
+        for wave in others:
+            rows.clear()
+            rows.extend(cell.row(trace, n_new) for cell in wave)
+            for layer in trace.shape.full_layers:
+                for row in rows:
+                    row.build(layer)
+            self.decode_wave(sample, prompt, wave, rows, trace, thinning, prefill_s)
+
+    def waves(self, cells: Sequence[Cell], s_prompt: int, n_new: int) -> list[Sequence[Cell]]:
+        """Cells that are decoded at once, by `sweep.max_variants` or by what fits into memory."""
+        model, element_bytes = self.model, self.model.dtype.itemsize
+        sizes = [
+            variant_bytes(
+                cell.kind.budget_for(cell.request, s_prompt), cell.shape, n_new, cell.kind.drops, element_bytes
+            )
+            for cell in cells
+        ]  # fmt: skip
+        room = room_bytes(model.shape, s_prompt, element_bytes, model.device)
+        return [cells[where] for where in waves(sizes, room, self.first.settings.max_variants)]
+
+    def decode_wave(
+        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], rows: Sequence[SelectiveAttention],
+        trace: Trace, thinning: Thinning | None, prefill_s: float,
+    ) -> None:  # fmt: skip
+        """Decode rows that were built as one batch; what they say goes into their cells' folders."""
         for row in rows:
             row.complete()
+        lesson, feed, probe, beside = self.lesson, prompt.question_ids, None, []
+        if lesson is not None:
+            beside = lesson.beside(trace, is_plain=thinning is None)
+            feed, probe = lesson.feed, lesson.task.probe(sample, lesson, rows)
         trace.settle()
-        prefill_s = trace.seconds - build_seconds
-        self.progress.stage(
-            f"{sample.id}: answering, {len(rows)} at once", n_new - (not prompt.question_ids)
-        )
+        n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
+        self.progress.stage(f"{sample.id}: answering, {len(rows)} at once", n_steps)
         decoded = decode(
-            self.model, trace, rows,
-            max_new_tokens=sample.max_new_tokens, stop_ids=self.stops(sample), feed=prompt.question_ids,
-            on_step=lambda step, speaking: self.progress.advance(),
+            self.model, trace, [*rows, *beside],
+            max_new_tokens=0 if lesson else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
+            min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=probe,
         )  # fmt: skip
-        for cell, row, answer in zip(cells, rows, decoded.answers, strict=True):
-            self.keep(cell, self.line(sample, prompt, cell, row, answer, decoded, prefill_s), row)
+        marks = [None] * len(rows) if probe is None else probe.marks()
+        answers = decoded.answers[: len(rows)]
+        for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
+            line = self.line(sample, prompt, cell, row, answer, decoded, prefill_s, mark)
+            if row.store.accesses:
+                accesses.write(file_beside(cell, "accesses", sample, "npz"), row.store)
+            self.keep(cell, line, row)
+
+    def time(self, sample: Sample, prompt: Prompt, cell: Cell, thinning: Thinning | None) -> None:
+        """The task's own passes, of this cell and of full attention in turn."""
+        task = cell.task
+        assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
+        variant = Variant(
+            lambda trace, n_new: cell.kind(
+                cell.params, cell.request, trace, n_new, cell.settings.cache
+            ),
+            cell.kind.observations(cell.params, cell.plan(len(prompt.context_ids))),
+            thinning,
+        )
+        self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
+        timing = task.measure(self.model, variant, sample, self.progress.advance)
+        if cell.settings.trace:
+            timing.record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+        line = self.line(
+            sample, prompt, cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.mark
+        )  # fmt: skip
+        self.keep(cell, line, timing.row)
+
+    @contextmanager
+    def traced(self, sample: Sample, cells: Sequence[Cell]) -> Iterator[None]:
+        """With `trace=true`, where the time went, as a file in each folder."""
+        if not self.first.settings.trace:
+            yield
+            return
+        with recording(self.model.device) as record:
+            yield
+        for cell in cells:
+            record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+
+    def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
+        """The sample's continuation, where the task feeds one."""
+        task = self.first.task
+        if not task.teaches:
+            return None
+        assert isinstance(task, Taught), f"{task.name} teaches and is no Taught"
+        return Lesson(self.model, task, sample, prompt, self.stops(sample))
 
     def stops(self, sample: Sample) -> frozenset[int]:
         chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
@@ -340,27 +555,24 @@ class Group:
         answer: Answer,
         decoded: Decoded,
         prefill_s: float,
+        mark: Mark | None,
     ) -> SampleRow:
         text = answer_text(
             sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True)
         )
-        n_steps = (
-            len(prompt.question_ids) + len(answer.ids) - 1
-            if prompt.question_ids
-            else len(answer.ids) - 1
-        )
-        steps = decoded.step_seconds[:n_steps]
+        n_steps = len(prompt.question_ids) + len(answer.ids) - 1
+        steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
         ledger = row.store.ledger.summary(row.budget, cell.shape, row.exempt_layers())
         report = row.report()
         return SampleRow(
             id=sample.id,
-            prompt_sha256=prompt_hash([*prompt.context_ids, *prompt.question_ids]),
+            prompt_sha256=sample_hash(sample, prompt),
             prompt_tokens=len(prompt),
             original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
             generated_tokens=len(answer.ids),
             prediction=text,
             references=list(sample.references),
-            score=cell.task.score(sample, text),
+            score=cell.task.score(sample, text) if mark is None else mark.score,
             status="ok",
             error=None,
             prefill_s=prefill_s,
@@ -373,24 +585,22 @@ class Group:
                 for key, value in sample.fields.items()
                 if key != "original_prompt_tokens"
             }
+            | ({} if mark is None else mark.fields)
+            | ({"metric": cell.task.metric} if cell.task.metric else {})
             | ({"method_report": report} if report else {}),
         )
 
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
         self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
 
-    def scores(self) -> str:
+    def standings(self) -> list[Standing]:
         """Scores so far, for whoever watches."""
-        parts = []
-        for cell in self.cells[:4]:
-            got = [row.score for row in self.folders[cell.path].rows if row.score is not None]
-            mean = f"{sum(got) / len(got):.3f}" if got else "out of memory"
-            parts.append(f"{cell.settings.method.name} {mean}" if len(self.cells) > 1 else mean)
-        return "  ".join(parts) + ("  …" if len(self.cells) > 4 else "")
+        return [standing(cell, self.folders[cell.path].rows) for cell in self.cells]
 
     def finish(self, cell: Cell) -> None:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
+        folder.sort(self.ids)
         result = summarise(folder.rows, facts(cell))
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         cell.task.artifacts(folder.path, [row.to_dict() for row in folder.rows], title)
@@ -404,12 +614,25 @@ class Group:
         )
 
 
+def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
+    """A cell's score so far."""
+    score = combined(rows, cell.task.metric)
+    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
+
+
 def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, list[Cell]]:
     """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
     shared: dict[Thinning | None, list[Cell]] = {}
     for cell in cells:
         shared.setdefault(cell.kind.thinning(cell.plan(s_prompt)), []).append(cell)
-    return shared
+    return dict(
+        sorted(shared.items(), key=lambda pass_: pass_[0] is not None)
+    )  # the ordinary pass first
+
+
+def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
+    """A file of one sample in the run's folder."""
+    return cell.path / f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', sample.id)}.{suffix}"
 
 
 def facts(cell: Cell) -> RunFacts:
@@ -442,6 +665,7 @@ def facts(cell: Cell) -> RunFacts:
         git_sha=git_sha(),
         peak_rss_bytes=peak_rss_bytes(),
         notes=notes,
+        metric=cell.task.metric,
     )
 
 
@@ -449,7 +673,7 @@ def out_of_memory(sample: Sample, prompt: Prompt, reason: str) -> SampleRow:
     """The line of a sample that did not fit."""
     return SampleRow(
         id=sample.id,
-        prompt_sha256=prompt_hash([*prompt.context_ids, *prompt.question_ids]),
+        prompt_sha256=sample_hash(sample, prompt),
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
         generated_tokens=0,
@@ -467,6 +691,11 @@ def out_of_memory(sample: Sample, prompt: Prompt, reason: str) -> SampleRow:
             key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"
         },
     )
+
+
+def sample_hash(sample: Sample, prompt: Prompt) -> str:
+    """Of what is read and what is fed."""
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -29,7 +29,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "ratio", "budget", "comm", "compensate", "cache"),
-    *("compression_scope", "seed", "limit", "dtype", "device", "data_dir", "out"),
+    *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
+    *("out", "trace", "sweep", "accesses", "logger"),
 )
 
 
@@ -52,10 +53,56 @@ class ModelSpec:
 class Part:
     """A chosen method or task: its name, its class, and its parameters as the YAML has them."""
 
-    group: str  # "method" or "task"
+    group: str  # "method", "task" or "logger"
     name: str  # the file in conf/<group>
     target: str  # "methods.oracle.Oracle"
     params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RayPool:
+    """Where Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
+
+    address: str | None
+    shards: int
+    cpus: int
+    gpus: Fraction
+    retries: int
+
+    def __post_init__(self) -> None:
+        at_least(1, "hydra.launcher.shards", self.shards)
+        at_least(1, "hydra.launcher.cpus", self.cpus)
+        at_least(0, "hydra.launcher.gpus", self.gpus)
+        at_least(0, "hydra.launcher.retries", self.retries)
+
+
+@dataclass(frozen=True)
+class SlurmPool:
+    """Where Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
+
+    cluster: str
+    folder: str | None
+    shards: int
+    partition: str | None
+    account: str | None
+    timeout_min: int
+    cpus: int
+    gpus: int
+    mem_gb: int | None
+    retries: int
+
+    def __post_init__(self) -> None:
+        one_of("hydra.launcher.cluster", self.cluster, ("slurm", "local"))
+        at_least(1, "hydra.launcher.shards", self.shards)
+        at_least(1, "hydra.launcher.timeout_min", self.timeout_min)
+        at_least(1, "hydra.launcher.cpus", self.cpus)
+        at_least(0, "hydra.launcher.gpus", self.gpus)
+        at_least(1, "hydra.launcher.mem_gb", self.mem_gb)
+        at_least(0, "hydra.launcher.retries", self.retries)
+
+
+Pool = RayPool | SlurmPool
+POOLS = {"ray": RayPool, "submitit_slurm": SlurmPool}  # by the file in conf/hydra/launcher
 
 
 @dataclass(frozen=True)
@@ -72,9 +119,15 @@ class Settings:
     limit: int | None
     dtype: str
     device: str
+    weights: str  # "trained", or "random" where only time is asked for
     data_dir: str | None
     out: Path | None
+    logger: Part  # where a copy of a finished run goes
+    trace: bool  # write where the time went
+    accesses: bool  # write what was fetched
     is_sweep: bool  # then `out` is the parent of the run's folder
+    max_variants: int | None  # decoded at once; None: as many as memory holds
+    pool: Pool | None  # of workers on this or other machines; None: in this process
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
@@ -94,11 +147,18 @@ class Settings:
             "dtype": self.dtype,
             "device": self.device,
             "data_dir": self.data_dir,
-        }
+        } | ({} if self.weights == "trained" else {"weights": self.weights})
 
 
-def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False) -> Settings:
-    """`names` says which file of each group was chosen (Hydra's `runtime.choices`)."""
+def settings(
+    cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None
+) -> Settings:
+    """`names` says which file of each group was chosen (Hydra's `runtime.choices`).
+
+    `launcher` is the configuration of the chosen one, where `cfg` does not hold it.
+    """
+    if launcher is None:
+        launcher = OmegaConf.select(cfg, "hydra.launcher")
     tree = plain(cfg)
     same_names("", tree, KEYS)
     out = convert(tree["out"], Path | None, "out")
@@ -118,10 +178,45 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False) 
         limit=at_least(1, "limit", convert(tree["limit"], int | None, "limit")),
         dtype=one_of("dtype", tree["dtype"], DTYPES),
         device=device(tree["device"]),
+        weights=one_of("weights", tree["weights"], ("trained", "random")),
         data_dir=convert(tree["data_dir"], str | None, "data_dir"),
         out=out.expanduser() if out else None,
+        logger=part("logger", names.get("logger", "none"), tree["logger"]),
+        trace=convert(tree["trace"], bool, "trace"),
+        accesses=convert(tree["accesses"], bool, "accesses"),
         is_sweep=is_sweep,
+        max_variants=max_variants(tree["sweep"]),
+        pool=pool(names.get("hydra/launcher"), launcher),
     )
+
+
+@dataclass(frozen=True)
+class SweepSpec:
+    """How the cells of a sweep are run; changes no result."""
+
+    max_variants: int | str
+
+    def __post_init__(self) -> None:
+        if self.max_variants != "auto" and (
+            isinstance(self.max_variants, str) or self.max_variants < 1
+        ):
+            raise ConfigError(
+                f"sweep.max_variants={self.max_variants} is not allowed; use auto or a whole number from 1"
+            )
+
+
+def max_variants(tree: Any) -> int | None:
+    """How many variants may be decoded at once; None for `auto`."""
+    spec = build(SweepSpec, tree, "sweep")
+    return None if spec.max_variants == "auto" else spec.max_variants
+
+
+def pool(name: str | None, launcher: Any) -> Pool | None:
+    """Where the chosen launcher asks samples; None for those that stay in this process."""
+    if name not in POOLS:
+        return None
+    given = {key: value for key, value in launcher.items() if key != "_target_"}
+    return build(POOLS[name], given, "hydra.launcher")
 
 
 def load_class(part: Part) -> type:
@@ -248,7 +343,7 @@ def one_of(key: str, value: Any, allowed: Iterable[Any]) -> Any:
     return value
 
 
-def at_least(lowest: int, key: str, value: int | None) -> Any:
+def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
     if value is not None and value < lowest:
         raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
     return value

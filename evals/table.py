@@ -6,18 +6,18 @@ the lines wrap. "-" was not measured.
 Not here: tables over many runs (`plots/tables.py`), which read the folders again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from evals.results import RunResult
+from evals.results import METRICS, RunResult
 
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
-NUMBERS = (
-    *("score", "95 %", "n", "tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
+NUMBERS = (  # behind the score, which is called what it is, its interval and n
+    *("tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
     *("device\nMB", "host\nMB", "prefill\ns", "s\n/token"),
 )
 
@@ -42,13 +42,15 @@ def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
     view = Table(box=None, pad_edge=False)
     for name in ("method", *(TEXTS[i] for i in differing)):
         view.add_column(name, vertical="bottom")
-    for name in NUMBERS:
+    measures = measured([result for _, result in done])
+    for name in (score_name(result for _, result in done), "95 %", "n", *measures, *NUMBERS):
         view.add_column(name, justify="right")
     view.add_column("folder")
     for (folder, result), row in zip(done, shown, strict=True):
         label = " ".join([result.method_label, *varied(result, [other for _, other in done])])
         label += "" if result.status == "ok" else " (out of memory)"
-        view.add_row(label, *(row[i] for i in differing), *numbers(result), str(folder))
+        cells = *score(result), *means(result, measures), *numbers(result)
+        view.add_row(label, *(row[i] for i in differing), *cells, str(folder))
     return " · ".join(shared), view
 
 
@@ -76,14 +78,43 @@ def texts(result: RunResult) -> tuple[str, ...]:
     )
 
 
-def numbers(result: RunResult) -> tuple[str, ...]:
-    """The columns of `NUMBERS`."""
+def score_name(results: Iterable[RunResult]) -> str:
+    """What the scores of a table are; "score" where they are different things."""
+    names = {result.metric or "score" for result in results}
+    return names.pop() if len(names) == 1 else "score"
+
+
+def measured(results: Iterable[RunResult]) -> list[str]:
+    """Names of the other figures that a task took, less the one that is its score."""
+    return list(
+        dict.fromkeys(
+            name
+            for result in results
+            for name in result.measures or ()
+            if name != (result.metric or "score")
+        )
+    )
+
+
+def score(result: RunResult) -> tuple[str, ...]:
+    """Score, interval, n."""
     ci = result.score_ci95
-    over = "!" if result.within_budget is False else ""
     return (
         number(result.score, 3),
         "-" if ci is None else f"{ci[0]:.3f} to {ci[1]:.3f}",
         str(result.n_samples),
+    )
+
+
+def means(result: RunResult, names: Sequence[str]) -> list[str]:
+    """The columns of `measured`."""
+    return [number((result.measures or {}).get(name), 4) for name in names]
+
+
+def numbers(result: RunResult) -> tuple[str, ...]:
+    """The columns of `NUMBERS`."""
+    over = "!" if result.within_budget is False else ""
+    return (
         over + number(result.tokens_attended_mean, 1),
         number(result.tokens_budget_mean, 1),
         number(result.bytes_moved_kv_per_step, 1, 1e3),
@@ -106,6 +137,12 @@ def exceeds(value: float | None, bound: float | None) -> bool:
 def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
     lines = [f"{result.method_label}: {note}" for result in results for note in result.notes]
+    is_mixed = len({result.metric for result in results}) > 1
+    for name, task in {(result.metric or "score", result.task): None for result in results}:
+        if is_mixed and name != "score":
+            lines.append(f"the score of {task} is its {name}")
+        if METRICS[name].better == "lower":
+            lines.append(f"{name}: lower is better")
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
     if rows > 1:
         lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")

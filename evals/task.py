@@ -28,11 +28,15 @@ class Sample:
     references: tuple[str, ...] = ()
     max_new_tokens: int = 32
     stop_at_newline: bool = False
+    stop_texts: tuple[str, ...] = ()  # the last token of each ends an answer too
+    min_new_tokens: int = 0  # before that many, nothing ends an answer
     system_prompt: str = ""  # a system turn of the task's own; the model's setting goes before it
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
     fields: Mapping[str, Any] = field(
         default_factory=dict
     )  # task-specific columns, written to samples.jsonl
+    ids: tuple[int, ...] | None = None  # the prompt itself, where a task cuts at tokens
+    forced: tuple[int, ...] | None = None  # tokens fed behind it, in a task that is `Taught`
 
 
 class Task(ABC):
@@ -42,7 +46,11 @@ class Task(ABC):
     version: ClassVar[int]  # raised whenever a prompt or a score changes; part of a run's identity
     dataset: str  # which part of the benchmark this is, as printed in tables
     data_source: str  # "embedded", "local" or "hub"
+    data_digest: str | None = None  # of files that the user named; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
+    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
+    alone: ClassVar[bool] = False  # times its cells, one after another; such a task is a `Latency`
+    teaches: ClassVar[bool] = False  # feeds a given continuation; such a task is a `Taught`
 
     @abstractmethod
     def check(self, shape: ModelShape) -> None:

@@ -1,18 +1,20 @@
-"""`hydra/launcher=fused`: hands all cells of a multirun to the task function at once.
+"""The launcher of every multirun: hands all of its cells to the task function at once.
 
 Hydra's own launchers call the task function cell by cell, and every cell would prefill each sample
 again. Every cell is composed before the first one runs, so a bad cell ends the sweep at once.
 
+`hydra/launcher=fused`, `ray` and `submitit_slurm` are one class. What else stands in their files
+under conf/hydra/launcher says where samples are asked, and goes to the runner with the cells.
+
 Hydra takes launchers from the namespace package `hydra_plugins` only and imports this file at every
 start; so there is no `__init__.py` here, and nothing heavy is imported.
 
-Not here: what runs beside what; the runner groups the cells.
+Not here: what runs beside what (`evals/runner.py`), shards and their workers (`evals/shards.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -20,15 +22,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 
-@dataclass
-class FusedLauncherConf:
-    _target_: str = "hydra_plugins.kvbench_launcher.FusedLauncher"
-
-
-ConfigStore.instance().store(group="hydra/launcher", name="fused", node=FusedLauncherConf)
-
-
 class FusedLauncher(Launcher):
+    def __init__(self, **where: Any) -> None:
+        """The keys of the launcher's file; the runner finds them in each cell's `hydra` node."""
+
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:

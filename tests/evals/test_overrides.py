@@ -40,7 +40,7 @@ def test_what_is_spelt_right_is_passed_on(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
-        (["method=orcale"], "no method 'orcale'; did you mean 'oracle'?"),
+        (["method=orcale"], "no method 'orcale'; did you mean 'oracle'"),
         (["task=neddle"], "no task 'neddle'; did you mean 'needle'?"),
         (["model=lama-3.1-8b"], "no model 'lama-3.1-8b'; did you mean 'llama-3.1-8b'"),
         (["method=null"], "no method 'null'"),

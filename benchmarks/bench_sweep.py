@@ -1,0 +1,207 @@
+"""A sweep of twenty variants against its cells one by one, and against full attention alone.
+
+Ten methods at two ratios are asked a few samples, always to the last new token. Each sample is a pair: what twenty runs
+spend on it, and what one fused run does, with the same loaded model and all that a run writes. In float32 both must say
+the same, and that is checked first; in 16 bits the number of equal answers is printed, because a batch of another
+height rounds differently.
+
+With `--memory`, the largest resident size of a fused run and of full attention, each in a process of its own. With
+`--profile`, where the fused run's time goes, by the engine's spans and by Python's functions.
+
+Not here: single methods (`bench_step.py`), the time to load a model.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from benchmarks.paired import measure, record
+from engine.spans import recording
+from evals.overrides import CONF
+from evals.progress import Progress
+from evals.results import peak_rss_bytes, read_samples
+from evals.runner import Group, Models, open_folders, prepare
+from evals.settings import Settings, settings
+from evals.task import Sample
+
+METHODS = "streamingllm,snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen"
+RATIOS = ("0.1", "0.2")
+MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
+
+
+class Unstopped(Group):
+    """Answers have the length that was asked for."""
+
+    def stops(self, sample: Sample) -> frozenset[int]:
+        return frozenset()
+
+
+def cells(options: argparse.Namespace, methods: Sequence[str], out: Path) -> list[Settings]:
+    depths = ",".join(f"{100 * i / max(1, options.samples - 1):g}" for i in range(options.samples))
+    words = [
+        *("task=needle", "task.source=embedded", f"task.lengths=[{options.tokens}]"),
+        *(
+            f"task.depths=[{depths}]",
+            f"task.max_new_tokens={options.new}",
+            f"dtype={options.dtype}",
+        ),
+        *("device=cpu", f"out={out}", f"sweep.max_variants={options.max_variants}"),
+    ]
+    made = []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for method in methods:
+            for ratio in RATIOS if method != "full" else RATIOS[:1]:
+                given = [*words, f"method={method}", f"ratio={ratio}"]
+                cfg = compose("config", given, return_hydra_config=True)
+                made.append(settings(cfg, cfg.hydra.runtime.choices, is_sweep=True))
+    return made
+
+
+@contextmanager
+def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[list[Group]]:
+    """Groups that are ready to be asked one sample after the other."""
+    with ExitStack() as stack:
+        made: list[Group] = []
+        for group in groups:
+            ready = prepare(group)
+            made.append(Unstopped(ready, open_folders(ready, stack)))
+            made[-1].model = models.get(ready[0].settings)
+            made[-1].read_samples(made[-1].model.tokenizer)
+            made[-1].missing()
+            made[-1].progress = Quiet("", 0, 0)
+        if made:
+            stack.enter_context(made[0].model.hooked())
+        yield made
+
+
+class Quiet(Progress):
+    def say(self, line: str) -> None:
+        """Only what is measured is printed."""
+
+
+def asking(groups: Sequence[Group]) -> Callable[[], float]:
+    """Ask all of them the next sample: seconds."""
+    at = iter(range(groups[0].n))
+
+    def ask() -> float:
+        i = next(at)
+        start = perf_counter()
+        for group in groups:
+            group.ask(group.samples[i])
+        return perf_counter() - start
+
+    return ask
+
+
+def answers(folder: Path) -> dict[tuple[str, str], str]:
+    """Predictions by run and sample."""
+    return {
+        (path.parent.name, row.id): row.prediction
+        for path in folder.glob("*/samples.jsonl")
+        for row in read_samples(path.parent)
+    }
+
+
+def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
+    models = Models()
+    fused = cells(options, methods, scratch / "fused")
+    alone = [[one] for one in cells(options, methods, scratch / "alone")]
+    full = [cells(options, ["full"], scratch / name) for name in ("full", "full again")]
+    again = cells(options, methods, scratch / "again")
+    warm = argparse.Namespace(**vars(options) | {"tokens": 600})
+    with opened([cells(warm, methods, scratch / "warm")], models) as groups:
+        asking(groups)()
+    name = models.get(prepare(fused[:1])[0].settings).shape.name
+    shape = f"{len(fused)} variants, {options.tokens} tokens, {options.new} new, {name}"
+    dtype = str(models.model.dtype).removeprefix("torch.")
+
+    with opened([fused, full[0], again, full[1], *alone], models) as groups:
+        one_by_one, together = asking(groups[4:]), asking(groups[:1])
+        pairs = measure(one_by_one, together, options.samples, warm_up=0)
+        beside_full = measure(asking(groups[1:2]), asking(groups[2:3]), options.samples, warm_up=0)
+    ours, theirs = answers(scratch / "fused"), answers(scratch / "alone")
+    n_same = sum(ours[key] == said for key, said in theirs.items())
+    print(f"{n_same} of {len(theirs)} answers are the same fused and alone ({dtype})")
+    assert ours.keys() == theirs.keys()
+    assert dtype != "float32" or n_same == len(theirs), "fused and alone say different things"
+    record("sweep: fused against one by one", shape, dtype, pairs)
+    record("sweep: fused against full attention alone", shape, dtype, beside_full)
+
+
+def bench_profile(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
+    """Seconds of one fused sample by span, and by function."""
+    models = Models()
+    with opened([cells(options, methods, scratch / "profile")], models) as groups:
+        ask, profile = asking(groups), cProfile.Profile()
+        ask()
+        with recording() as spans:
+            seconds = ask()
+        print(f"one sample, fused: {seconds:.2f} s")
+        named = spans.seconds()
+        for name, part in named.items():
+            print(f"  {name:<24} {part:8.2f} s {part / seconds:7.1%}")
+        print(f"  {'outside of all spans':<24} {seconds - sum(named.values()):8.2f} s")
+        profile.runcall(ask)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(options.functions)
+
+
+def bench_memory(options: argparse.Namespace) -> None:
+    """Largest resident sizes, each measured in a process of its own."""
+    peak = {}
+    for which in ("full", options.methods):
+        command = [sys.executable, __file__, "--peak", "--methods", which, "--samples", "1"]
+        for key in ("tokens", "new", "dtype", "max_variants"):
+            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peak[which] = json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"]
+    gain = peak[options.methods] - peak["full"]
+    print(
+        f"peak memory at {options.tokens} tokens: full {peak['full'] / 1e9:.2f} GB, fused "
+        f"{peak[options.methods] / 1e9:.2f} GB; {gain / 1e9:+.2f} GB of {MAX_GAIN_BYTES / 1e9:.1f} allowed"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-variants", default="auto")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--functions", type=int, default=30, help="of the profile")
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.tokens = options.tokens or (8000 if options.memory else 4000)
+    methods = options.methods.split(",")
+    torch.set_grad_enabled(False)
+    with TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        if options.memory:
+            bench_memory(options)
+        elif options.peak:
+            with opened([cells(options, methods, scratch)], Models()) as groups:
+                asking(groups)()
+            print(json.dumps({"peak_rss_bytes": peak_rss_bytes()}))
+        elif options.profile:
+            options.samples = max(3, options.samples)
+            bench_profile(options, methods, scratch)
+        else:
+            bench_time(options, methods, scratch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""Samples of a sweep on many workers: `hydra/launcher=ray` and `submitit_slurm`.
+
+The samples that a group of cells still misses are divided into shards. A worker loads the model and asks its shard's
+samples, all cells of the group at once as `evals/runner.py` does; each cell's answers go into a run's folder of their
+own, `shards/NAME` below the cell's. The process that was started holds the cells' folders meanwhile. When a shard has
+ended it takes the answers over, and when all have, it puts them into the task's order: what is left is what one
+process would have left.
+
+A worker that is lost takes nothing along but the sample that it was at: its shard is given to another one, which finds
+the answers that are there. So does the same command, after whatever end, with this or another launcher.
+
+All machines must see the folders of the runs and this checkout under the same paths.
+
+Not here: the workers' life, which is Ray's or Slurm's.
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.model import load_tokenizer
+from evals.progress import Progress, Standing
+from evals.results import RunFolder, RunResult, SampleRow
+from evals.runner import (
+    ROOT,
+    RUNS,
+    Cell,
+    Group,
+    load_model,
+    log,
+    open_folders,
+    prepare,
+    results_of,
+    standing,
+)
+from evals.settings import Pool, RayPool, Settings, SlurmPool
+
+LOOK_SECONDS = 1.0  # between two looks at what the workers have answered
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some samples of a group's cells, as they are sent to a worker."""
+
+    name: str
+    cells: tuple[Settings, ...]
+    paths: tuple[Path, ...]  # of each cell's folder
+    answered: tuple[frozenset[str], ...]  # of each cell, before
+    samples: tuple[tuple[int, str], ...]  # place in the task's order, and id
+    cwd: Path
+
+    def folder(self, path: Path) -> Path:
+        """Where a cell's answers go."""
+        return path / "shards" / self.name
+
+
+Ended = tuple[Shard, str | None]  # a shard, and why it was refused
+Run = Callable[[Sequence[Shard], Callable[[], None]], Iterator[Ended]]
+
+
+# --- in the process that was started ---
+
+
+@dataclass
+class Work:
+    """A group whose samples are asked elsewhere."""
+
+    group: Group
+    shards: list[Shard]
+    left: set[str] = field(default_factory=set)  # shards that have not ended
+
+
+def run_groups(groups: Sequence[Sequence[Cell]], pool: Pool) -> dict[Path, RunResult]:
+    """Run groups of cells on a pool of workers: each cell's result."""
+    run = runner(pool)
+    cells = [cell for group in groups for cell in group]
+    with ExitStack() as stack:
+        folders = open_folders(cells, stack)
+        works = []
+        for number, group in enumerate(groups):
+            todo = [cell for cell in group if folders[cell.path].finished is None]
+            if todo:
+                works.append(divide(number, Group(todo, folders), pool.shards))
+        with watching(works, folders) as look:
+            ask(works, run, look, folders)
+    return results_of(cells, folders)
+
+
+def divide(number: int, group: Group, n_shards: int) -> Work:
+    """Cut what a group misses into shards; neighbours go to different ones, as their lengths are alike."""
+    spec = group.first.settings.model
+    if group.first.task.alone:
+        raise ConfigError(
+            f"task={group.first.task.name} takes times, which workers beside each other would spoil; use "
+            "hydra/launcher=fused"
+        )
+    group.read_samples(
+        load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    )
+    todo = group.missing()
+    n_shards = min(n_shards, len(todo))
+    shards = [
+        Shard(
+            name=f"{number}-{i}-of-{n_shards}",
+            cells=tuple(replace(cell.settings, pool=None) for cell in group.cells),
+            paths=tuple(cell.path.resolve() for cell in group.cells),
+            answered=tuple(
+                frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells
+            ),
+            samples=tuple((at, group.ids[at]) for at in todo[i::n_shards]),
+            cwd=Path.cwd(),
+        )
+        for i in range(n_shards)
+    ]
+    return Work(group, shards, {shard.name for shard in shards})
+
+
+def ask(
+    works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapping[Path, RunFolder]
+) -> None:
+    """Let all shards run, take over what they leave, and finish each group behind its last one."""
+    by_name = {shard.name: work for work in works for shard in work.shards}
+    for work in works:
+        finish(work)
+    for shard, refusal in run([shard for work in works for shard in work.shards], look):
+        if refusal is not None:
+            raise ConfigError(refusal)
+        look()
+        work = by_name[shard.name]
+        for cell, path in zip(work.group.cells, shard.paths, strict=True):
+            folders[cell.path].take(shard.folder(path))
+        work.left.discard(shard.name)
+        finish(work)
+
+
+def finish(work: Work) -> None:
+    if not work.left:
+        for cell in work.group.cells:
+            work.group.finish(cell)
+
+
+@contextmanager
+def watching(
+    works: Sequence[Work], folders: Mapping[Path, RunFolder]
+) -> Iterator[Callable[[], None]]:
+    """A live view of what the workers answer; what it yields is to be called now and then."""
+    watches = [Watch(work, folders) for work in works]
+
+    def standings() -> list[Standing]:
+        return [one for watch in watches for one in watch.standings()]
+
+    n = sum(work.group.n for work in works)
+    n_left = sum(len(shard.samples) for work in works for shard in work.shards)
+    n_shards = sum(len(work.shards) for work in works)
+    title = f"{len(works)} group{'s' * (len(works) != 1)} in {n_shards} shards"
+    with Progress(title, n, n - n_left, standings()) as progress:
+
+        def look() -> None:
+            for watch in watches:
+                for id in watch.news():
+                    progress.sample_done(id, standings())
+
+        yield look
+
+
+class Watch:
+    """What the workers of a group have answered so far."""
+
+    def __init__(self, work: Work, folders: Mapping[Path, RunFolder]) -> None:
+        self.work = work
+        self.rows = {
+            cell.path: {row.id: row for row in folders[cell.path].rows} for cell in work.group.cells
+        }
+        self.tails = [
+            (cell.path, Tail(shard.folder(path) / "samples.jsonl"))
+            for shard in work.shards
+            for cell, path in zip(work.group.cells, shard.paths, strict=True)
+        ]
+        self.open = [id for shard in work.shards for _, id in shard.samples]
+
+    def standings(self) -> list[Standing]:
+        return [standing(cell, [*self.rows[cell.path].values()]) for cell in self.work.group.cells]
+
+    def news(self) -> list[str]:
+        """Samples that all cells have answered since the last call."""
+        for path, tail in self.tails:
+            self.rows[path].update((row.id, row) for row in tail.rows())
+        done = [id for id in self.open if all(id in rows for rows in self.rows.values())]
+        self.open = [id for id in self.open if id not in set(done)]
+        return done
+
+
+class Tail:
+    """The lines that another process adds to a file of samples, as far as they are whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.n_bytes = path, 0
+
+    def rows(self) -> list[SampleRow]:
+        """Those that were added since the last call."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.n_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self.n_bytes += len(whole) + len(newline)
+        return [SampleRow.from_json(line.decode()) for line in whole.splitlines()]
+
+
+# --- in a worker ---
+
+
+def ask_shard(shard: Shard) -> str | None:
+    """Ask a shard's samples that nobody has answered; a sentence where that is refused."""
+    try:
+        with at(shard.cwd), ExitStack() as stack:
+            ready = zip(prepare(shard.cells), shard.paths, strict=True)
+            cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
+            answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
+            group = Group(cells, open_folders(cells, stack), answered)
+            group.model = load_model(group.first.settings)
+            group.read_samples(group.model.tokenizer)
+            todo = list(missing(group, shard.samples))
+            n = len(shard.samples)
+            with Progress(f"shard {shard.name}", n, n - len(todo)) as group.progress:
+                group.ask_all(todo)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[int]:
+    """Places of the samples that an earlier worker did not come to."""
+    for i, id in samples:
+        sample = group.samples[i]
+        if sample.id != id:
+            raise ConfigError(
+                f"sample {i} is {sample.id!r} on {socket.gethostname()} and {id!r} where the command was given; "
+                "all machines must read the same data"
+            )
+        if group.check_sample(sample):
+            yield i
+
+
+@contextmanager
+def at(cwd: Path) -> Iterator[None]:
+    """In the folder where the command was given: relative paths count from there."""
+    if not cwd.is_dir():
+        raise ConfigError(
+            f"{socket.gethostname()} has no folder {cwd}; all machines must share the file system"
+        )
+    with chdir(cwd):
+        yield
+
+
+class Resumable:
+    """`ask_shard` as submitit wants it: a job that is preempted or runs out of time is queued again as it is."""
+
+    def __call__(self, shard: Shard) -> str | None:
+        return ask_shard(shard)
+
+    def checkpoint(self, shard: Shard) -> Any:
+        return importlib.import_module("submitit").helpers.DelayedSubmission(self, shard)
+
+
+# --- what runs workers ---
+
+
+def runner(pool: Pool) -> Run:
+    """How shards are run on this pool; refuses what is not installed."""
+    if isinstance(pool, RayPool):
+        ray = extra("ray", "ray")
+        return lambda shards, look: on_ray(ray, pool, shards, look)
+    submitit = extra("submitit", "submitit_slurm")
+    return lambda shards, look: on_submitit(submitit, pool, shards, look)
+
+
+def extra(package: str, launcher: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"hydra/launcher={launcher} needs the package {package}, which is not installed; "
+            f"run pip install -c constraints.txt {package}"
+        ) from None
+
+
+def lost(shard: Shard, n_tries: int, reason: object) -> RuntimeError:
+    return RuntimeError(
+        f"shard {shard.name} was lost {n_tries} times ({reason}); its answers are kept, and the same command goes on"
+    )
+
+
+def on_ray(
+    ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], None]
+) -> Iterator[Ended]:
+    """A task per shard; Ray itself runs one again whose worker was lost."""
+    if not shards:
+        return
+    errors = ray.exceptions
+    losses = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError)
+    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}}
+    if pool.address is None:
+        options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, pool.cpus)}
+        # A worker that Ray ends because memory is short would come back for ever otherwise.
+        options["_system_config"] = {"task_oom_retries": pool.retries}
+    else:
+        reach(pool.address)
+    try:
+        ray.init(pool.address, log_to_driver=False, logging_level="ERROR", **options)
+    except ConnectionError as error:
+        raise no_cluster(pool.address, error) from None
+    try:
+        if ray.cluster_resources().get("GPU", 0) < pool.gpus and pool.address is None:
+            raise ConfigError(
+                f"hydra.launcher.gpus={float(pool.gpus):g} is more than this machine has; use 0 or an address"
+            )
+        task = ray.remote(
+            num_cpus=pool.cpus, num_gpus=float(pool.gpus), max_retries=pool.retries, max_calls=1
+        )(ask_shard)
+        refs = {task.remote(shard): shard for shard in shards}
+        while refs:
+            done, _ = ray.wait(list(refs), timeout=LOOK_SECONDS)
+            look()
+            for ref in done:
+                shard = refs.pop(ref)
+                try:
+                    refusal = ray.get(ref)
+                except losses as error:
+                    raise lost(shard, pool.retries + 1, type(error).__name__) from None
+                yield shard, refusal
+    finally:
+        ray.shutdown()
+
+
+def reach(address: str) -> None:
+    """Refuse a head node that does not answer; Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # auto, which Ray looks up
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise no_cluster(address, error) from None
+
+
+def no_cluster(address: str | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"hydra.launcher.address={address} is no Ray cluster that answers ({error}); start one with "
+        "`ray start --head`, or use null for this machine alone"
+    )
+
+
+def on_submitit(
+    submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: Callable[[], None]
+) -> Iterator[Ended]:
+    """A job per shard; one that ends without a result is submitted again."""
+    if not shards:
+        return
+    folder = Path(pool.folder).expanduser() if pool.folder else RUNS / "submitit"
+    try:
+        executor = submitit.AutoExecutor(folder, cluster=pool.cluster)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"hydra/launcher=submitit_slurm finds no Slurm here ({error}); run it where srun is, or with "
+            "hydra.launcher.cluster=local"
+        ) from None
+    wanted = {
+        "name": "kvbench", "timeout_min": pool.timeout_min, "cpus_per_task": pool.cpus, "gpus_per_node": pool.gpus,
+        "mem_gb": pool.mem_gb, "slurm_partition": pool.partition, "slurm_account": pool.account,
+    }  # fmt: skip
+    executor.update_parameters(**{key: value for key, value in wanted.items() if value is not None})
+    tries = dict.fromkeys((shard.name for shard in shards), 1)
+    with python_path():
+        jobs = {executor.submit(Resumable(), shard): shard for shard in shards}
+        try:
+            while jobs:
+                sleep(LOOK_SECONDS)
+                look()
+                for job in [job for job in jobs if job.done()]:
+                    shard, error = jobs.pop(job), job.exception()
+                    if error is None:
+                        yield shard, job.result()
+                    elif isinstance(error, submitit.core.utils.FailedJobError):
+                        raise error
+                    elif tries[shard.name] > pool.retries:
+                        raise lost(shard, tries[shard.name], f"logs in {folder}")
+                    else:
+                        log(f"job {job.job_id} of shard {shard.name} was lost; submitting it again")
+                        tries[shard.name] += 1
+                        jobs[executor.submit(Resumable(), shard)] = shard
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+@contextmanager
+def python_path() -> Iterator[None]:
+    """Jobs inherit the environment, and find this checkout by it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before

@@ -1,0 +1,84 @@
+"""How many variants are decoded at once: `sweep.max_variants`, or as many as the free memory holds.
+
+What a variant will hold is bounded from its budget, as its ledger will count it: K and V of the tokens that stay on the
+device and of all that is generated, and for one that retrieves something to find tokens with, at most as large as the
+prompt's keys. Variants that do not fit beside each other are decoded one wave after the other, from the same prefill.
+
+Not here: what happens when memory runs out all the same (`evals/runner.py`).
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine.budget import Budget
+from engine.shapes import ModelShape
+
+SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
+PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[slice]:
+    """Variants of these sizes in order, in runs that fit into the room; `limit` alone decides where it is given."""
+    found, start, used = [], 0, 0
+    for i, size in enumerate(n_bytes):
+        is_full = i - start == limit if limit is not None else used + size > room_bytes
+        if i > start and is_full:
+            found.append(slice(start, i))
+            start, used = i, 0
+        used += size
+    return [*found, slice(start, len(n_bytes))]
+
+
+def variant_bytes(
+    budget: Budget, shape: ModelShape, n_new: int, drops: bool, element_bytes: int
+) -> int:
+    """Bound of what a variant allocates on its device beside the prompt's own K and V."""
+    values = len(shape.full_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
+    if budget.is_full:
+        return 2 * values * n_new
+    index = 0 if drops else values * budget.s_prompt
+    return 2 * values * (budget.tokens + 2 * n_new) + index
+
+
+def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, device: torch.device) -> int:
+    """Memory for variants, once a prompt of so many tokens was read."""
+    token = 2 * len(shape.full_layers) * shape.h_kv * shape.d_h
+    passing = PASS_VALUES * (shape.d_model or shape.h * shape.d_h)
+    return int(SHARE * free_bytes(device)) - s_prompt * element_bytes * (token + passing)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What may still be allocated on a device."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return min(free_ram_bytes(), free_cgroup_bytes())
+
+
+def free_ram_bytes() -> int:
+    """The machine's available memory; half of all where the system does not say what is available."""
+    if MEMINFO.is_file():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def free_cgroup_bytes() -> int:
+    """What a container's limit leaves; its page cache counts as free. Unlimited without such a limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        text = (CGROUP / limit).read_text().strip() if (CGROUP / limit).is_file() else "max"
+        if text == "max":
+            continue
+        stat = dict(line.split() for line in (CGROUP / cache).read_text().splitlines())
+        freeable = int(stat.get("inactive_file", 0))
+        return int(text) - int((CGROUP / used).read_text()) + freeable
+    return 1 << 62

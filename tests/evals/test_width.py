@@ -1,0 +1,82 @@
+"""How many variants fit beside each other."""
+
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.budget import BudgetRequest, resolve
+from engine.prefill import prefill
+from evals import width
+from evals.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
+from methods.full import Full
+from methods.oracle import Oracle
+from methods.streamingllm import StreamingLLM
+from tests.tiny import prompt, tiny
+from tests.vectors import built
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    st.integers(0, 120),
+    st.none() | st.integers(1, 8),
+)
+def test_waves_keep_order_and_overflow_only_with_a_single_variant(
+    sizes: list[int], room: int, limit: int | None
+) -> None:
+    found = [sizes[where] for where in waves(sizes, room, limit)]
+    assert [size for wave in found for size in wave] == sizes
+    assert all(found)
+    if limit is None:
+        assert all(sum(wave) <= room or len(wave) == 1 for wave in found)
+        pairs = pairwise(found)
+        assert all(sum(wave) + after[0] > room for wave, after in pairs), (
+            "a wave ended with room left"
+        )
+    else:
+        assert all(len(wave) == limit for wave in found[:-1])
+
+
+@pytest.mark.parametrize("ratio", ["1/10", "1/2", "1"])
+def test_the_bound_holds_for_what_variants_allocate(ratio: str) -> None:
+    model, n_new = tiny(), 12
+    request = BudgetRequest(Fraction(ratio), None, Fraction(1, 16))
+    with model.hooked():
+        trace = prefill(model, prompt(200))
+    rows = [
+        Full(Full.Params(), request, trace, n_new),
+        Oracle(
+            Oracle.Params("group_sum", 8, Fraction(1, 2), "inside", "fair", "renormalise"),
+            request,
+            trace,
+            n_new,
+        ),
+        StreamingLLM(StreamingLLM.Params(4, "inside", "original"), request, trace, n_new),
+    ]
+    shared = 2 * trace.keys(0).nbytes * len(trace.shape.full_layers)
+    for row in map(built, rows):
+        bound = variant_bytes(row.budget, trace.shape, n_new, row.drops, element_bytes=4)
+        own = row.store.allocated_bytes() - (shared if row.budget.is_full else 0)
+        assert 0 < own <= bound
+
+
+def test_a_retrieving_variant_is_given_room_for_an_index() -> None:
+    shape = tiny().shape
+    budget = resolve(BudgetRequest(Fraction(1, 10), None, Fraction(0)), 1000, drops=False)
+    sizes = [variant_bytes(budget, shape, 8, drops, element_bytes=2) for drops in (False, True)]
+    assert sizes[0] - sizes[1] == 1000 * 2 * shape.h_kv * shape.d_h * shape.n_layers
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(width, "CGROUP", tmp_path)
+    assert 0 < free_bytes(torch.device("cpu")) < free_cgroup_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert 0 < free_bytes(torch.device("cpu")) < free_cgroup_bytes()
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 250\n")
+    assert free_bytes(torch.device("cpu")) == 550

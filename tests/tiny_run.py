@@ -1,0 +1,65 @@
+"""Runs of a model of a few thousand weights through the same door as run.py, for the tests of tasks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from evals.results import RunResult, SampleRow, read_samples
+from evals.runner import run_cells
+from evals.settings import Settings, settings
+from tests.tiny import COMMON
+from tests.tiny_tokenizer import tiny_tokenizer
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+WINDOW = 1024
+
+
+def save_tiny(folder: Path) -> Path:
+    """A random Llama with a tokenizer that puts a BOS in front, as a folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    tokenizer = tiny_tokenizer(None, adds_bos=True)
+    changes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": WINDOW,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    config = LlamaConfig(**COMMON | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.data.normal_(std=0.25)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def cell(words: Sequence[str], out: Path, is_sweep: bool = False) -> Settings:
+    """Settings of one run, by the words of a command line; `method=` and `task=` are among them."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(
+            "config",
+            [*words, "dtype=float32", "device=cpu", f"out={out}"],
+            return_hydra_config=True,
+        )
+    return settings(cfg, cfg.hydra.runtime.choices, is_sweep)
+
+
+def run(words: Sequence[str], out: Path) -> tuple[RunResult, list[SampleRow]]:
+    """One run: its result and samples."""
+    ((folder, result),) = run_cells([cell(words, out)])
+    return result, read_samples(folder)
+
+
+def sweep(
+    words: Sequence[str], variants: Sequence[Sequence[str]], out: Path
+) -> list[tuple[RunResult, list[SampleRow]]]:
+    """Runs side by side, in the order of the variants."""
+    done = run_cells([cell([*words, *variant], out, is_sweep=True) for variant in variants])
+    return [(result, read_samples(folder)) for folder, result in done]
