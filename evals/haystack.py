@@ -48,7 +48,7 @@ def hide(
 
 @dataclass(frozen=True)
 class Grid:
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # none: as the model's window allows
     depths: tuple[float, ...]  # percent
     seeds: int  # random-value needles per cell
 
@@ -74,6 +74,7 @@ GRIDS = {
     "8k": Grid(steps(8_000), PAPER_DEPTHS, 3),
     "32k": Grid(steps(32_000), PAPER_DEPTHS, 3),
     "128k": Grid(steps(128_000), PAPER_DEPTHS, 3),
+    "window": Grid((), PAPER_DEPTHS, 3),
     "original": Grid(
         tuple(round(1000 + 15_000 * i / 34) for i in range(35)), spaced_depths(35, "linear"), 1
     ),

@@ -19,7 +19,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import version_info
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
 from evals import data
-from evals.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths
+from evals.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.heatmap import draw_heatmap, pivot, write_table
 from evals.task import Sample, Task
 
@@ -223,12 +223,12 @@ class Params:
         self._check_random()
 
     def _check_grid(self) -> None:
-        smallest = self.reserve + NEEDLE_ROOM * self.needles
-        if min(self.cells().lengths, default=0) < smallest:
+        follows_window = self.lengths is None and not self.cells().lengths
+        if not follows_window and min(self.cells().lengths, default=0) < self.shortest:
             raise ConfigError(
                 f"task.lengths={list(self.cells().lengths)} leaves no haystack beside "
                 f"{self.needles} needle(s) and task.buffer={self.reserve}; give lengths of "
-                f"{smallest} or more"
+                f"{self.shortest} or more"
             )
         for name, values in (("lengths", self.cells().lengths), ("depths", self.cells().depths)):
             if len(set(values)) < len(values):
@@ -273,12 +273,20 @@ class Params:
         return 200 if self.snap == "period" else 150
 
     @property
+    def shortest(self) -> int:
+        """The shortest length that has room for its needles, in tokens."""
+        return self.reserve + NEEDLE_ROOM * self.needles
+
+    @property
     def answer_tokens(self) -> int:
         """Longest answer, in tokens."""
         return self.max_new_tokens or self.kind.max_new_tokens * self.needles
 
     def cells(self) -> Grid:
-        """The lengths, depths and seeds to ask, with everything explicit applied to the preset."""
+        """The lengths, depths and seeds to ask, with everything explicit applied to the preset.
+
+        No lengths: the model's window says which.
+        """
         preset, depths = GRIDS[self.grid], self.depths
         if isinstance(depths, int):
             depths = spaced_depths(depths, self.depth_spacing)
@@ -296,6 +304,7 @@ class Needle(Task):
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.grid = params.cells()
         self.essays = self._essays()
         # A folder that was named must hold the data; one that was found may.
         named = params.source == "local" or (params.source == "auto" and data_dir is not None)
@@ -317,15 +326,19 @@ class Needle(Task):
         if not self.params.style_name.startswith("own"):
             data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
-        longest = max(self.params.cells().lengths)
-        if longest > shape.window - room:
+        fitting = shape.window - room
+        if not self.params.cells().lengths:
+            lengths = tuple(one for one in steps(fitting) if one >= self.params.shortest)
+            self.grid = replace(self.grid, lengths=lengths)
+        if not self.grid.lengths or max(self.grid.lengths) > fitting:
+            longest = max(self.grid.lengths, default=self.params.shortest)
             asked = f"grid={self.params.grid}"
             if self.params.lengths is not None:
                 asked = f"lengths={list(self.params.lengths)}"
             raise ConfigError(
                 f"task.{asked} asks for {longest} tokens, more than the "
                 f"window of {shape.name} holds with the answer; the longest that fits is "
-                f"{shape.window - room}"
+                f"{fitting}"
             )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
@@ -367,7 +380,8 @@ class Cells(Sequence[Sample]):
 
     def __init__(self, task: Needle, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
-        grid = task.params.cells()
+        grid = task.grid
+        assert grid.lengths, "check was not called"
         self.cells = [
             (length, depth, i)
             for length in grid.lengths

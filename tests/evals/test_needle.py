@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,20 @@ def test_the_papers_grids_have_sixteen_lengths_and_ten_depths() -> None:
             10,
             3,
         )
+
+
+def test_the_windows_grid_goes_as_far_as_the_model_reads(tokenizer) -> None:
+    made = task(grid="window", lengths=None, depths=None)
+    made.check(SHAPE)
+    assert made.grid.lengths == tuple(range(512, 8193, 512))
+    longest = made.samples(tokenizer)[-1]
+    prompt = encode(tokenizer, longest, chat="none", system_prompt="", scope="full_prompt")
+    assert 8000 < len(prompt) + longest.max_new_tokens <= 8192
+    # Lengths without room for the needle are left out; a window without room for any is refused.
+    made.check(replace(SHAPE, window=2048))
+    assert made.grid.lengths == tuple(range(384, 2049, 128))
+    with pytest.raises(ConfigError, match=r"task\.grid=window asks for 300 tokens"):
+        made.check(replace(SHAPE, window=256))
 
 
 def test_depths_may_be_a_number_spread_evenly_or_towards_the_ends() -> None:
