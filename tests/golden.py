@@ -12,12 +12,14 @@ from pathlib import Path
 
 from tests import golden_metrics
 from tests.engine import test_blocks, test_budget
+from tests.evals import test_gsm8k, test_infinitebench, test_longbench
 from tests.methods import (
     test_clusterkv,
     test_h2o,
     test_infinigen,
     test_infllm,
     test_oracle,
+    test_pqcache,
     test_pyramidinfer,
     test_pyramidkv,
     test_quest,
@@ -48,7 +50,20 @@ RUNNERS: dict[str, Runner] = {
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,
     "pqcache/oracle_*.npz": test_oracle.run_weight_vectors,
-    "metrics/needle_ruler.json": golden_metrics.run_needle,
+    "pqcache/search_*.npz": test_pqcache.run_vectors,
+    "pqcache/assign_*.npz": test_pqcache.run_vectors,
+    "pqcache/kmeans_*.npz": test_pqcache.run_vectors,
+    "pqcache/trace_*.npz": test_pqcache.run_vectors,
+    "pqcache/iters_*.npz": test_pqcache.run_vectors,
+    "pqcache/fit_*.npz": test_pqcache.run_vectors,
+    "pqcache/bytes_*.npz": test_pqcache.run_vectors,
+    "metrics/longbench_metrics.json": test_longbench.run_metric_vectors,
+    "metrics/longbench_datasets.json": test_longbench.run_dataset_vectors,
+    "metrics/needle_ruler.json": golden_metrics.run_needle_ruler,
+    "metrics/gsm8k_extraction.json": test_gsm8k.run_vectors,
+    "metrics/infinitebench_samples.jsonl": test_infinitebench.run_samples,
+    "metrics/infinitebench_totals.json": test_infinitebench.run_totals,
+    "metrics/infinitebench_tricky.json": test_infinitebench.run_tricky,
 }
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from evals import needle
+from evals import needle, ruler
 
 TOLERANCE = 1e-9
 
@@ -37,3 +37,31 @@ def run_needle(path: Path) -> list[tuple[str, str | None]]:
             difference = None if is_same else f"{ours} instead of {official}"
             results.append((f"needle_scores[{i}].{name}", difference))
     return results
+
+
+def run_ruler(path: Path) -> list[tuple[str, str | None]]:
+    """Each row in needle_ruler.json's `ruler`: the cleaned text, both scores, and both means over all rows."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    results: list[tuple[str, str | None]] = []
+    matches = {"all": ruler.match_all, "part": ruler.match_part}
+    scores: dict[str, list[float]] = {name: [] for name in matches}
+    for i, case in enumerate(data["ruler"]):
+        text = ruler.cleaned(case["prediction"])
+        is_same = text == case["postprocessed"]
+        difference = None if is_same else f"{text!r} instead of {case['postprocessed']!r}"
+        results.append((f"ruler[{i}].postprocessed", difference))
+        for name, match in matches.items():
+            scores[name].append(match(text, case["references"]))
+            ours, official = ruler.percent(scores[name][-1:]), case[name]
+            difference = None if ours == official else f"{ours} instead of {official}"
+            results.append((f"ruler[{i}].{name}", difference))
+    for name, official in data["ruler_aggregate"].items():
+        ours = ruler.percent(scores[name])
+        difference = None if ours == official else f"{ours} instead of {official}"
+        results.append((f"ruler_aggregate.{name}", difference))
+    return results
+
+
+def run_needle_ruler(path: Path) -> list[tuple[str, str | None]]:
+    """All of needle_ruler.json."""
+    return run_needle(path) + run_ruler(path)

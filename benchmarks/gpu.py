@@ -1,0 +1,379 @@
+"""Everything that a GPU has to show, as one command that ends in a table: `python -m benchmarks.gpu`.
+
+1. Copies: bytes per second within the device, and from pinned host memory to it. The first is what kernels are held to.
+2. Kernels: each Triton op against its plain reference on the same inputs, in the shape of a Llama-3.1-8B layer. The
+   error may be twice that of torch in the same dtype, both against float64; selections must be the same. Then time, and
+   bytes over time as a share of the copy's.
+3. Whole methods: time to second token and per token of a model in Llama-3.1-8B's shape with random weights, beside full
+   attention, by length (`evals/latency.py`). What does not fit is `oom`, a result like any other; H2O's sums over the
+   whole prompt take the time that they take.
+
+Rows go to benchmarks/gpu.csv with device and versions. `--device cpu --small` runs all of it in seconds, in Triton's
+interpreter (set TRITON_INTERPRET=1), to see that it runs; its times mean nothing.
+
+Not here: scores, and the same figures for CPUs (`bench_*.py`).
+"""
+
+import argparse
+import csv
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.paired import commit
+from engine.budget import BudgetRequest
+from engine.model import Model, load_random, read_config
+from evals.hardware import FULL_REQUEST, method_of
+from evals.latency import Latency, Variant
+from evals.overrides import CONF
+from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
+from kernels.topk import top_stable, top_stable_ref
+
+RESULTS = Path(__file__).with_name("gpu.csv")
+METHODS = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
+REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
+N_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, and what is chosen of it."""
+
+    h: int
+    h_kv: int
+    d_h: int
+    s: int
+    k: int
+    page_len: int
+    m: int
+    b: int
+
+
+LLAMA = Shape(32, 8, 128, 32768, 1638, 16, 2, 6)
+SMALL = Shape(4, 2, 32, 256, 24, 16, 2, 4)
+
+
+@dataclass
+class Result:
+    """A line of the table; None where it does not apply."""
+
+    what: str
+    shape: str
+    ok: bool
+    error: float | None = None
+    ms: float | None = None
+    reference_ms: float | None = None
+    gb_s: float | None = None
+    note: str = ""
+
+
+# --- 1. copies --------------------------------------------------------------------------------
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, n: int = N_CALLS) -> float:
+    """Median seconds of a call, the first ones left out: they compile."""
+    for _ in range(3):
+        call()
+    if device.type != "cuda":
+        times = []
+        for _ in range(max(3, n // 4)):
+            start = perf_counter()
+            call()
+            times.append(perf_counter() - start)
+        return statistics.median(times)
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+    for start, stop in marks:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(stop) for start, stop in marks) / 1e3
+
+
+def copies(device: torch.device, n_bytes: int) -> Iterator[Result]:
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source), device)
+    shape = f"{n_bytes / 1e6:,.0f} MB"
+    yield Result("copy, device", shape, True, ms=seconds * 1e3, gb_s=2 * n_bytes / seconds / 1e9)
+    if device.type == "cuda":
+        pinned = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+        seconds = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device)
+        yield Result(
+            "copy, host to device", shape, True, ms=seconds * 1e3, gb_s=n_bytes / seconds / 1e9
+        )
+
+
+# --- 2. kernels -------------------------------------------------------------------------------
+
+
+def worst(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).abs().max())
+
+
+def kernels(shape: Shape, device: torch.device) -> Iterator[Result]:
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw).to(device, torch.bfloat16)
+
+    q = normal(1, shape.h, 1, shape.d_h)
+    k, v = (normal(1, shape.h_kv, shape.s, shape.d_h) for _ in range(2))
+    yield attention(shape, q, k, v, draw)
+    yield from pages_of(shape, q, k)
+    yield from clusters_of(shape, k)
+    yield from pq(shape, q, k)
+    scores = torch.rand(shape.h_kv, shape.s, generator=draw).to(device)
+    scores[:, ::3] = 0.5  # ties, of which the lower positions are taken
+    expected = top_stable_ref(scores, shape.k).sort(-1).values
+    yield Result(
+        "top_stable", f"{shape.k} of {shape.s}",
+        torch.equal(top_stable(scores, shape.k).sort(-1).values, expected), 0.0,
+        ms=1e3 * seconds_of(lambda: top_stable(scores, shape.k), device),
+        reference_ms=1e3 * seconds_of(lambda: top_stable_ref(scores, shape.k), device),
+    )  # fmt: skip
+
+
+def attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor, draw: torch.Generator) -> Result:
+    """Attention over chosen tokens, against gathering them for torch's own."""
+    scale, device = shape.d_h**-0.5, q.device
+    chosen = torch.rand(1, shape.h_kv, shape.s, generator=draw).topk(shape.k).indices.to(device)
+    parts = [select_attend.Rows(k, v, chosen)]
+    wide = [select_attend.Rows(k.double(), v.double(), chosen)]
+    exact = select_attend.attend_parts_ref(q.double(), wide, scale)[0]
+    plain = select_attend.attend_parts_ref(q, parts, scale)[0]
+    found = select_attend.select_attend_triton(q, k, v, chosen, scale)[0]
+    error, allowed = worst(found, exact), 2 * worst(plain, exact) + 1e-5
+    seconds = seconds_of(lambda: select_attend.select_attend_triton(q, k, v, chosen, scale), device)
+    return Result(
+        "select_attend", f"{shape.k} of {shape.s} per KV head", error <= allowed, error, 1e3 * seconds,
+        1e3 * seconds_of(lambda: select_attend.attend_parts_ref(q, parts, scale), device),
+        2 * shape.h_kv * shape.k * shape.d_h * 2 / seconds / 1e9,
+    )  # fmt: skip
+
+
+def pages_of(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
+    device, n_pages = q.device, -(-shape.s // shape.page_len)
+    low, high = pages.page_bounds_triton(k, shape.page_len)
+    expected = pages.page_bounds_ref(k, shape.page_len)
+    seconds = seconds_of(lambda: pages.page_bounds_triton(k, shape.page_len), device)
+    yield Result(
+        "page_bounds", f"{n_pages} pages", torch.equal(low, expected[0]) and torch.equal(high, expected[1]),
+        0.0, 1e3 * seconds, 1e3 * seconds_of(lambda: pages.page_bounds_ref(k, shape.page_len), device),
+        k.numel() * 2 / seconds / 1e9,
+    )  # fmt: skip
+    exact = pages.page_scores_ref(q.double(), low.double(), high.double())
+    found, plain = (f(q, low, high) for f in (pages.page_scores_triton, pages.page_scores_torch))
+    error = worst(found, exact)
+    seconds = seconds_of(lambda: pages.page_scores_triton(q, low, high), device)
+    yield Result(
+        "page_scores", f"{n_pages} pages", error <= 2 * worst(plain, exact) + 1e-4, error, 1e3 * seconds,
+        1e3 * seconds_of(lambda: pages.page_scores_torch(q, low, high), device),
+        2 * low.numel() * 2 / seconds / 1e9,
+    )  # fmt: skip
+
+
+def clusters_of(shape: Shape, k: Tensor) -> Iterator[Result]:
+    """ClusterKV's k-means on the device, and its indexing."""
+    device, c = k.device, max(4, shape.s // 80)
+    start = kmeans.draw_points(k[0].float(), c, torch.Generator().manual_seed(0))
+    found = kmeans.kmeans(k[0], start, 5, "cosine")
+    expected = kmeans.kmeans_ref(k[0], start, 5, "cosine")
+    same = float((found.labels == expected.labels).float().mean())
+    seconds = seconds_of(lambda: kmeans.kmeans(k[0], start, 5, "cosine"), device, 5)
+    flops = 6 * 2 * k.numel() * c
+    yield Result(
+        "kmeans, cosine", f"{shape.h_kv} x {shape.s} in {c}, 5 rounds", same > 0.99, 1 - same, 1e3 * seconds,
+        1e3 * seconds_of(lambda: kmeans.kmeans_ref(k[0], start, 5, "cosine"), device, 3),
+        note=f"{flops / seconds / 1e12:.1f} TFLOP/s; error: share of other labels",
+    )  # fmt: skip
+    sizes = found.sizes
+    order = (
+        torch.rand(1, shape.h_kv, c, generator=torch.Generator().manual_seed(1))
+        .to(device)
+        .argsort(-1)
+    )
+    tokens = found.labels.argsort(dim=-1, stable=True)
+    asked = (order, sizes, sizes.cumsum(-1), tokens, shape.k)
+    ours = clusters.cluster_tokens_triton(*asked)
+    yield Result(
+        "cluster_tokens", f"{shape.k} of {shape.s}", torch.equal(ours, clusters.cluster_tokens_ref(*asked)), 0.0,
+        1e3 * seconds_of(lambda: clusters.cluster_tokens_triton(*asked), device),
+        1e3 * seconds_of(lambda: clusters.cluster_tokens_torch(*asked), device),
+    )  # fmt: skip
+
+
+def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
+    """PQCache's fit, codes and search."""
+    device, c, d_m = q.device, 2**shape.b, shape.d_h // shape.m
+    points = k[0].float().unflatten(-1, (shape.m, d_m)).transpose(1, 2).flatten(0, 1).contiguous()
+    idx = torch.randperm(shape.s, generator=torch.Generator().manual_seed(0))[:c].to(device)
+    found, expected = (f(points, idx, 5) for f in (pq_fit.pq_fit, pq_fit.pq_fit_ref))
+    objective = float((found.inertia / expected.inertia - 1).abs().max())
+    seconds = seconds_of(lambda: pq_fit.pq_fit(points, idx, 5), device, 5)
+    shape_text = f"{len(points)} x {shape.s} x {d_m} in {c}, 5 rounds"
+    yield Result(
+        "pq_fit", shape_text, objective < 5e-3, objective, 1e3 * seconds,
+        1e3 * seconds_of(lambda: pq_fit.pq_fit_ref(points, idx, 5), device, 3),
+        note="error: of the objective",
+    )  # fmt: skip
+    centroids = expected.centroids.unflatten(0, (shape.h_kv, shape.m))
+    codes = pq_codes.pq_codes(k[0], centroids)
+    plain = pq_codes.pq_codes_ref(k[0], centroids)
+    other = float((codes != plain).float().mean())
+    yield Result(
+        "pq_codes", f"{shape.s} keys", other < 1e-3, other,
+        1e3 * seconds_of(lambda: pq_codes.pq_codes(k[0], centroids), device),
+        1e3 * seconds_of(lambda: pq_codes.pq_codes_ref(k[0], centroids), device),
+        note="error: share of other codes",
+    )  # fmt: skip
+    packed = pq_codes.PackedCodes(shape.h_kv, shape.m, shape.b, shape.s, device)
+    packed.extend(plain)
+    asked = (q[0, :, 0], centroids, packed, shape.s, shape.k, shape.d_h**-0.5)
+    ours, reference = (f(*asked).sort(-1).values for f in (pq_scores.pq_top, pq_scores.pq_top_ref))
+    seconds = seconds_of(lambda: pq_scores.pq_top(*asked), device)
+    agree = float((ours == reference).float().mean())
+    yield Result(
+        "pq_top", f"{shape.k} of {shape.s}, {shape.m} x {shape.b}", agree > 0.999, 1 - agree, 1e3 * seconds,
+        1e3 * seconds_of(lambda: pq_scores.pq_top_ref(*asked), device),
+        shape.h_kv * shape.m * shape.s * shape.b / 8 / seconds / 1e9, "error: share of other tokens",
+    )  # fmt: skip
+
+
+# --- 3. methods -------------------------------------------------------------------------------
+
+
+def methods(
+    model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int
+) -> Iterator[Result]:
+    """Each method at each length, paired with full attention."""
+    for s in lengths:
+        task = Latency(Latency.Params((s,), (1,), n_new, repeats, 1, None), None, 0)
+        (sample,) = task.samples(model.tokenizer)
+        for name in names:
+            kind, params = method_of(name)
+            request = FULL_REQUEST if name == "full" else REQUEST
+            plan = kind.plan_for(params, kind.budget_for(request, s), model.shape)
+            variant = Variant(
+                lambda trace, n, kind=kind, params=params, request=request: kind(
+                    params, request, trace, n
+                ),
+                kind.observations(params, plan),
+                kind.thinning(plan),
+            )
+            shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
+            try:
+                with model.hooked():
+                    timing = task.measure(model, variant, sample, lambda: None).mark.fields[
+                        "timing"
+                    ]
+            except (torch.OutOfMemoryError, MemoryError):
+                yield Result(f"{kind.title}: decode", shape, True, note="oom")
+                continue
+            finally:
+                gc.collect()
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            peak = timing["peak_bytes"]
+            yield Result(
+                f"{kind.title}: decode", shape, True, None, 1e3 * timing["tpot_s"], 1e3 * timing["full_tpot_s"],
+                note=f"TT2T {timing['tt2t_s']:.3f} s (full {timing['full_tt2t_s']:.3f}), peak "
+                + ("-" if peak is None else f"{peak / 1e9:.1f} GB"),
+            )  # fmt: skip
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def write(results: Sequence[Result], device: torch.device) -> None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    about: dict[str, Any] = {"device": name, "torch": version("torch"), "commit": commit()}
+    about |= {"date": datetime.now(UTC).date().isoformat()}
+    for package in ("triton", "transformers"):
+        about[package] = version(package)
+    with RESULTS.open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, [*vars(results[0]), *about])
+        writer.writeheader()
+        writer.writerows(vars(result) | about for result in results)
+
+
+def show(results: Sequence[Result]) -> None:
+    copy = next((result.gb_s for result in results if result.what == "copy, device"), None)
+    view = Table(box=None, pad_edge=False)
+    for name in ("what", "shape"):
+        view.add_column(name)
+    for name in ("parity", "error", "ms", "reference ms", "GB/s", "of copy"):
+        view.add_column(name, justify="right")
+    view.add_column("")
+    for found in results:
+        numbers = [
+            "-" if x is None else f"{x:.3g}"
+            for x in (found.error, found.ms, found.reference_ms, found.gb_s)
+        ]
+        share = f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-"
+        parity = "-" if found.error is None else "ok" if found.ok else "WRONG"
+        view.add_row(found.what, found.shape, parity, *numbers, share, found.note)
+    console = Console()
+    console.width = max(console.width, 170)
+    console.print(view)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--small", action="store_true", help="a small layer and the embedded model's shape"
+    )
+    parser.add_argument("--only", nargs="+", choices=("copies", "kernels", "methods"))
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536, 131000]
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--n-new", type=int, default=20)
+    asked = parser.parse_args(words)
+    device = torch.device(asked.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "error: there is no GPU that torch can use; --device cpu --small shows that it runs",
+            file=sys.stderr,
+        )
+        return 2
+    wanted, results = asked.only or ("copies", "kernels", "methods"), []
+    with torch.inference_mode():
+        if "copies" in wanted:
+            results += copies(device, 1 << 20 if asked.small else 1 << 30)
+        if "kernels" in wanted:
+            results += kernels(SMALL if asked.small else LLAMA, device)
+    if "methods" in wanted:
+        name = "smollm2-135m" if asked.small else "llama-3.1-8b"
+        config = read_config(
+            name, yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
+        )
+        model = load_random(name, config, device=asked.device)
+        results += methods(model, asked.methods, asked.lengths, asked.n_new, asked.repeats)
+    show(results)
+    if not asked.small:
+        write(results, device)
+    wrong = [result.what for result in results if not result.ok]
+    if wrong:
+        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Launchers and their keys; a sweep too wide for memory says what it says all at once."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from engine.errors import ConfigError
+from evals import runner
+from evals.results import read_samples
+from evals.settings import RayPool, Settings, SlurmPool, settings
+from tests.tiny_run import CONF, cell, save_tiny
+
+TASK = ["task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,100]"]
+METHODS = ("full", "snapkv", "h2o", "streamingllm", "oracle", "pyramidinfer", "sparq")
+TIMES = {"prefill_s", "decode_s", "tpot_s", "batch_rows"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def sweep(model: Path, tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    """The lines of all methods' samples, asked at once as the words say."""
+
+    def run(out: str, *words: str) -> dict[str, list[dict[str, Any]]]:
+        given = [
+            *TASK,
+            "model=any",
+            f"model.id={model}",
+            "task.max_new_tokens=6",
+            "comm=1/8",
+            "ratio=0.6",
+        ]
+        cells = [cell([*given, f"method={m}", *words], tmp_path / out, True) for m in METHODS]
+        return {
+            result.method: [row.to_dict() for row in read_samples(folder)]
+            for folder, result in runner.run_cells(cells)
+        }
+
+    return run
+
+
+def said(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        method: [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+        for method, rows in found.items()
+    }
+
+
+def heights(found: dict[str, list[dict[str, Any]]]) -> list[int]:
+    """How many variants were decoded with each one."""
+    return [rows[0]["batch_rows"] for rows in found.values()]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the prompts that were read."""
+    read, prefill = [], runner.prefill
+
+    def noting(model: Any, ids: Sequence[int], *rest: Any) -> Any:
+        read.append(len(ids))
+        return prefill(model, ids, *rest)
+
+    monkeypatch.setattr(runner, "prefill", noting)
+    return read
+
+
+def test_waves_say_what_all_variants_say_at_once(
+    sweep: Any, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = sweep("at once", "sweep.max_variants=100")
+    assert heights(at_once) == [6, 6, 6, 6, 6, 1, 6]  # one has a prefill of its own
+    n_passes = len(passes)
+    assert n_passes == 2 * 2
+    by_two = sweep("by two", "sweep.max_variants=4")
+    assert heights(by_two) == [4, 4, 4, 4, 2, 1, 2]
+    monkeypatch.setattr(runner, "room_bytes", lambda *_: 0)
+    one_by_one = sweep("one by one")
+    assert heights(one_by_one) == [1] * 7
+    assert len(passes) == 3 * n_passes, "a wave read the prompt again"
+    assert said(by_two) == said(one_by_one) == said(at_once)
+
+
+def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
+    sweep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = runner.decode
+
+    def small(model: Any, trace: Any, rows: Sequence[Any], **rest: Any) -> Any:
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError(f"no room for {len(rows)}")
+        return decode(model, trace, rows, **rest)
+
+    at_once = sweep("at once")
+    monkeypatch.setattr(runner, "decode", small)
+    halved = sweep("halved")
+    assert max(heights(halved)) <= 2
+    assert said(halved) == said(at_once)
+
+
+def composed(*words: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", list(words), return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices)
+
+
+def test_launchers_say_where_samples_are_asked() -> None:
+    assert composed().pool is None
+    assert composed("hydra/launcher=basic").pool is None
+    ray = composed("hydra/launcher=ray", "hydra.launcher.gpus=0.5").pool
+    assert ray == RayPool(None, 2, 1, Fraction(1, 2), 3)
+    slurm = composed("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu").pool
+    assert isinstance(slurm, SlurmPool)
+    assert (slurm.cluster, slurm.partition, slurm.mem_gb) == ("slurm", "gpu", None)
+    assert composed("sweep.max_variants=7").max_variants == 7
+    assert composed().max_variants is None
+
+
+def test_how_a_sweep_is_run_is_no_part_of_its_identity() -> None:
+    there = composed("hydra/launcher=ray", "sweep.max_variants=3")
+    assert there.resolved() == composed().resolved()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sweep.max_variants=0"], "use auto or a whole number from 1"),
+        (["sweep.max_variants=few"], "use auto or a whole number from 1"),
+        (["hydra/launcher=ray", "hydra.launcher.shards=0"], "hydra.launcher.shards=0 is out"),
+        (["hydra/launcher=ray", "hydra.launcher.cpus=x"], "hydra.launcher.cpus=x is not a whole"),
+        (["hydra/launcher=submitit_slurm", "hydra.launcher.cluster=pbs"], "use slurm or local"),
+    ],
+)
+def test_bad_values_are_named(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        composed(*words)
