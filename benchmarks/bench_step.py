@@ -37,7 +37,13 @@ METHODS: dict[str, tuple[list[str], str]] = {
     "quest, 16-token pages": (["method=quest", "method.comm_mode=native"], "13/100"),
     "clusterkv": ([], "1/64"),
     "infllm": ([], "1/64"),
+    "pqcache": ([], "1/64"),
 }
+# One layer: tokens, budget, and who; PQCache also where its paper's latencies end, with a twentieth of the tokens.
+LAYERS = [
+    (32_768, 1024, METHODS),
+    (131_072, 6553, {"pqcache": ([], "1/128")}),
+]
 N_STEPS = 16
 CALLS = 8  # steps of the one layer that are timed together
 
@@ -84,11 +90,15 @@ class OneLayer:
         of = torch.randint(400, (s,), generator=self.draw)
         k = (centres[:, :, of] + 0.5 * self.normal(8, s)).bfloat16()
         self.trace.add(self.LAYER, k, self.normal(8, s).bfloat16(), 128**-0.5)
-        self.q_all = self.normal(32, s).bfloat16()
+        self.s = s
         self.t: dict[str, int] = {}
 
     def normal(self, heads: int, s: int) -> torch.Tensor:
         return torch.randn(1, heads, s, 128, generator=self.draw)
+
+    def observe(self, what: Observation) -> None:
+        q = self.normal(32, self.s).bfloat16()
+        self.trace.observe(self.LAYER, what, q, self.trace.keys(self.LAYER), 128**-0.5)
 
     def seconds(self, name: str, made: SelectiveAttention) -> float:
         """Mean seconds of some steps, each with a query of its own."""
@@ -107,19 +117,25 @@ class OneLayer:
         return attend_group(type(made), [made], self.LAYER, q, k, v, 128**-0.5, 1)[0]
 
 
-def bench_layer(pairs: int, only: Sequence[str]) -> None:
-    at = OneLayer(32_768)
-    whole = BudgetRequest(None, 32_768, Fraction(1, 64))
+def bench_layer(
+    s: int,
+    budget: int,
+    methods: dict[str, tuple[list[str], str]],
+    pairs: int,
+    only: Sequence[str],
+) -> None:
+    at = OneLayer(s)
+    whole = BudgetRequest(None, s, Fraction(1, 64))
     full = row(at.trace, "full", [], whole, at.N_NEW)
     exact = at.output(row(at.trace, "full", [], whole, at.N_NEW))
-    shape = "1,024 of 32768 tokens, 32/8 heads of 128"
-    for name, (words, comm) in METHODS.items():
+    shape = f"{budget:,} of {s} tokens, 32/8 heads of 128"
+    for name, (words, comm) in methods.items():
         if only and name not in only:
             continue
-        request = BudgetRequest(None, 1024, Fraction(comm))
-        for what in observations(at.trace.shape, 32_768, request, name, words):
-            at.trace.observe(at.LAYER, what, at.q_all, at.trace.keys(at.LAYER), 128**-0.5)
-        everything = BudgetRequest(None, 32_768, Fraction(comm))
+        request = BudgetRequest(None, budget, Fraction(comm))
+        for what in observations(at.trace.shape, s, request, name, words):
+            at.observe(what)
+        everything = BudgetRequest(None, s, Fraction(comm))
         same = at.output(row(at.trace, name, words, everything, at.N_NEW))
         torch.testing.assert_close(same, exact)
         made = row(at.trace, name, words, request, at.N_NEW)
@@ -169,7 +185,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
-    bench_layer(options.pairs, options.only)
+    for s, budget, methods in LAYERS:
+        bench_layer(s, budget, methods, options.pairs, options.only)
     for dtype in ("float32", "bfloat16"):
         model = load("smollm2-135m", "embedded", dtype=dtype, device="cpu")
         ids = model.tokenizer.encode(embedded_prose())[: options.tokens]

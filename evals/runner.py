@@ -303,8 +303,10 @@ class Group:
         folders: Mapping[Path, RunFolder],
         answered: Mapping[Path, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self.cells, self.folders, self.answered = cells, folders, answered
-        self.first = cells[0]
+        # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
+        self.cells = [replace(cell, task=cells[0].task) for cell in cells]
+        self.folders, self.answered = folders, answered
+        self.first = self.cells[0]
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
 

@@ -1,4 +1,4 @@
-"""Tables and figures: they read `runs/` and the published figures, and nothing else.
+"""Tables, figures and a report over many runs, from what stands in their folders; no model is loaded.
 
-Not here yet: tables and figures over many runs. A run's own pictures are its task's (`evals/heatmap.py`).
+Not here: a single run's own pictures, which are its task's (`evals/heatmap.py`).
 """

@@ -71,7 +71,7 @@ def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
 
 def test_experiments_open_with_the_command_that_runs_them() -> None:
     for file in sorted(Path(CONF / "experiment").glob("*.yaml")):
-        head = "".join(line for line in file.open() if line.startswith("#"))
+        head = "".join(line for line in file.read_text().splitlines() if line.startswith("#"))
         assert f"experiment={file.stem}" in head, file
 
 

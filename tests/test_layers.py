@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
     "evals": {"engine", "methods", "evals"},
-    "plots": {"plots", "evals.results"},
+    "plots": {"plots", "evals.results", "evals.heatmap"},
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "evals"},
 }

@@ -52,7 +52,8 @@ def test_a_thread_that_follows_has_a_lane_and_adds_nothing_to_the_pass(tmp_path:
         with span("build"):
             done = pool.submit(following(work))
             unheard = pool.submit(work)
-        done.result(), unheard.result()
+        done.result()
+        unheard.result()
     assert list(record.seconds()) == ["build"]
     assert sorted(at.name for at in record.stretches()) == ["build", "cluster"]
     record.write_chrome_trace(tmp_path / "trace.json")

@@ -179,7 +179,9 @@ def test_weighted_sums_of_the_last_rows_do_not_depend_on_the_blocks(
     q, k = (torch.randn(1, heads, 64, 8, generator=draw) for heads in (4, 2))
     weights = torch.rand(30, generator=draw)
     whole = column_sums(q[:, :, -30:], k, 0.3, weights)
-    monkeypatch.setattr("kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
+    monkeypatch.setattr(
+        "kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7
+    )  # blocks of 7 rows
     torch.testing.assert_close(column_sums(q[:, :, -30:], k, 0.3, weights), whole)
     assert whole.sum(-1).allclose(weights.sum().double(), rtol=1e-5)
 

@@ -1,0 +1,320 @@
+"""Copies of finished runs for those who watch them elsewhere: `logger=wandb`.
+
+The run's folder is the truth and a copy is made from its files, after result.json is in place. So a run is copied whole
+and once, whether its samples were asked in one go or after a stop; a run that was finished before it was given a logger
+is copied then; and a copy that fails costs nothing but a line on standard error.
+
+    wandb.json   in the run's folder: which result was copied, under which id, and whether the copy was finished
+
+Not here: live curves while samples are asked (`evals/progress.py`), the comparison of runs (`plots/dashboard.py`).
+"""
+
+import hashlib
+import importlib
+import json
+import netrc
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlparse
+
+import yaml
+from filelock import FileLock
+
+from engine.errors import ConfigError
+from evals.progress import Progress
+from evals.results import RunResult, SampleRow, read_samples
+from evals.settings import Settings, build_params, load_class
+
+COLUMNS = (  # of the table of samples, before the task's own
+    *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),
+    *("prefill_s", "tpot_s", "error", "prompt_sha256"),
+)
+LONGEST = 10_000  # characters of a text in the table
+
+
+class Logger(ABC):
+    """Where copies of runs go."""
+
+    Params: ClassVar[type]
+
+    def __init__(self, params: Any, sweep: str | None) -> None:
+        self.params, self.sweep = params, sweep
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `ConfigError` where no copy can be made; called before a model is loaded."""
+
+    @abstractmethod
+    def copy(self, folder: Path, result: RunResult) -> None:
+        """Copy a finished run, unless that was done before."""
+
+
+class Copies:
+    """The copies of one command's runs. What fails is said once, and nothing more is tried then."""
+
+    def __init__(self, cells: Sequence[Settings], folders: Sequence[Path]) -> None:
+        self.logger: Logger | None = None
+        self.sent: set[Path] = set()
+        if not cells:
+            return
+        part = cells[0].logger
+        kind: Any = load_class(part)
+        params = build_params(kind, part.params, "logger")
+        sweep = sweep_name(cells, folders) if cells[0].is_sweep else None
+        logger: Logger = kind(params, sweep)
+        logger.check()
+        self.logger = logger
+
+    def send(self, results: Mapping[Path, RunResult]) -> None:
+        """Copy the runs that were not copied yet."""
+        for folder, result in results.items():
+            if self.logger is None or folder in self.sent:
+                continue
+            try:
+                self.logger.copy(folder, result)
+                self.sent.add(folder)
+            except Exception as error:  # whatever it is, the runs are safe and the others go on
+                self.logger = None
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                Progress("", 0, 0).say(
+                    f"{folder} was not copied ({reason}); the runs are complete, and the same command copies them "
+                    "once that works"
+                )
+
+
+def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
+    """The same for the same cells, whoever asks and whatever their order."""
+    tasks = "-".join(sorted({cell.task.name for cell in cells}))
+    models = "-".join(sorted({cell.model.name for cell in cells}))
+    names = "\n".join(sorted(folder.name for folder in folders))
+    return f"{tasks}-{models}"[:100] + "-" + hashlib.sha256(names.encode()).hexdigest()[:8]
+
+
+class Nothing(Logger):
+    """No copies."""
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def copy(self, folder: Path, result: RunResult) -> None:
+        pass
+
+
+class Wandb(Logger):
+    """Weights & Biases: configuration, summary, samples as a table, pictures, curves of the ledger.
+
+    A run's id is made of its configuration and its result, so a second copy of one run is the same run. Curves are
+    logged with their step given, so that W&B drops them when it has them.
+    """
+
+    @dataclass(frozen=True)
+    class Params:
+        project: str | None
+        entity: str | None
+        group: str | None
+        tags: tuple[str, ...]
+
+    def check(self) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "logger=wandb needs the package wandb, which is not installed; run pip install -c constraints.txt wandb"
+            ) from None
+        if self.mode(wandb) in ("online", "shared", "run") and not has_account():
+            raise ConfigError(
+                "logger=wandb finds no account; run `wandb login`, or set WANDB_MODE=offline to keep the copies here"
+            )
+
+    @staticmethod
+    def mode(wandb: Any) -> str:
+        """As wandb reads it from its variables and settings files."""
+        return os.environ.get("WANDB_MODE") or str(wandb.Settings().mode)
+
+    def copy(self, folder: Path, result: RunResult) -> None:
+        wandb = importlib.import_module("wandb")
+        if self.mode(wandb) == "disabled":
+            return
+        with FileLock(folder / ".wandb.lock"):
+            digest = hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()[:10]
+            marker = folder / "wandb.json"
+            before = read_marker(marker)
+            if before.get("result") == digest and before.get("state") == "finished":
+                return
+            if before.get("state") == "begun":  # a copy that was cut off
+                remove_offline(folder, before)
+            self.send(wandb, folder, result, marker, digest)
+
+    def send(self, wandb: Any, folder: Path, result: RunResult, marker: Path, digest: str) -> None:
+        """Open a run of W&B, fill it and close it; the marker says how far that went."""
+        note = {"result": digest, "id": f"{result.config_hash}-{digest}", "state": "begun"}
+        run = wandb.init(
+            id=note["id"],
+            resume="allow",
+            name=folder.name,
+            job_type=result.task,
+            project=self.params.project or os.environ.get("WANDB_PROJECT") or "kvbench",
+            entity=self.params.entity,
+            group=self.params.group or os.environ.get("WANDB_RUN_GROUP") or self.sweep,
+            tags=[*self.params.tags] or None,
+            config=configuration(folder, result),
+            dir=os.environ.get("WANDB_DIR") or str(folder),
+            settings=wandb.Settings(
+                console="off", silent=True, init_timeout=60, disable_git=True, save_code=False,
+                x_disable_stats=True, x_disable_meta=True,
+            ),
+        )  # fmt: skip
+        try:
+            write_marker(
+                marker, note | {"folder": str(Path(run.dir).parent), "mode": self.mode(wandb)}
+            )
+            self.fill(wandb, run, folder, result)
+        except BaseException:
+            run.finish(exit_code=1)
+            raise
+        run.finish()
+        write_marker(marker, read_marker(marker) | {"state": "finished"})
+
+    def fill(self, wandb: Any, run: Any, folder: Path, result: RunResult) -> None:
+        run.define_metric("ledger/step")
+        run.define_metric("ledger/*", step_metric="ledger/step")
+        steps = curves(folder / "ledger.parquet")
+        for at, row in enumerate(steps):
+            run.log(row, step=at)
+        columns, data = sample_table(read_samples(folder))
+        logged: dict[str, Any] = {"samples": wandb.Table(columns=columns, data=data)}
+        for picture in sorted(folder.glob("*.png")):
+            logged[f"figures/{picture.stem}"] = wandb.Image(str(picture), file_type="png")
+        run.log(logged, step=len(steps))
+        run.summary.update(summary(result))
+
+
+def has_account() -> bool:
+    """Whether wandb would find credentials without asking; `wandb.login` may ask, or look for a server."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """{} where there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_marker(path: Path, note: Mapping[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(note, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def remove_offline(folder: Path, note: Mapping[str, Any]) -> None:
+    """What a copy that was cut off left on disk: syncing it beside the next one would count the run twice."""
+    path = Path(str(note.get("folder", "")))
+    if path.name.startswith("offline-run-") and path.name.endswith(str(note.get("id"))):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def configuration(folder: Path, result: RunResult) -> dict[str, Any]:
+    """config.yaml, and what the result says of where it was made."""
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    keys = (
+        "method_label",
+        "dataset",
+        "data_source",
+        "versions",
+        "git_sha",
+        "config_hash",
+        "notes",
+        "compressed_layers",
+    )
+    return config | {"run": {key: getattr(result, key) for key in keys}}
+
+
+def summary(result: RunResult) -> dict[str, Any]:
+    """The numbers and states of result.json, the task's own measures among them."""
+    low, high = result.score_ci95 or (None, None)
+    kept = {
+        key: value
+        for key, value in vars(result).items()
+        if (isinstance(value, int | float) or value is None)
+        and key not in ("budget", "seed", "metric")
+    }
+    measures = {f"measures/{name}": value for name, value in (result.measures or {}).items()}
+    kept |= {
+        "status": result.status,
+        "metric": result.metric or "score",
+        "score_low": low,
+        "score_high": high,
+    }
+    return {key: value for key, value in (kept | measures).items() if value is not None}
+
+
+def sample_table(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and lines. A column holds one type, so whatever is not plain is JSON."""
+    own = list(dict.fromkeys(key for row in rows for key in row.fields))
+    ledger = list(dict.fromkeys(key for row in rows for key in row.ledger))
+    lines = []
+    for row in rows:
+        plain = row.to_dict()
+        lines.append(
+            [as_cell(plain[key]) for key in COLUMNS]
+            + [as_cell(row.fields.get(key)) for key in own]
+            + [as_cell(row.ledger.get(key)) for key in ledger]
+        )
+    return [*COLUMNS, *own, *(f"ledger/{key}" for key in ledger)], lines
+
+
+def as_cell(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text[:LONGEST]
+
+
+def curves(path: Path) -> list[dict[str, float]]:
+    """Per decode step, means over the samples that came so far: bytes of all layers, tokens of one."""
+    if not path.is_file():
+        return []
+    parquet = importlib.import_module("pyarrow.parquet")  # slow to import and without types
+    table: dict[str, list[Any]] = parquet.read_table(path, partitioning=None).to_pydict()
+    names = [name for name in table if name not in ("sample_id", "step", "layer")]
+    totals: dict[int, dict[str, float]] = {}
+    samples: dict[int, set[str]] = {}
+    layers = max(1, len(set(table.get("layer", []))))
+    for i, step in enumerate(table.get("step", [])):
+        sums = totals.setdefault(step, dict.fromkeys(names, 0.0))
+        samples.setdefault(step, set()).add(table["sample_id"][i])
+        for name in names:
+            sums[name] = fsum((sums[name], table[name][i] or 0))
+    rows = []
+    for step in sorted(totals):
+        n, sums = len(samples[step]), totals[step]
+        row = {
+            f"ledger/{name}": sums[name] / n / (layers if name in ("tokens", "attended") else 1)
+            for name in names
+            if name not in ("cache_hits", "cache_lookups")
+        }
+        if sums.get("cache_lookups"):
+            row["ledger/cache_hit_rate"] = sums["cache_hits"] / sums["cache_lookups"]
+        rows.append({"ledger/step": float(step), "ledger/samples": float(n)} | row)
+    return rows

@@ -1,0 +1,306 @@
+"""Figures of time and memory, from runs of task=latency and from ledgers.
+
+Each function takes all runs and gives a list of figures, empty where the runs have nothing to show.
+
+Not here: predictions for other hardware (`evals/hardware.py`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evals.results import SampleRow
+from plots import style
+from plots.groups import Group, groups, mean
+from plots.read import Run
+from plots.score_figures import budget_of, other_setting, short
+
+# Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
+LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}
+BATCHES = (1, 16, 128)
+PARTS = (
+    *("model", "attention", "search", "fetch", "append", "after"),
+    *("observe", "build", "wait", "offload", "cluster"),
+)
+
+
+def is_timed(run: Run) -> bool:
+    return run.result.task == "latency"
+
+
+def timings(rows: Iterable[SampleRow], batch: int | None = None) -> dict[int, dict[str, Any]]:
+    """What was timed, by length, of one batch size: the smallest where none is given."""
+    done = [row for row in rows if row.status == "ok" and "timing" in row.fields]
+    if batch is None:
+        batch = min((int(row.fields["batch"]) for row in done), default=1)
+    return {
+        int(row.fields["length"]): row.fields["timing"]
+        for row in sorted(done, key=lambda row: int(row.fields["length"]))
+        if int(row.fields["batch"]) == batch
+    }
+
+
+def by_cache(group: Group) -> list[tuple[int, Group]]:
+    """Runs with as large a cache on the device; full attention, which has none, is among all."""
+    sizes = sorted({run.setting("cache", "tokens") or 0 for run in group.runs if not run.is_full})
+    return [
+        (size, group.only(lambda r, s=size: r.is_full or (r.setting("cache", "tokens") or 0) == s))
+        for size in sizes
+    ]
+
+
+def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[Figure]:
+    made = []
+    for group in groups(runs, is_timed):
+        for cache, here in by_cache(group):
+            figure, ax = style.new(
+                f"{title}{f', {cache} tokens cached' if cache else ''}", group.about
+            )
+            seen: list[str] = []
+            tail = other_setting(here)
+            for run in sorted(here.runs, key=lambda r: (not r.is_full, r.method, r.folder.name)):
+                found = timings(run.rows)
+                nth = seen.count(run.method)
+                if len(found) < 2 or (run.is_full and nth):
+                    continue
+                budget = "" if run.is_full else f" {short(budget_of(run) or 0)} {tail(run)}"
+                xs = list(found)
+                ys = [each[f"{key}_s"] for each in found.values()]
+                looks = style.look(run.method, nth)
+                ax.plot(xs, ys, label=f"{run.result.method_label}{budget}".strip(), **looks)
+                bounds = [each[f"{key}_s_q"] for each in found.values()]
+                ax.fill_between(
+                    xs, [b[0] for b in bounds], [b[1] for b in bounds],
+                    color=looks["color"], alpha=0.12, linewidth=0,
+                )  # fmt: skip
+                seen.append(run.method)
+            if len(seen) > 1:
+                ax.set(xlabel="tokens of the prompt", ylabel=ylabel, ylim=(0, None))
+                style.legend(figure, ax, columns=3)
+                made.append(figure)
+    return made
+
+
+def tt2t_vs_length(runs: Sequence[Run]) -> list[Figure]:
+    return over_length(runs, "tt2t", "Time to the second token", "seconds")
+
+
+def tpot_vs_length(runs: Sequence[Run]) -> list[Figure]:
+    return over_length(runs, "tpot", "Time per token", "seconds per token")
+
+
+def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
+    made = []
+    for group in groups(runs, lambda run: is_timed(run) and run.method == "pqcache"):
+        found: dict[int, dict[str, Any]] = {}
+        length = max((n for run in group.runs for n in timings(run.rows)), default=0)
+        for run in group.runs:
+            if run.result.params["iterations"] == 10 and length in (at := timings(run.rows)):
+                found.setdefault(int(run.setting("cache", "tokens") or 0), at[length])
+        if len(found) < 2:
+            continue
+        figure, ax = style.new(
+            f"PQCache's time per token by cache, {short(length)} tokens", group.about, height=2.2
+        )
+        sizes = sorted(found)
+        for i, size in enumerate(sizes):
+            y, (low, high) = 1000 * found[size]["tpot_s"], found[size]["tpot_s_q"]
+            ax.bar(i, y, color=style.PALETTE[0])
+            ax.errorbar(i, y, [[y - 1000 * low], [1000 * high - y]], color="black", capsize=2)
+            base = 1000 * found[sizes[0]]["tpot_s"]
+            if i:
+                ax.annotate(
+                    f"{100 * (y / base - 1):+.1f} %", (i, 1000 * high), ha="center",
+                    xytext=(0, 3), textcoords="offset points", fontsize=6,
+                )  # fmt: skip
+        ax.set_xticks(range(len(sizes)), [short(size) for size in sizes])
+        ax.margins(y=0.15)
+        ax.grid(axis="x", visible=False)
+        ax.set(xlabel="tokens of the cache", ylabel="ms per token")
+        made.append(figure)
+    return made
+
+
+def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
+    made = []
+    cached = groups(
+        runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full
+    )  # fmt: skip
+    for group in cached:
+        found: dict[tuple[str, str, int, float], dict[int, float]] = {}
+        for run in group.runs:
+            cache = run.setting("cache")
+            if run.result.cache_hit_rate is not None:
+                key = (
+                    run.result.method_label,
+                    cache["policy"],
+                    cache["tokens"],
+                    budget_of(run) or 0,
+                )
+                found.setdefault(key, {})[int(cache["k_cache"])] = run.result.cache_hit_rate
+        found = {key: points for key, points in found.items() if len(points) > 1}
+        if not found:
+            continue
+        figure, ax = style.new("Hit rate of the cache on the device", group.about)
+        for i, ((label, policy, tokens, budget), points) in enumerate(sorted(found.items())):
+            xs = sorted(points)
+            name = f"{label} {short(budget)}, {policy.upper()}, {tokens} tokens"
+            looks = style.numbered(i, style.DASHES[i % 2])
+            ax.plot(xs, [100 * points[x] for x in xs], label=name, **looks)
+        ticks = sorted({x for points in found.values() for x in points})
+        ax.set_xscale("log", base=2)
+        ax.minorticks_off()
+        ax.set_xticks(ticks, [str(tick) for tick in ticks])
+        ax.set(xlabel="blocks taken in per step (k_cache)", ylabel="hits in %")
+        style.legend(figure, ax, columns=2)
+        made.append(figure)
+    return made
+
+
+def stacked(runs: Sequence[Run], key: str, title: str, whole: str) -> list[Figure]:
+    """Parts of a pass by length, stacked, the time of unrecorded passes beside them."""
+    made = []
+    for group in groups(runs, is_timed):
+        for run in sorted(group.runs, key=lambda run: run.folder.name):
+            found = timings(run.rows)
+            names = [p for p in PARTS if any(each[key].get(p) for each in found.values())]
+            names += sorted({p for each in found.values() for p in each[key]} - set(PARTS))
+            if run.is_full or not names:
+                continue
+            figure, ax = style.new(f"{title}, {run.result.method_label}", settings_of(run, group))
+            draw_stack(ax, found, key, names)
+            ys = [each[whole] for each in found.values()]
+            ax.plot(
+                range(len(ys)), ys, label="end to end, not recorded", color="black", marker="_",
+                markersize=12, linestyle="",
+            )  # fmt: skip
+            ax.set_xticks(range(len(found)), [short(n) for n in found])
+            ax.set(xlabel="tokens of the prompt", ylabel="seconds")
+            ax.grid(axis="x", visible=False)
+            style.legend(figure, ax)
+            made.append(figure)
+    return made
+
+
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--", "**", "||", "OO")
+
+
+def draw_stack(
+    ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Sequence[str]
+) -> None:
+    bottom = np.zeros(len(found))
+    for i, name in enumerate(names):
+        heights = np.array([float(each[key].get(name, 0.0)) for each in found.values()])
+        ax.bar(
+            range(len(found)), heights, bottom=bottom, label=name, width=0.6,
+            color=style.PALETTE[i % 6], hatch=HATCHES[i % len(HATCHES)], edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+        bottom += heights
+
+
+def settings_of(run: Run, group: Group) -> str:
+    cache = run.setting("cache", "tokens")
+    asked = f"budget {short(budget_of(run) or 0)}, comm {run.result.comm_exact}, cache {cache}"
+    tail = other_setting(group)(run)
+    return f"{group.about} · {asked}{' · ' if tail else ''}{tail}"
+
+
+def prefill_parts(runs: Sequence[Run]) -> list[Figure]:
+    return stacked(runs, "prefill_parts_s", "Where a prefill's time goes", "ttft_s")
+
+
+def decode_parts(runs: Sequence[Run]) -> list[Figure]:
+    return stacked(runs, "step_parts_s", "Where a decode step's time goes", "tpot_s")
+
+
+def answer_time(runs: Sequence[Run]) -> list[Figure]:
+    """Prefill and decoding of whole answers, by length, variants side by side."""
+    made = []
+    for group in groups(runs, is_timed):
+        chosen = [
+            (run, found)
+            for run in sorted(group.runs, key=lambda r: (not r.is_full, r.method, r.folder.name))
+            if (found := timings(run.rows))
+        ]
+        if len(chosen) < 2:
+            continue
+        chosen = one_full(chosen)[:7]  # more have no colours of their own
+        n_new = int(group.runs[0].task_param("n_new") or 0)
+        figure, ax = style.new(f"Time of an answer of {n_new} tokens", group.about, height=2.8)
+        lengths = sorted({n for _, found in chosen for n in found})
+        width = 0.8 / len(chosen)
+        tail = other_setting(group)
+        for i, (run, found) in enumerate(chosen):
+            places = [lengths.index(n) - 0.4 + width * (i + 0.5) for n in found]
+            first = [each["ttft_s"] for each in found.values()]
+            rest = [(n_new - 1) * each["tpot_s"] for each in found.values()]
+            color = "#777777" if run.is_full else style.PALETTE[i % 6]
+            budget = "" if run.is_full else f" {short(budget_of(run) or 0)} {tail(run)}"
+            label = f"{run.result.method_label}{budget}".strip()
+            ax.bar(places, first, width, color=color, alpha=0.55, hatch="///", edgecolor="white")
+            ax.bar(places, rest, width, bottom=first, color=color, label=label, edgecolor="white")
+        ax.bar([0], [0], color="#bbbbbb", hatch="///", edgecolor="white", label="hatched: prefill")
+        ax.set_xticks(range(len(lengths)), [short(n) for n in lengths])
+        ax.grid(axis="x", visible=False)
+        ax.set(xlabel="tokens of the prompt", ylabel="seconds")
+        style.legend(figure, ax, columns=3)
+        made.append(figure)
+    return made
+
+
+def one_full(chosen: list[tuple[Run, dict[int, Any]]]) -> list[tuple[Run, dict[int, Any]]]:
+    """Full attention once, however many budgets it was asked with."""
+    full = [one for one in chosen if one[0].is_full][:1]
+    return full + [one for one in chosen if not one[0].is_full]
+
+
+def memory_vs_transfer(runs: Sequence[Run]) -> list[Figure]:
+    """Bytes of K and V per token as full attention measured them, by length and batch, and their time over a link."""
+    made = []
+    models: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.is_full:
+            models.setdefault(run.result.model, []).append(run)
+    for model, members in sorted(models.items()):
+        rows = [row for run in members for row in run.rows if row.status == "ok"]
+        points = sorted({(*kept, row.prompt_tokens) for row in rows if (kept := bytes_of(row))})
+        per_token = mean(size / n for size, n, _ in points)
+        if per_token is None:
+            continue
+        figure, (left, right) = style.new(
+            "K and V by length, and their transfer",
+            f"{model} · measured: {per_token / 1024:.1f} KiB per token · lines: that times length and batch",
+            style.COLUMN + 1.2,
+            2.5,
+            ncols=2,
+        )
+        lengths = np.geomspace(1000, 128_000, 30)
+        for i, batch in enumerate(BATCHES):
+            looks = style.numbered(i, style.DASHES[i]) | {"marker": ""}
+            left.plot(lengths, batch * lengths * per_token / 2**30, label=f"batch {batch}", **looks)
+        ns = [n for _, n, _ in points]
+        left.plot(ns, [size / 2**30 for size, _, _ in points], "k.", markersize=3, label="measured")
+        for i, (name, speed) in enumerate(LINKS.items()):
+            looks = style.numbered(i + 3, style.DASHES[i]) | {"marker": ""}
+            right.plot(lengths, lengths * per_token / speed, label=f"{name} x16", **looks)
+        for ax in (left, right):
+            ax.set_xscale("log")
+            ax.set_yscale("log")
+            ax.set_xlabel("tokens")
+        left.set_ylabel("GiB")
+        right.set_ylabel("seconds, batch 1")
+        style.legend(figure, [left, right], columns=4)
+        made.append(figure)
+    return made
+
+
+def bytes_of(row: SampleRow) -> tuple[float, int] | None:
+    """Bytes kept at 16 bits, and of how many tokens: the prompt's and all that were fed."""
+    kept = row.ledger.get("bytes_resident_device")
+    timing: Callable[[str], Any] = row.fields.get
+    fed = 0 if timing("timing") else row.generated_tokens - 1
+    if not kept or fed < 0 or timing("timing"):
+        return None
+    return float(kept), row.prompt_tokens + fed

@@ -1,0 +1,203 @@
+"""Figures of what happens within layers: XKV's retention and allocation, and how attention is spread over tokens.
+
+Each function takes all runs and gives a list of figures, empty where the runs have nothing to show.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from plots import style
+from plots.groups import Group, budget_of, groups, mean, reports, score_of
+from plots.read import Run
+from plots.score_figures import scored
+
+N_REQUESTS = 8
+
+
+def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[Group]:
+    return groups(
+        runs,
+        lambda run: (
+            run.method == "xkv"
+            and scored(run)
+            and allocation in (None, run.result.params.get("allocation"))
+        ),
+    )
+
+
+def budget_words(run: Run) -> str:
+    tokens = run.result.budget
+    return f"ratio {run.result.ratio_exact}" if tokens is None else f"{tokens} tokens"
+
+
+def xkv_retention(runs: Sequence[Run]) -> list[Figure]:
+    """Retention per layer where all layers keep as much; mean over samples."""
+    made = []
+    for group in xkv(runs, "uniform"):
+        figure, ax = style.new("Retention per layer, all layers alike", group.about)
+        found: dict[str, list[float]] = {}
+        for run in sorted(group.runs, key=lambda run: budget_of(run) or 0):
+            said = [report["retention"] for report in reports(run)]
+            if said:
+                found.setdefault(budget_words(run), np.mean(said, axis=0).tolist())
+        if not found:
+            continue
+        per_layer(ax, found, "retention")
+        style.legend(figure, ax)
+        made.append(figure)
+    return made
+
+
+def per_layer(ax: Any, found: dict[str, list[float]], ylabel: str) -> None:
+    for i, (label, values) in enumerate(found.items()):
+        looks = style.numbered(i, style.DASHES[i // 6 % 4]) | {"markersize": 2.5}
+        ax.plot(range(len(values)), values, label=label, **looks)
+    ax.set(xlabel="layer", ylabel=ylabel, ylim=(0, None))
+
+
+def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
+    """Tokens that each layer needs for one retention; mean over samples."""
+    made = []
+    for group in xkv(runs):
+        per_run = (
+            [r["n_at_retention"] for r in reports(run) if r.get("n_at_retention")]
+            for run in sorted(group.runs, key=lambda run: run.folder.name)
+        )
+        said = next(
+            filter(None, per_run), None
+        )  # the prompts' needs do not depend on a run's budget
+        if not said:
+            continue
+        figure, ax = style.new("Tokens per layer for the same retention", group.about)
+        found = {
+            f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist()
+            for name in said[0]
+        }
+        per_layer(ax, found, "tokens")
+        style.legend(figure, ax)
+        made.append(figure)
+    return made
+
+
+def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
+    """Tokens per layer, a line per request, the mean above them."""
+    made = []
+    for group in xkv(runs, "exact"):
+        for run in sorted(group.runs, key=lambda run: run.folder.name):
+            said = [report["n"] for report in reports(run)]
+            if not said:
+                continue
+            figure, ax = style.new(
+                f"Tokens per layer, request by request, {budget_words(run)}", group.about
+            )
+            for i, counts in enumerate(said[:N_REQUESTS]):
+                ax.plot(
+                    range(len(counts)), counts, color=style.PALETTE[5], linewidth=0.7, alpha=0.9,
+                    label=f"{min(len(said), N_REQUESTS)} of {len(said)} requests" if i == 0 else None,
+                )  # fmt: skip
+            average = np.mean(said, axis=0)
+            looks = style.numbered(0) | {"markersize": 2.5}
+            ax.plot(range(len(average)), average, label="mean of all", **looks)
+            uniform = float(average.mean())
+            ax.axhline(uniform, color="black", linestyle="--", linewidth=0.8, label="uniform")
+            ax.set(xlabel="layer", ylabel="tokens besides the window", ylim=(0, None))
+            style.legend(figure, ax)
+            made.append(figure)
+    return made
+
+
+def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
+    """What the last tokens look at, by layer and place; of the first sample that was profiled."""
+    made = []
+    for group in xkv(runs):
+        ordered = sorted(group.runs, key=lambda run: run.folder.name)
+        profiles = [r["w"] for run in ordered for r in reports(run) if r.get("w")]
+        if not profiles:
+            continue
+        weights = np.array(profiles[0])
+        shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
+        figure, ax = style.new(
+            "Where the last tokens look, by layer", f"{group.about} · first sample", height=2.8
+        )
+        image = ax.imshow(
+            np.maximum(shares, 1e-2), cmap=style.HEAT, aspect="auto", norm="log",
+            extent=(0, 100, len(shares) - 0.5, -0.5), interpolation="nearest",
+        )  # fmt: skip
+        ax.grid(visible=False)
+        ax.set(xlabel="place in the prompt in %", ylabel="layer")
+        figure.colorbar(image, ax=ax, label="% of the layer's attention")
+        made.append(figure)
+    return made
+
+
+def xkv_score_vs_retention(runs: Sequence[Run]) -> list[Figure]:
+    """The score against mean retention, the total of tokens being the same."""
+    made = []
+    for group in xkv(runs):
+        for budget in sorted({budget_words(run) for run in group.runs}):
+            points = []
+            for run in group.runs:
+                retention = mean(report["r_avg"] for report in reports(run))
+                score = score_of(run.rows)
+                if budget_words(run) == budget and retention is not None and score is not None:
+                    points.append((retention, score))
+            if len({retention for retention, _ in points}) < 3:
+                continue
+            figure, ax = style.new(f"Score against mean retention, {budget}", group.about)
+            for retention, (y, low, high) in sorted(points):
+                ax.errorbar(
+                    retention, y, [[y - low], [high - y]], capsize=2, **style.numbered(0, "")
+                )
+            ax.set(xlabel="mean retention over layers", ylabel="score")
+            made.append(figure)
+    return made
+
+
+def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
+    """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
+    made = []
+    exact = groups(
+        runs,
+        lambda run: (
+            run.result.task == "fidelity"
+            and run.method == "oracle"
+            and run.result.params.get("agg") == "query_head"
+            and run.result.params.get("n_sink") == 0
+            and run.result.params.get("local_share") == 0
+            and run.result.ratio is not None
+        ),
+    )
+    for group in exact:
+        ordered = sorted(group.runs, key=budget_of_ratio)
+        if len(ordered) < 2:
+            continue
+        xs = [100 * budget_of_ratio(run) for run in ordered]
+        masses = np.array(
+            [
+                np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0)
+                for run in ordered
+            ]
+        )
+        figure, ax = style.new("Attention on the heaviest tokens, by layer", group.about)
+        n_layers = masses.shape[1]
+        named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
+        for layer in range(n_layers):
+            if layer not in named:
+                ax.plot(xs, 100 * masses[:, layer], color="#cccccc", linewidth=0.6)
+        for i, layer in enumerate(named):
+            ax.plot(xs, 100 * masses[:, layer], label=f"layer {layer}", **style.numbered(i))
+        ax.set_xscale("log")
+        ax.minorticks_off()
+        ax.set_xticks(xs, [f"{x:g}" for x in xs])
+        ax.set(xlabel="heaviest tokens of each head, % of the prompt", ylabel="attention in %")
+        style.legend(figure, ax)
+        made.append(figure)
+    return made
+
+
+def budget_of_ratio(run: Run) -> float:
+    assert run.result.ratio is not None
+    return run.result.ratio

@@ -1,0 +1,82 @@
+"""Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from evals.overrides import CONF, check_overrides
+from evals.settings import Settings, build_params, load_class, settings
+
+FILES = sorted((CONF / "experiment").glob("*.yaml"))
+PAPERS = {
+    "pqcache": "table2 table3 table4 table5 table6 figure1 figure6 figure8 figure9 figure10a figure10b figure10c "
+    "figure10d figure11a figure11b figure11c figure11d figure12a figure12b figure12c figure12c_latency",
+    "clusterkv": "table1 figure9 figure10 figure11a figure11b figure12 figure13a figure13b",
+    "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
+}  # fmt: skip
+
+
+def cells(*words: str) -> list[list[str]]:
+    """What Hydra's sweeper makes of a command line."""
+    checked = [word for word in check_overrides(["-m", *words]) if word != "-m"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        params = compose("config", checked, return_hydra_config=True).hydra.sweeper.params
+    parser = OverridesParser.create()
+    swept = parser.parse_overrides([*(f"{key}={value}" for key, value in params.items()), *checked])
+    (batch,) = BasicSweeper.split_arguments(swept, None)
+    return [list(cell) for cell in batch]
+
+
+def composed(cell: list[str]) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", cell, return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices, is_sweep=True)
+
+
+def test_every_table_and_figure_has_a_file() -> None:
+    wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
+    assert {path.stem for path in FILES} == wanted
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_opens_with_its_command_and_composes_at_smoke_scale(path: Path) -> None:
+    head = path.read_text().splitlines()
+    assert head[0] == "# @package _global_"
+    assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
+    assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
+    made = cells(f"experiment={path.stem}", "scale=smoke")
+    for cell in {tuple(made[0]), tuple(made[-1])}:
+        ready = composed(list(cell))
+        assert ready.model.name == "smollm2-135m" and ready.data_dir is None
+        for part in (ready.task, ready.method):
+            build_params(load_class(part), part.params, part.group)
+
+
+@pytest.mark.parametrize(
+    "name", ["pqcache_table2", "pqcache_figure12a", "clusterkv_table1", "xkv_figure5"]
+)
+def test_at_full_scale_it_is_the_papers_model(name: str) -> None:
+    made = cells(f"experiment={name}", "data_dir=/data")
+    ready = composed(made[-1])
+    assert ready.model.name in (
+        *("llama-3.1-8b-instruct", "mistral-7b-instruct-v0.2"),
+        *("glm4-9b-chat", "llama-3-8b-instruct"),
+    )
+    assert ready.task.params.get("source", "local") == "local"
+
+
+def test_table_2_has_every_method_at_two_budgets_and_the_command_line_wins() -> None:
+    made = [composed(cell) for cell in cells("experiment=pqcache_table2")]
+    assert {cell.method.name for cell in made} == {
+        *("full", "oracle", "h2o", "snapkv", "pyramidkv", "infllm", "sparq", "pqcache")
+    }
+    assert {str(cell.budget.ratio) for cell in made} == {"1/5", "1/10"}
+    assert {str(cell.budget.comm) for cell in made} == {"1/128"}
+    fewer = cells("experiment=pqcache_table2", "method=oracle", "ratio=1/3")
+    assert [(cell.method.name, str(cell.budget.ratio)) for cell in map(composed, fewer)] == [
+        ("oracle", "1/3")
+    ]

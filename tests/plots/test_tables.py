@@ -1,0 +1,186 @@
+import csv
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plots import tables
+from plots.formats import as_csv, latex, markdown, tex, write
+from plots.read import load
+from plots.tables import AVERAGE, EFFICIENCY, LAYOUTS, PUBLISHED, Table, build, canonical, main
+from tests.plots.made_runs import answers, every_kind
+from tests.plots.made_runs import write as make_run
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+TABLE2 = LAYOUTS[0]
+PAPER = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
+         "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en")  # fmt: skip
+OURS: dict[str, Any] = {"comm": "1/128", "model": "llama-3.1-8b-instruct", "source": "local"}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**OURS, **changes}
+
+
+def one(root: Path, layout: tables.Layout = TABLE2) -> Table:
+    (table,) = build(layout, load(root))
+    return table
+
+
+def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path) -> None:
+    _, full = make_run(tmp_path, "full", "longbench", answers(["qasper"], 0.7), ratio="1", **OURS)
+    _, ours = make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.5), **OURS)
+    assert full.score and ours.score and ours.score_ci95
+    table = one(tmp_path)
+    cell = table.cells["Qasper", "H2O(C)", "1/5"]
+    assert cell.score == 100 * ours.score
+    assert (cell.low, cell.high) == tuple(100 * bound for bound in ours.score_ci95)
+    assert cell.published == "37.38" and cell.n == ours.n_samples
+    assert cell.difference == pytest.approx(round(100 * ours.score, 2) - 37.38)
+    text = markdown(table)
+    half = (ours.score_ci95[1] - ours.score_ci95[0]) * 50
+    assert f"| {100 * full.score:.2f} ±" in text
+    assert f"{100 * ours.score:.2f} ± {half:.2f}" in text and "37.38 (" in text
+    assert "| SPARQ |" in text.splitlines()[4]
+    assert cell.vs_full is not None
+    assert cell.vs_full.mean == pytest.approx(100 * (ours.score - full.score))
+
+
+def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:  # fmt: skip
+    rows = answers(PAPER, 0.4)
+    make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
+    make_run(tmp_path, "h2o", "longbench", answers(PAPER[:3], 0.4), **OURS)
+    table = one(tmp_path)
+    parts = [
+        round(100 * sum(r["score"] for r in rows if r["fields"]["dataset"] == name) / 6, 2)
+        for name in PAPER
+    ]
+    average = table.cells[AVERAGE, "PQCache", "1/5"]
+    assert average.score == pytest.approx(sum(parts) / 14) and average.published == "47.29"
+    assert table.cells[AVERAGE, "H2O(C)", "1/5"].score is None
+    (common,) = [name for name in table.datasets if name.startswith("Mean of 3")]
+    assert table.cells[common, "H2O(C)", "1/5"].published == f"{(30.94 + 37.38 + 48.80) / 3:.2f}"
+
+
+def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Path) -> None:
+    def add(method: str, level: float, within: bool = True) -> None:
+        rows = [
+            {"score": level, "fields": {"dataset": "trec"}, "ledger": {"within_budget": within}}
+        ]
+        make_run(tmp_path, method, "longbench", rows * 3, **OURS)
+
+    for method, level in (("full", 0.9), ("oracle", 0.8), ("h2o", 0.3), ("pqcache", 0.4)):
+        add(method, level)
+    add("sparq", 0.7, within=False)
+    table = one(tmp_path)
+    best = [m for m in table.methods if table.cells["TREC", m, "1/5"].best]
+    assert best == ["PQCache"]
+    assert "**40.00** ±" in markdown(table) and "70.00 ± 0.00 †" in markdown(table)
+    assert r"\textbf{40.00}" in latex(table) and r"$^\dagger$" in latex(table)
+
+
+def test_what_differs_in_model_data_or_comm_is_never_in_one_table(tmp_path: Path) -> None:
+    make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
+    make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.6), **changed(comm="1/64"))
+    make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.7), **changed(model="tiny"))
+    make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))  # fmt: skip
+    found = build(TABLE2, load(tmp_path))
+    assert [table.is_paper_setting for table in found] == [True, False, False, False]
+    embedded = next(table for table in found if table.where.data_source == "embedded")
+    text = markdown(embedded)
+    assert "EMBEDDED DATA" in text and "| docs_qa |" in text and "paper |" not in text
+    assert "EMBEDDED DATA" not in markdown(found[0])
+
+
+def test_cells_out_of_memory_and_not_run_are_told_apart(tmp_path: Path) -> None:
+    rows = [{"score": None, "fields": {"dataset": "trec"}}] * 2
+    make_run(tmp_path, "h2o", "longbench", rows, **OURS)
+    make_run(tmp_path, "pqcache", "longbench", answers(["trec"], 0.5), **OURS)
+    row = next(line for line in markdown(one(tmp_path)).splitlines() if line.startswith("| TREC |"))
+    assert row.count("- (2 oom)") == 1 and "| - |" in row
+
+
+def test_costs_stand_against_what_was_allowed(tmp_path: Path) -> None:
+    ledger = {"tokens_attended_mean": 190.0, "tokens_budget": 200.0, "bytes_moved_kv_per_step": 1.5e6}  # fmt: skip
+    make_run(tmp_path, "pqcache", "longbench", answers(["trec"], 0.5, ledger=ledger), **OURS)
+    assert "| PQCache | ratio 1/5 | 190 / 200 |" in markdown(one(tmp_path))
+    assert "1.5 MB" in markdown(one(tmp_path))
+
+
+def test_csv_has_every_cell_unrounded(tmp_path: Path) -> None:
+    folder, result = make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
+    rows = list(csv.DictReader(as_csv([one(tmp_path)]).splitlines()))
+    (row,) = [row for row in rows if row["n"] != "0"]
+    assert result.score is not None and float(row["score"]) == 100 * result.score
+    assert row["run"] == folder.name and row["published"] == "69.00" and row["over"] == "false"
+
+
+def test_times_of_shared_batches_are_left_out(tmp_path: Path) -> None:
+    rows = answers(["narrativeqa"], 0.5, n=3)
+    make_run(tmp_path, "full", "longbench", rows, ratio="1")
+    (table,) = tables.build_efficiency(load(tmp_path))
+    cell = table.cells["single_task_runtime_s", "FullKV", ""]
+    assert cell.score == pytest.approx(0.9) and cell.published == "7.18"
+    assert table.cells["total_runtime_s", "FullKV", ""].score == pytest.approx(2.7)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, EFFICIENCY], ids=lambda layout: layout.name)
+def test_each_table_has_its_published_figures_and_experiment(layout: tables.Layout) -> None:
+    assert (CONF / "experiment" / f"{layout.name}.yaml").is_file()
+    if layout is not EFFICIENCY:
+        paper = tables.published(layout)
+        assert set(paper.methods) <= set(layout.methods) and paper.budgets
+        assert len({canonical(name) for name in paper.datasets}) == len(paper.datasets)
+
+
+def test_without_runs_the_commands_are_said(tmp_path: Path, capsys) -> None:
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    for path in PUBLISHED.glob("*.csv"):
+        assert f"python run.py -m experiment={path.stem} scale=smoke" in said
+
+
+def test_a_damaged_run_is_named(tmp_path: Path, capsys) -> None:
+    folder, _ = make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
+    (folder / "result.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert folder.name in capsys.readouterr().err
+
+
+def test_latex_escapes_and_has_as_many_cells_in_every_row(tmp_path: Path) -> None:
+    assert tex(r"a_b & 5 % \x") == r"a\_b \& 5 \% \textbackslash{}x"
+    make_run(tmp_path, "h2o", "longbench", answers(PAPER[:2], 0.5), **OURS)
+    first, second = re.findall(r"\\toprule(.*?)\\bottomrule", latex(one(tmp_path)), re.S)
+    for body, columns in ((first, len(TABLE2.methods) + 2), (second, 8)):
+        rows = [line for line in body.splitlines() if " & " in line]
+        assert {len(re.split(r"(?<!\\)&", line)) for line in rows} == {columns}
+
+
+@pytest.mark.skipif(
+    not (shutil.which("tectonic") or shutil.which("pdflatex")),
+    reason="neither pdflatex nor tectonic is installed (Debian: texlive-latex-recommended)",
+)
+def test_latex_compiles(tmp_path: Path) -> None:
+    every_kind(tmp_path / "runs")
+    make_run(tmp_path / "runs", "h2o", "longbench", answers(PAPER, 0.5), **OURS)
+    made = tables.build_all(load(tmp_path / "runs"))
+    names = [
+        layout.name
+        for layout in (*LAYOUTS, EFFICIENCY)
+        if made[layout.name] and write(tmp_path, layout, made[layout.name])
+    ]
+    assert "pqcache_table2" in names
+    inputs = "\n".join(rf"\input{{{name}}}" for name in names)
+    head = r"\documentclass[twocolumn]{article}\usepackage{booktabs,graphicx}"
+    page = rf"{head}\begin{{document}}{inputs}\end{{document}}"
+    (tmp_path / "page.tex").write_text(page)
+    if shutil.which("tectonic"):
+        command = ["tectonic", "page.tex"]
+    else:
+        command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (tmp_path / "page.pdf").stat().st_size > 1000
