@@ -137,7 +137,9 @@ def bench_layer(
             at.observe(what)
         everything = BudgetRequest(None, s, Fraction(comm))
         same = at.output(row(at.trace, name, words, everything, at.N_NEW))
-        torch.testing.assert_close(same, exact, rtol=0.016, atol=3e-4)  # bfloat16, joined from parts
+        torch.testing.assert_close(
+            same, exact, rtol=0.016, atol=3e-4
+        )  # bfloat16, joined from parts
         made = row(at.trace, name, words, request, at.N_NEW)
         at.seconds(name, made)  # waits for what is built beside the prefill
         ours: Callable[[], float] = partial(at.seconds, name, made)

@@ -4,19 +4,24 @@ Lloyd's rounds: every point to its nearest centroid, every centroid to the mean 
 directions only, and its mean is still that of the points as they are, as ClusterKV has it. All in float32.
 
 Shapes    points (p, n, d), centroids (p, c, d), labels (p, n) int64, sizes (p, c) int64.
-Paths     Torch on any device. On a CPU a product in chunks that stay in its cache, and sums by `index_add_`. On an
-          accelerator, where that adds in no fixed order, sums are the reference's product with rows of ones and zeros.
+Paths     On a CPU C++, whose products stay in registers: a third of torch's time (3 x 7,984 x 64 in 100, one thread).
+          Torch on any device: on a CPU products in chunks that stay in its cache, and sums by `index_add_`; on an
+          accelerator, where that adds in no fixed order, sums as the reference's product with rows of ones and zeros.
 Checks    tests/kernels/test_kmeans.py.
 
 Not here: how many clusters, which initial ones beyond a random draw, what a cluster is used for.
 """
 
+import ctypes
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+from kernels.build import library
 
 METRICS = ("cosine", "l2", "dot")
 EPS = 1e-8
@@ -50,6 +55,15 @@ def draw_points(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
 
 def kmeans(points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine") -> Clustering:
     """At most `n_rounds` updates from these `centroids`, for each problem until none of its labels changes."""
+    if points.device.type == "cpu" and points.shape[1] and native() is not None:
+        return kmeans_native(points, centroids, n_rounds, metric)
+    return kmeans_torch(points, centroids, n_rounds, metric)
+
+
+def kmeans_torch(
+    points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine"
+) -> Clustering:
+    """All problems at once; those whose labels came to rest leave."""
     points, centroids = points.float().contiguous(), centroids.float().clone()
     labels = nearest(points, centroids, metric)
     rounds = torch.zeros(len(points), dtype=torch.int64)
@@ -194,3 +208,35 @@ def flat_labels(labels: Tensor, c: int) -> Tensor:
     return (
         labels + torch.arange(0, len(labels) * c, c, device=labels.device).unsqueeze(1)
     ).flatten()
+
+
+# On a CPU.
+
+
+@cache
+def native() -> Any:
+    """The C function, or None."""
+    lib = library("kmeans")
+    if lib is None:
+        return None
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    lib.kmeans.argtypes = [
+        size, size, size, size, size, pointer, pointer, size, pointer, pointer, size
+    ]  # fmt: skip
+    lib.kmeans.restype = None
+    return lib.kmeans
+
+
+def kmeans_native(
+    points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine"
+) -> Clustering:
+    """A thread per problem."""
+    points, centroids = points.float().contiguous(), centroids.float().contiguous().clone()
+    (p, n, d), c = points.shape, centroids.shape[1]
+    labels = torch.full((p, n), -1, dtype=torch.int64)
+    rounds = torch.zeros(p, dtype=torch.int64)
+    native()(
+        p, n, d, c, ("cosine", "dot", "l2").index(metric), points.data_ptr(), centroids.data_ptr(), n_rounds,
+        labels.data_ptr(), rounds.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return Clustering(centroids, labels, count_labels(labels, c), rounds)

@@ -36,8 +36,8 @@ struct Centroids {
         : c(c), d(d), padded(round_up(c, ROWS)), rows(padded * d),
           bias(padded, -std::numeric_limits<float>::infinity()) {}
 
-    // The nearest of them has the largest product less half its own square.
-    void set(const float *from) {
+    // The nearest of them has the largest product less half its own square; without it, the largest product.
+    void set(const float *from, bool by_distance = true) {
         for (int64_t i = 0; i < c; i++) {
             float *to = rows.data() + i / ROWS * ROWS * d + i % ROWS;
             double square = 0;
@@ -45,7 +45,7 @@ struct Centroids {
                 to[k * ROWS] = from[i * d + k];
                 square += (double)from[i * d + k] * from[i * d + k];
             }
-            bias[i] = (float)(-0.5 * square);
+            bias[i] = by_distance ? (float)(-0.5 * square) : 0.0f;
         }
     }
 };

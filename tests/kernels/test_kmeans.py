@@ -14,7 +14,10 @@ from kernels.kmeans import (
     count_labels,
     draw_points,
     kmeans,
+    kmeans_native,
     kmeans_ref,
+    kmeans_torch,
+    native,
     nearest,
     nearest_ref,
 )
@@ -241,3 +244,26 @@ def test_cosine_ignores_length_and_inner_product_does_not() -> None:
         "l2": 2,
         "dot": 1,
     }
+
+
+@pytest.mark.skipif(native() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    ("p", "n", "d", "c"), [(1, 1, 1, 1), (2, 37, 5, 7), (3, 700, 64, 33), (2, 5000, 36, 120)]
+)
+def test_the_native_path_ends_where_the_others_end(
+    p: int, n: int, d: int, c: int, metric: str
+) -> None:
+    points = problems(p, n, max(d, 4))
+    start = initial(points, min(c, n))
+    ours, theirs = (run(points, start, 6, metric) for run in (kmeans_native, kmeans_torch))
+    assert torch.equal(ours.labels, theirs.labels) and torch.equal(ours.sizes, theirs.sizes)
+    assert torch.equal(ours.rounds, theirs.rounds)
+    torch.testing.assert_close(ours.centroids, theirs.centroids, rtol=1e-5, atol=1e-4)
+
+
+def test_the_rules_hold_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "native", lambda: None)
+    test_the_fast_path_ends_where_the_reference_ends("cosine", 5)
+    test_it_stops_when_no_label_changes()
+    test_a_cluster_that_loses_its_points_stays_where_it_was()
