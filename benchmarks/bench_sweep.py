@@ -119,7 +119,7 @@ def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -
     alone = [[one] for one in cells(options, methods, scratch / "alone")]
     full = [cells(options, ["full"], scratch / name) for name in ("full", "full again")]
     again = cells(options, methods, scratch / "again")
-    warm = argparse.Namespace(**vars(options) | {"tokens": 600})
+    warm = argparse.Namespace(**vars(options) | {"tokens": min(2000, options.tokens)})
     with opened([cells(warm, methods, scratch / "warm")], models) as groups:
         asking(groups)()
     name = models.get(prepare(fused[:1])[0].settings).shape.name
@@ -160,7 +160,16 @@ def bench_memory(options: argparse.Namespace) -> None:
     """Largest resident sizes, each measured in a process of its own."""
     peak = {}
     for which in ("full", options.methods):
-        command = [sys.executable, __file__, "--peak", "--methods", which, "--samples", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.bench_sweep",
+            "--peak",
+            "--methods",
+            which,
+            "--samples",
+            "1",
+        ]
         for key in ("tokens", "new", "dtype", "max_variants"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

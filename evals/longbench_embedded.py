@@ -5,8 +5,8 @@ the prompt. The same Python gives the same rows; another one has other text, so 
 of all rows.
 
 Made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word for word, and
-the prompt ends with the words that stand before them there. Who drops those tokens cannot answer. Two of the seven stay
-hard on purpose, as they are in LongBench: a summary, and counting paragraphs.
+the prompt ends with the words that stand before them there. Who drops those tokens cannot answer. Three of the seven
+are hard for it, as they are in LongBench: a summary, counting paragraphs, and finding one by its summary.
 
 Not here: scores and prompts' assembly (`evals/longbench.py`).
 """
