@@ -35,7 +35,7 @@ from evals.runner import Group, Models, open_folders, prepare
 from evals.settings import Settings, settings
 from evals.task import Sample
 
-METHODS = "streamingllm,snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen"
+METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = ("0.1", "0.2")
 MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
 
