@@ -69,26 +69,31 @@ def step_seconds(model: Model, row: SelectiveAttention, feed: Sequence[int]) -> 
 
 
 def read_rate(model: Model) -> float:
-    """Bytes per second at which full attention reads K and V: the difference of two lengths of one layer."""
-    seconds = {}
-    shape = replace(model.shape, n_layers=1, full_layers=(0,), window=1 << 20)
+    """Bytes per second at which full attention reads K and V: the difference of two lengths.
+
+    Of all layers in turn, as in a step: one alone would be read from the processor's caches.
+    """
+    seconds, shape = {}, model.shape
     kind, params = method_of("full")
     draw = torch.Generator().manual_seed(0)
+    heads = (shape.h, shape.h_kv, shape.h_kv)
     for s in (SHORT, 8 * SHORT):
         trace = Trace(shape, s, torch.device("cpu"))
-        k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
-        trace.add(0, k.to(model.dtype), v.to(model.dtype), shape.d_h**-0.5)
-        row = kind(params, FULL_REQUEST, trace, 400)
-        row.build(0)
+        for layer in shape.full_layers:
+            k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
+            trace.add(layer, k.to(model.dtype), v.to(model.dtype), shape.d_h**-0.5)
+        row = kind(params, FULL_REQUEST, trace, 40)
+        for layer in shape.full_layers:
+            row.build(layer)
         times = []
-        for step in range(1, 301):
-            heads = (shape.h, shape.h_kv, shape.h_kv)
+        for step in range(1, 31):
             q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
             start = perf_counter()
-            attend_group(kind, [row], 0, q, k_new, v_new, shape.d_h**-0.5, step)
+            for layer in shape.full_layers:
+                attend_group(kind, [row], layer, q, k_new, v_new, shape.d_h**-0.5, step)
             times.append(perf_counter() - start)
-        seconds[s] = statistics.median(times[50:])
-    n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize
+        seconds[s] = statistics.median(times[5:])
+    n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize * shape.n_layers
     return n_bytes / (seconds[8 * SHORT] - seconds[SHORT])
 
 

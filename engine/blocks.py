@@ -56,13 +56,21 @@ class BlockCache:
 
         Only the first `n_complete` blocks may be taken in: a block that is still growing would be served stale.
         """
-        wanted = Counter((middle.flatten() // self.spec.block_len).tolist())
-        hits = sum(count for block, count in wanted.items() if block in self.frequency)
+        wanted = self.count_blocks(middle)
+        hits = self.count_hits(wanted)
         before = set(self.frequency)
         for block in self.refill_order(wanted):
             if block < n_complete:
                 self.touch(block)
         return hits, len(self.frequency.keys() - before)
+
+    def count_blocks(self, middle: "Tensor") -> Counter[int]:
+        """How many of these middle indices lie in which block."""
+        return Counter((middle.flatten() // self.spec.block_len).tolist())
+
+    def count_hits(self, wanted: Counter[int]) -> int:
+        """How many of the tokens lie in cached blocks."""
+        return sum(count for block, count in wanted.items() if block in self.frequency)
 
     def refill_order(self, wanted: Counter[int]) -> list[int]:
         """The most wanted blocks first, lower ids first among equals."""

@@ -1,8 +1,8 @@
 """One full pass over the prompt, and the `Trace` that it leaves behind for all variants.
 
-The pass is ordinary exact attention. Of every layer that methods compress the trace keeps K and V as the attention saw
-them (after rotary embedding, not repeated over query heads), and what the variants asked to observe. A method whose
-point is to leave tokens out of the pass brings a `Thinning`; its trace is its own.
+The pass is ordinary exact attention, unless it is given a sparse one. Of every layer that methods compress the trace
+keeps K and V as the attention saw them (after rotary embedding, not repeated over query heads), and what the variants
+asked to observe. A method whose point is to leave tokens out of the pass brings a `Thinning`; its trace is its own.
 
 Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
 """
@@ -18,6 +18,7 @@ from engine.attend import causal, causal_lse
 from engine.observe import Observation
 from engine.shapes import ModelShape
 from engine.spans import span
+from engine.sparse import VerticalSlash
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -50,6 +51,7 @@ class Trace:
         self.seconds = 0.0
         self.observe_seconds: dict[Observation, float] = {}
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
+        self.shares: list[float] = []  # of pairs of query and key, per layer with sparse attention
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
@@ -123,6 +125,10 @@ class Trace:
         """What was observed of a layer; only what a method declared is there."""
         return self._observed[what, layer]
 
+    def share(self) -> float | None:
+        """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
+        return sum(self.shares) / len(self.shares) if self.shares else None
+
     def has_observed(self, asked: Iterable[Observation]) -> bool:
         """Whether all of it was observed, of every compressed layer."""
         return all(
@@ -145,8 +151,13 @@ def prefill(
     observations: Iterable[Observation] = (),
     on_layer: Callable[[Trace, int], None] | None = None,
     thinning: Thinning | None = None,
+    sparsity: VerticalSlash | None = None,
 ) -> Trace:
-    """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace."""
+    """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
+
+    `sparsity` takes the place of exact attention in layers without a sliding window.
+    """
+    assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
     start = perf_counter()
     trace = Trace(model.shape, len(ids), model.device)
     trace.turn = model.turn
@@ -155,7 +166,7 @@ def prefill(
     prompt = torch.tensor([ids], device=model.device)
     with span("prefill"):
         if thinning is None:
-            session = _Reading(trace, asked, on_layer)
+            session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
         else:
             thinned = _Thinned(trace, asked, on_layer, thinning)
@@ -175,20 +186,18 @@ class _Reading:
         trace: Trace,
         observations: tuple[Observation, ...],
         on_layer: Callable[[Trace, int], None] | None,
+        sparsity: VerticalSlash | None = None,
     ) -> None:
         self.trace, self.observations, self.on_layer = trace, observations, on_layer
+        self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.full_layers)
         self.wants_lse = any(what.wants_lse for what in observations)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        lse = None
         with span("attention", layer):
-            if self.wants_lse and layer in self.compressed:
-                out, lse = causal_lse(q, k, v, scale, window)
-            else:
-                out = causal(q, k, v, scale, window)
+            out, lse = self.attention(layer, q, k, v, scale, window)
         if layer in self.compressed:
             self.trace.add(layer, k, v, scale)
             with span("observe", layer):
@@ -198,6 +207,20 @@ class _Reading:
                 with span("build", layer):
                     self.on_layer(self.trace, layer)
         return out
+
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and the log-sum-exps of its rows where somebody wants them and they are at hand."""
+        if self.sparsity is not None and window is None:
+            if not self.sparsity.keeps_all(k.shape[2]):
+                out, share = self.sparsity.attend(q, k, v, scale)
+                self.trace.shares.append(share)
+                return out, None
+            self.trace.shares.append(1.0)
+        if self.wants_lse and layer in self.compressed:
+            return causal_lse(q, k, v, scale, window)
+        return causal(q, k, v, scale, window), None
 
 
 class _Thinned(_Reading):

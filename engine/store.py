@@ -350,11 +350,14 @@ class Store:
             self.counts["moved_kv_bytes"] += (distinct - hits) * self.token_bytes
             self.counts["moved_kv_heads_bytes"] += (n_real - hits_of_heads) * self.token_bytes
             return
-        self.counts["moved_kv_heads_bytes"] += n_real * self.token_bytes
-        distinct = n_real if heads == self.shape.h_kv else self._distinct(at, idx)
-        hits = 0
+        shared = heads == self.shape.h_kv
+        distinct = n_real if shared else self._distinct(at, idx)
+        hits = hits_of_heads = 0
         if at.cache is not None:
-            per_kv_head = idx if heads == self.shape.h_kv else self._union(idx)
+            if not shared:
+                asked = at.cache.count_blocks(idx[idx >= 0] - at.n_kept)
+                hits_of_heads = at.cache.count_hits(asked)
+            per_kv_head = idx if shared else self._union(idx)
             middle = per_kv_head[per_kv_head >= 0] - at.n_kept
             n_host = at.n - at.n_kept - at.n_window
             hits, filled = at.cache.access(middle, n_complete=n_host // at.cache.spec.block_len)
@@ -363,7 +366,9 @@ class Store:
             self.counts["filled_bytes"] += (
                 filled * at.cache.spec.block_len * self.shape.h_kv * self.token_bytes
             )
+            hits_of_heads = hits if shared else hits_of_heads
         self.counts["moved_kv_bytes"] += (distinct - hits) * self.token_bytes
+        self.counts["moved_kv_heads_bytes"] += (n_real - hits_of_heads) * self.token_bytes
 
     def _distinct(self, at: _Layer, idx: Tensor) -> int:
         """Tokens that the query heads of `idx` (1, h, k) ask for, each once per KV head."""
@@ -402,7 +407,8 @@ class Store:
         at, counts = self.layers[layer], self.counts
         left = 0 if at.evicted is None else at.evicted.shape[-1]
         resident = at.n_kept + at.n_window + left
-        cached = 0 if at.cache is None else len(at.cache.frequency) * at.cache.spec.block_len
+        # A cache's room is taken whether it is full or not.
+        cached = 0 if at.cache is None else at.cache.capacity * at.cache.spec.block_len
         held = 0 if at.recent is None else at.recent.n_held * self.token_bytes
         per_token = self.shape.h_kv * self.token_bytes
         self.ledger.entries.append(

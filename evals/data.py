@@ -6,9 +6,11 @@ from the topics that Python's own help shows, so that a needle can be hidden wit
 Not here: downloads from the hub, and the reading of any benchmark's format (each in its task).
 """
 
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
 
@@ -54,6 +56,17 @@ def require(relative: str, data_dir: str | None, source: str) -> Path:
             "one of these folders, or name another one with data_dir=…"
         )
     return path
+
+
+def read_json(path: Path, source: str) -> dict[str, Any]:
+    """What a file of upstream's words holds; a damaged one is named, with its upstream `source`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ConfigError(f"{path} is no JSON ({error}); get it again from {source}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; get it again from {source}")
+    return found
 
 
 def embedded_prose() -> str:

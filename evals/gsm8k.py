@@ -30,7 +30,7 @@ from evals import data
 from evals.fetch import fetch
 from evals.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.task import Sample, Task
-from evals.texts import digest
+from evals.texts import digest, read_text
 
 TEST = "gsm8k/test.jsonl"
 TEST_SOURCE = "GitHub openai/grade-school-math (`python -m evals.fetch gsm8k`)"
@@ -163,7 +163,7 @@ def own_exemplars() -> list[str]:
 
 def split_exemplars(path: Path) -> list[str]:
     """The solved questions of a file, blank lines between them."""
-    text = path.read_text(encoding="utf-8").strip("\n")
+    text = read_text(path).strip("\n")
     return re.split(r"\n{2,}", text)
 
 

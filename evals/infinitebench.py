@@ -21,7 +21,6 @@ gets into its template (`evals/infinitebench_prompts.py`).
 """
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -186,8 +185,17 @@ class InfiniteBench(Task):
         self.word_files = tuple(
             data.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS)
         )
-        templates, self.strings = (json.loads(path.read_text("utf-8")) for path in self.word_files)
-        self.templates = templates[self.family]
+        templates, self.strings = (
+            data.read_json(path, TEMPLATES_SOURCE) for path in self.word_files
+        )
+        words = templates.get(self.family)
+        self.templates = words if isinstance(words, dict) else {}
+        for name in self.params.names:
+            if "{context}" not in str(self.templates.get(name)):
+                raise ConfigError(
+                    f"{self.word_files[0]} has no template of {self.family} for {name}; get it again from "
+                    f"{TEMPLATES_SOURCE}"
+                )
 
     def _first_notes(self) -> list[str]:
         """What the result says whatever the rows are like."""

@@ -120,13 +120,13 @@ def longbook_choice_eng(prediction: str, truth: Any) -> float:
 def longbook_qa_eng(prediction: str, truth: Any) -> float:
     """F1 over normalised words, the best of all references."""
     found = normal_words(prediction)
-    return max(token_f1(found, normal_words(one)) for one in truth)
+    return max((token_f1(found, normal_words(one)) for one in truth), default=0.0)
 
 
 def longbook_qa_chn(prediction: str, truth: Any) -> float:
     """F1 over characters, the best of all references; no segmentation."""
     found = normal_characters(prediction)
-    return max(token_f1(found, normal_characters(one)) for one in truth)
+    return max((token_f1(found, normal_characters(one)) for one in truth), default=0.0)
 
 
 def longbook_sum_eng(prediction: str, truth: Any) -> float:
@@ -148,7 +148,8 @@ def math_find(prediction: str, truth: Any) -> float:
 
 
 def math_calc(prediction: str, truth: Any, drop_first: bool = False) -> float:
-    """Share of the reference values before the first wrong one."""
+    """Share of the reference values before the first wrong one; raises where there is no list of them."""
+    assert isinstance(truth, list), f"the reference {truth!r} is no list"
     values = truth[0] if isinstance(truth[0], list) else truth
     found = [int(run) for run in DIGITS.findall(prediction)][int(drop_first) :]
     right = 0
@@ -212,5 +213,5 @@ def checked_score(
         if dataset == "longdialogue_qa_eng" and is_lenient:
             return lenient_dialogue(prediction, truth), None
         return SCORERS[dataset](prediction, truth), None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, AssertionError) as error:
         return 0.0, type(error).__name__

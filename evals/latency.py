@@ -34,6 +34,7 @@ from engine.observe import Observation
 from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import Record, recording
+from engine.sparse import VerticalSlash
 from evals.data import embedded_prose
 from evals.task import Sample, Task
 from evals.teach import FULL, Mark
@@ -48,6 +49,7 @@ class Variant:
     make: Callable[[Trace, int], SelectiveAttention]
     observations: tuple[Observation, ...]
     thinning: Thinning | None
+    sparsity: VerticalSlash | None = None
 
 
 FULL_ATTENTION = Variant(lambda trace, n_new: Full(Full.Params(), FULL, trace, n_new), (), None)
@@ -255,7 +257,7 @@ def read(
             made.append(variant.make(trace, n_new))
         made[0].build(layer)
 
-    trace = prefill(model, ids, variant.observations, build, variant.thinning)
+    trace = prefill(model, ids, variant.observations, build, variant.thinning, variant.sparsity)
     made[0].complete()
     trace.settle()
     return trace, made[0]

@@ -239,6 +239,7 @@ def configuration(folder: Path, result: RunResult) -> dict[str, Any]:
         "method_label",
         "dataset",
         "data_source",
+        "prefill",
         "versions",
         "git_sha",
         "config_hash",

@@ -1,8 +1,9 @@
 """LongBench: 21 datasets in six kinds, English, Chinese and code, each with its official metric; LongBench-E's 13.
 
-Sources     longbench/data/<dataset>.jsonl below a data folder, or fetched from the hub (`source=hub`,
-            `python -m evals.fetch longbench`). Without them the set of `evals/longbench_embedded.py`, whose datasets
-            have names of their own and are never mixed with published ones.
+Sources     longbench/data/<dataset>.jsonl below a data folder, or fetched from the hub: with `source=hub`, or where
+            `task.datasets` names what is missing and `data_dir` no folder. Without both the set of
+            `evals/longbench_embedded.py`, whose datasets have names of their own and are never mixed with published
+            ones.
 Prompts     longbench/config/dataset2prompt.json; without it wording of our own, and the result says `prompts: own`.
             Six datasets continue a text and are never wrapped into a chat template.
 Length      a prompt longer than `max_prompt_tokens` loses its middle: half of the tokens are kept from each end, before
@@ -46,6 +47,7 @@ from evals.longbench_scores import (
 from evals.prompt import middle_truncate
 from evals.rows import ON_BAD_ROW, BadRow, read_rows
 from evals.task import Sample, Task
+from evals.texts import digest
 
 FOLDER = "longbench/data"
 PROMPTS = "longbench/config/dataset2prompt.json"
@@ -320,6 +322,7 @@ class LongBench(Task):
         self.params, self.data_dir = params, data_dir
         self.names, self.paths = self._choose()
         self.notes: list[str] = []
+        self.word_files: list[Path] = []  # upstream's configuration, as far as it is used
         self._leave_out()
         self.templates, self.whose = self._templates()
         self.new_tokens = self._new_tokens()
@@ -344,13 +347,11 @@ class LongBench(Task):
         found = {name: data.find(f"{FOLDER}/{name}.jsonl", self.data_dir) for name in names}
         if params.source == "hub":
             found = self._fetched(names)
-        elif (
-            params.source == "auto"
-            and params.datasets is None
-            and self.data_dir is None
-            and not all(found.values())
-        ):
-            return LISTS["embedded"], {}
+        elif params.source == "auto" and self.data_dir is None and not all(found.values()):
+            if params.datasets is None:
+                return LISTS["embedded"], {}
+            fetch.fetch("longbench", fetch.cache_root())  # where `find` looks too
+            found = {name: data.find(f"{FOLDER}/{name}.jsonl", None) for name in names}
         self.data_source = "hub" if params.source == "hub" else "local"
         return names, {
             name: path or data.require(f"{FOLDER}/{name}.jsonl", self.data_dir, UPSTREAM)
@@ -397,6 +398,7 @@ class LongBench(Task):
             path = data.require(PROMPTS, self.data_dir, PROMPTS_SOURCE)
         if wanted == "own" or path is None:
             return OWN_PROMPTS, "own"
+        self.word_files.append(path)
         return checked_config(path, self.names, str), "official"
 
     def _new_tokens(self) -> dict[str, int]:
@@ -404,6 +406,7 @@ class LongBench(Task):
         fixed = {name: facts_of(name).max_new_tokens for name in self.names}
         path = None if self.data_source == "embedded" else self._find(MAXLEN)
         if path is not None:
+            self.word_files.append(path)
             table = checked_config(path, self.names, int)
             fixed = {name: table[base_name(name)] for name in self.names}
         given, extra = self.params.max_new_tokens, self.params.extra_new_tokens
@@ -419,8 +422,10 @@ class LongBench(Task):
         if any(SCORES[facts_of(name).metric].needs_backend for name in self.names):
             self.notes.append(f"code_sim: {self.params.code_sim}")
         if self.data_source == "embedded":
-            digest = longbench_embedded.content_hash()
-            self.notes.append(f"embedded set {digest}, Python {python_version()}")
+            content = longbench_embedded.content_hash()
+            self.notes.append(f"embedded set {content}, Python {python_version()}")
+        else:
+            self.data_digest = digest([*self.paths.values(), *self.word_files])
         for name in self.names:
             self._check_room(name, shape)
             if self.data_source == "embedded":

@@ -15,7 +15,6 @@ Differs     from the original: files are read in sorted order, all ids of a full
 Not here: the heat map's table and picture (`evals/heatmap.py`), and answers judged by a model.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from evals import data
 from evals.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.heatmap import draw_heatmap, pivot, write_table
 from evals.task import Sample, Task
+from evals.texts import digest, read_text
 
 ESSAYS = "needle/PaulGrahamEssays"
 STRINGS = "needle/strings.json"
@@ -323,8 +323,14 @@ class Needle(Task):
     def check(self, shape: ModelShape) -> None:
         if self.data_source == "local" and not self.essays:
             data.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+        used = self.essays if self.data_source == "local" else []
+        for essay in used:
+            read_text(essay)  # a damaged one is named before a model is loaded
         if not self.params.style_name.startswith("own"):
-            data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
+            path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
+            data.read_json(path, STRINGS_SOURCE)
+            used = [*used, path]
+        self.data_digest = digest(used) if used else None
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
         fitting = shape.window - room
         if not self.params.cells().lengths:
@@ -348,7 +354,7 @@ class Needle(Task):
         """One pass over the corpus."""
         if self.data_source == "embedded":
             return data.embedded_prose()
-        return "".join(path.read_text(encoding="utf-8") for path in self.essays)
+        return "".join(map(read_text, self.essays))
 
     def ask(self, length: int, depth: float, seed_index: int) -> Ask:
         """The words of one cell; they depend on the cell and the run's seed, not on the grid."""
@@ -359,7 +365,7 @@ class Needle(Task):
         if style == "own_name":
             return ask_own(rng, n_needles, of="director")
         path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
-        strings = json.loads(path.read_text(encoding="utf-8"))
+        strings = data.read_json(path, STRINGS_SOURCE)
         if style == "magic_number":
             return ask_magic_number(strings, rng, n_needles)
         return ask_fixed(strings, style)

@@ -15,7 +15,11 @@ from jinja2 import TemplateError
 from engine.errors import ConfigError, unknown_name
 from evals.task import Sample
 
-CHATS = ("auto", "none")
+CHATS = ("auto", "none", "inst")
+BRACKETS = (
+    "[INST]",
+    "[/INST]",
+)  # Llama 2's and Mistral's, as papers put them: by hand and without blanks
 SCOPES = ("full_prompt", "context_only")
 SENTINEL = "<<the user's words>>"
 # What ends a turn in the chat families; a model's generation config does not always list it.
@@ -56,14 +60,24 @@ def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, in
 
 
 def uses_chat(tokenizer: Any, sample: Sample, chat: str) -> bool:
-    """Whether this prompt is wrapped into the tokenizer's chat template."""
+    """Whether this prompt is made a user's turn: by the tokenizer's chat template, or by hand."""
     if chat not in CHATS:
         raise unknown_name("chat", chat, CHATS)
-    return chat == "auto" and sample.use_chat and bool(tokenizer.chat_template)
+    has_wrapper = chat == "inst" or (chat == "auto" and bool(tokenizer.chat_template))
+    return has_wrapper and sample.use_chat
 
 
-def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str) -> tuple[str, str]:
+def sample_wrapper(
+    tokenizer: Any, sample: Sample, system_prompt: str, chat: str
+) -> tuple[str, str]:
     """As `chat_wrapper`; a task's own system line goes into the user turn where there is no system turn."""
+    if chat == "inst":
+        if system_prompt:
+            raise ConfigError(
+                f"system_prompt={system_prompt!r} is given, but model.chat=inst has no system turn; leave it empty"
+            )
+        own = f"{sample.system_prompt}\n\n" if sample.system_prompt else ""
+        return BRACKETS[0] + own, BRACKETS[1]
     if system_prompt or not sample.system_prompt:
         return chat_wrapper(tokenizer, system_prompt)
     try:
@@ -105,7 +119,7 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
     # Without a chat template the task's own system line opens the prompt.
     head, tail = f"{sample.system_prompt}\n\n" if sample.system_prompt else "", ""
     if uses_chat(tokenizer, sample, chat):
-        head, tail = sample_wrapper(tokenizer, sample, system_prompt)
+        head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
     context = head + sample.context
     question = sample.question + tail + sample.answer_prefix
     if scope == "full_prompt":

@@ -42,6 +42,7 @@ from filelock import FileLock, Timeout
 from engine.errors import ConfigError
 
 SCHEMA_VERSION = 1
+EXACT = "exact"  # the prefill of every run that names no other
 N_RESAMPLES = 10_000
 BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
 KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result
@@ -220,10 +221,17 @@ class RunFacts:
     peak_rss_bytes: int  # of the process that finished the run
     notes: list[str] = field(default_factory=list[str])  # fallbacks taken openly
     metric: str | None = None  # a name in METRICS; null: "score"
+    prefill: str = EXACT  # a file of conf/prefill
+    prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-# Keys of result.json that only some tasks have; they are left out where they are null.
-OPTIONAL_KEYS = ("metric", "measures")
+# Keys of result.json that only some runs have, and what the others would say; they are left out there.
+OPTIONAL_KEYS: dict[str, Any] = {
+    "metric": None,
+    "measures": None,
+    "prefill": EXACT,
+    "prefill_params": {},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +272,8 @@ class RunResult(RunFacts):
 
     def to_json(self) -> str:
         versioned = {"schema_version": self.schema_version} | asdict(self)
-        for key in OPTIONAL_KEYS:
-            if versioned[key] is None:
+        for key, usual in OPTIONAL_KEYS.items():
+            if versioned[key] == usual:
                 del versioned[key]
         return json.dumps(versioned, ensure_ascii=True, allow_nan=False, indent=2) + "\n"
 
@@ -398,8 +406,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def run_name(config: Mapping[str, Any]) -> str:
-    """Name of a run's folder: task, method and model for people, the hash for the rest."""
-    parts: list[Any] = [config[key] for key in ("task", "method", "model")]
+    """Name of a run's folder: task, prefill if not exact, method and model for people, the hash for the rest."""
+    keys = ("task", *(("prefill",) if "prefill" in config else ()), "method", "model")
+    parts: list[Any] = [config[key] for key in keys]
     names: list[Any] = [part["name"] if isinstance(part, Mapping) else part for part in parts]
     safe = [re.sub(r"[^A-Za-z0-9._]+", "-", str(name)).strip("-.")[:40] for name in names]
     return "-".join([*safe, config_hash(config)])

@@ -59,14 +59,15 @@ def read_rows(
     """All rows of a file that hold `fields`; `unique` names a field that must not repeat; `check` may raise BadRow."""
     rows: list[tuple[int, Mapping[str, Any]]] = []
     skipped: list[str] = []
-    seen: dict[Any, int] = {}
+    seen: dict[str, int] = {}  # 1 and "1" would be one sample
     for number, line in numbered_lines(path):
         try:
             row = parse(line, fields)
             if check is not None:
                 check(row)
-            if unique is not None and row[unique] in seen:
-                raise BadRow(f"{unique}={row[unique]!r} stands in line {seen[row[unique]]} already")
+            if unique is not None and str(row[unique]) in seen:
+                line_before = seen[str(row[unique])]
+                raise BadRow(f"{unique}={row[unique]!r} stands in line {line_before} already")
         except BadRow as error:
             problem = f"{path}, line {number}: {error}"
             if on_bad_row == "refuse":
@@ -76,7 +77,7 @@ def read_rows(
             skipped.append(problem)
             continue
         if unique is not None:
-            seen[row[unique]] = number
+            seen[str(row[unique])] = number
         rows.append((number, row))
     if not rows:
         what = "no row can be used" if skipped else "the file is empty"
@@ -116,4 +117,18 @@ def parse(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping
             kinds = types if isinstance(types, tuple) else (types,)
             wanted = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
             raise BadRow(f"field {name!r} is not {wanted}")
+    if rb"\ud" in line.lower():
+        check_characters(row)
     return row
+
+
+def check_characters(row: Mapping[str, Any]) -> None:
+    """Refuse one half of a surrogate pair: JSON can escape it, and no tokenizer takes it."""
+    for name, value in row.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRow(
+                f"field {name!r}: character {error.start} is half a surrogate pair"
+            ) from None

@@ -15,7 +15,6 @@ Not here: the published rows' seed; ours are other draws of the same recipes.
 """
 
 import csv
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from evals.prompt import encode
 from evals.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.ruler_synthetic import KINDS, OWN_TEMPLATES, Material, Row
 from evals.task import Sample, Task
-from evals.texts import digest
+from evals.texts import digest, read_text
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
@@ -70,8 +69,8 @@ def match_part(prediction: str, references: Sequence[str]) -> float:
 
 
 def percent(scores: Sequence[float]) -> float:
-    """A task's score as published: the mean over rows, of 100."""
-    return round(100 * sum(scores) / len(scores), 2)
+    """A task's score as published: the mean over rows, of 100, in the authors' order: the last bit decides a tie."""
+    return round(sum(scores) / len(scores) * 100, 2)
 
 
 # --- rows of files -----------------------------------------------------------------------------
@@ -202,7 +201,7 @@ class Ruler(Task):
         if self.params.prompts == "official":
             path = data.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
         if path is not None:
-            templates, prompts = json.loads(path.read_text(encoding="utf-8")), "official"
+            templates, prompts = data.read_json(path, TEMPLATES_SOURCE), "official"
             used.append(path)
         self.notes = [
             f"prompts: {prompts}",
@@ -212,7 +211,7 @@ class Ruler(Task):
         essays: tuple[str, ...] = ()
         if any(KINDS[name].needs_essays for name in self.params.names):
             files = self._essays()
-            texts = [file.read_text(encoding="utf-8") for file in files] or [data.embedded_prose()]
+            texts = [read_text(file) for file in files] or [data.embedded_prose()]
             essays = tuple(" ".join(texts).split())
             python = f"{version_info.major}.{version_info.minor}"  # help topics change with it
             haystack = f"essays-{len(files)}" if files else f"pydoc-{python}"

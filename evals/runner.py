@@ -1,8 +1,8 @@
 """The loop over samples: one prefill for all cells that ask the same, one batch to decode them, a folder for each.
 
-A cell is one variant on one task with one model. Cells that agree on model, task, data, dtype and seed form a group;
-per sample its unfinished cells share one prefill and decode as rows of one batch. What a cell's folder holds is the
-same as if the cell had run alone.
+A cell is one variant on one task with one model. Cells that agree on model, task, data, prefill, dtype and seed form a
+group; per sample its unfinished cells share one prefill and decode as rows of one batch. What a cell's folder holds is
+the same as if the cell had run alone.
 
 Everything that can be wrong with a cell is found before a model is loaded, and what only the prompts can tell before
 the first prefill.
@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -41,12 +42,14 @@ from engine.model import (
 from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
+from engine.sparse import VerticalSlash
 from evals import accesses
 from evals.latency import Latency, Variant
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.results import (
+    EXACT,
     Holder,
     RunFacts,
     RunFolder,
@@ -62,11 +65,12 @@ from evals.results import (
     summarise,
     versions,
 )
-from evals.settings import ModelSpec, Settings, build_params, load_class
+from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.task import Sample, Task
 from evals.teach import Lesson, Mark, Taught
 from evals.width import room_bytes, variant_bytes, waves
 from methods.base import SelectiveAttention
+from methods.full import Full
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, ARCHITECTURES = ROOT / "runs", ROOT / "conf" / "architecture"
@@ -83,6 +87,7 @@ class Cell:
     shape: ModelShape
     config: dict[str, Any]  # what identifies the run
     path: Path
+    sparsity: VerticalSlash | None = None  # of the prefill
 
     @property
     def request(self) -> BudgetRequest:
@@ -90,7 +95,10 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return self.kind.label(self.params, self.request)
+        label = self.kind.label(self.params, self.request)
+        if self.sparsity is None:
+            return label
+        return self.sparsity.title if self.kind is Full else f"{self.sparsity.title} + {label}"
 
     def row(self, trace: Trace, n_new: int) -> SelectiveAttention:
         """This variant on one sample, not built yet."""
@@ -171,14 +179,30 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         }
         if task.data_digest is not None:
             config["data_digest"] = task.data_digest
+        sparsity = sparsity_of(settings, kind)
+        if sparsity is not None:
+            config["prefill_version"] = sparsity.version
         path = place(settings, config)
         if path in seen:
             raise ConfigError(
                 f"two cells of this sweep are the same run ({path.name}); leave one of them out"
             )
         seen[path] = settings
-        ready.append(Cell(settings, kind, params, task, shape, config, path))
+        ready.append(Cell(settings, kind, params, task, shape, config, path, sparsity))
     return ready
+
+
+def sparsity_of(settings: Settings, kind: type[SelectiveAttention]) -> VerticalSlash | None:
+    """What the prefill leaves out; None where that is nothing."""
+    chosen = settings.prefill
+    if chosen is None:
+        return None
+    if kind.thins:
+        raise ConfigError(
+            f"method={settings.method.name} has a prefill of its own, which prefill={chosen.name} cannot make sparse; "
+            "use prefill=exact with it"
+        )
+    return build(load_class(chosen), chosen.params, "prefill")
 
 
 def resolve_hardware(settings: Settings) -> Settings:
@@ -451,7 +475,9 @@ class Group:
             for cell in cells
             for what in cell.kind.observations(cell.params, cell.plan(n_prompt))
         ]
-        trace = prefill(self.model, prompt.context_ids, observations, build, thinning)
+        trace = prefill(
+            self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity
+        )
         prefill_s = trace.seconds - build_seconds
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
         for wave in others:
@@ -483,7 +509,8 @@ class Group:
             row.complete()
         lesson, feed, probe, beside = self.lesson, prompt.question_ids, None, []
         if lesson is not None:
-            beside = lesson.beside(trace, is_plain=thinning is None)
+            is_plain = thinning is None and self.first.sparsity is None
+            beside = lesson.beside(trace, is_plain)
             feed, probe = lesson.feed, lesson.task.probe(sample, lesson, rows)
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
@@ -511,6 +538,7 @@ class Group:
             ),
             cell.kind.observations(cell.params, cell.plan(len(prompt.context_ids))),
             thinning,
+            cell.sparsity,
         )
         self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
         timing = task.measure(self.model, variant, sample, self.progress.advance)
@@ -565,7 +593,7 @@ class Group:
         n_steps = len(prompt.question_ids) + len(answer.ids) - 1
         steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
         ledger = row.store.ledger.summary(row.budget, cell.shape, row.exempt_layers())
-        report = row.report()
+        report, share = row.shortened() | row.report(), row.trace.share()
         return SampleRow(
             id=sample.id,
             prompt_sha256=sample_hash(sample, prompt),
@@ -589,6 +617,7 @@ class Group:
             }
             | ({} if mark is None else mark.fields)
             | ({"metric": cell.task.metric} if cell.task.metric else {})
+            | ({} if share is None else {"prefill_share": share})
             | ({"method_report": report} if report else {}),
         )
 
@@ -603,7 +632,7 @@ class Group:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
         folder.sort(self.ids)
-        result = summarise(folder.rows, facts(cell))
+        result = summarise(folder.rows, facts(cell, folder.rows))
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         cell.task.artifacts(folder.path, [row.to_dict() for row in folder.rows], title)
         folder.finish(
@@ -623,7 +652,7 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
 
 
 def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, list[Cell]]:
-    """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
+    """Cells of a group that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
     shared: dict[Thinning | None, list[Cell]] = {}
     for cell in cells:
         shared.setdefault(cell.kind.thinning(cell.plan(s_prompt)), []).append(cell)
@@ -637,9 +666,14 @@ def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
     return cell.path / f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', sample.id)}.{suffix}"
 
 
-def facts(cell: Cell) -> RunFacts:
-    """What is known of a run beside its samples."""
+def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
+    """What is known of a run beside its scores."""
     settings, notes = cell.settings, list(cell.task.notes)
+    shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
+    if shares:
+        notes.append(
+            f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate"
+        )
     others = cell.shape.n_layers - len(cell.shape.full_layers)
     if others:
         notes.append(
@@ -668,6 +702,8 @@ def facts(cell: Cell) -> RunFacts:
         peak_rss_bytes=peak_rss_bytes(),
         notes=notes,
         metric=cell.task.metric,
+        prefill=EXACT if settings.prefill is None else settings.prefill.name,
+        prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
     )
 
 

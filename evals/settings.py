@@ -28,7 +28,7 @@ from evals.prompt import CHATS, SCOPES
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "ratio", "budget", "comm", "compensate", "cache"),
+    *("method", "task", "model", "prefill", "ratio", "budget", "comm", "compensate", "cache"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -53,7 +53,7 @@ class ModelSpec:
 class Part:
     """A chosen method or task: its name, its class, and its parameters as the YAML has them."""
 
-    group: str  # "method", "task" or "logger"
+    group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
     target: str  # "methods.oracle.Oracle"
     params: Mapping[str, Any]
@@ -112,6 +112,7 @@ class Settings:
     method: Part
     task: Part
     model: ModelSpec
+    prefill: Part | None  # None: exact attention
     budget: BudgetRequest
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
@@ -131,10 +132,10 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
-        ratio = self.budget.ratio
+        ratio, prefill = self.budget.ratio, self.prefill
         return {
-            "method": {"name": self.method.name, "params": dict(self.method.params)},
-            "task": {"name": self.task.name, "params": dict(self.task.params)},
+            "method": identity(self.method),
+            "task": identity(self.task),
             "model": asdict(self.model),
             "ratio": None if ratio is None else show(ratio),
             "budget": self.budget.tokens,
@@ -147,7 +148,16 @@ class Settings:
             "dtype": self.dtype,
             "device": self.device,
             "data_dir": self.data_dir,
-        } | ({} if self.weights == "trained" else {"weights": self.weights})
+        } | {
+            # Only where they are not what all runs had before there was a choice.
+            **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if prefill is None else {"prefill": identity(prefill)}),
+        }
+
+
+def identity(part: Part) -> dict[str, Any]:
+    """What of a part identifies a run."""
+    return {"name": part.name, "params": dict(part.params)}
 
 
 def settings(
@@ -166,6 +176,7 @@ def settings(
         method=part("method", names["method"], tree["method"]),
         task=part("task", names["task"], tree["task"]),
         model=build(ModelSpec, tree["model"], "model"),
+        prefill=prefill(names, tree["prefill"]),
         budget=BudgetRequest(
             ratio=convert(tree["ratio"], Fraction | None, "ratio"),
             tokens=convert(tree["budget"], int | None, "budget"),
@@ -265,6 +276,14 @@ def part(group: str, name: str, tree: Any) -> Part:
     if not isinstance(tree, Mapping) or not isinstance(tree.get("_target_"), str):
         raise ConfigError(f"no {group} is chosen; choose a file of conf/{group} with {group}=NAME")
     return Part(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
+
+
+def prefill(names: Mapping[str, str], tree: Any) -> Part | None:
+    """The chosen prefill; None for the exact one, which has no class and no parameters."""
+    if isinstance(tree, Mapping) and tree.get("_target_", "") is None:
+        same_names("prefill", tree, ["_target_"])
+        return None
+    return part("prefill", names.get("prefill", ""), tree)
 
 
 def build(cls: type, tree: Any, group: str) -> Any:

@@ -8,6 +8,7 @@ Not here: tables over many runs (`plots/tables.py`), which read the folders agai
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -20,6 +21,7 @@ NUMBERS = (  # behind the score, which is called what it is, its interval and n
     *("tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
     *("device\nMB", "host\nMB", "prefill\ns", "s\n/token"),
 )
+READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
 
 
 def print_table(done: Sequence[tuple[Path, RunResult]]) -> None:
@@ -55,13 +57,22 @@ def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
 
 
 def varied(result: RunResult, results: Sequence[RunResult]) -> list[str]:
-    """The method's parameters that tell this run from others of its method, as `key=value`."""
-    others = [other.params for other in results if other.method == result.method]
+    """The parameters that tell this run from others of its method and prefill, as `key=value`."""
+    alike = [
+        parameters(other)
+        for other in results
+        if (other.method, other.prefill) == (result.method, result.prefill)
+    ]
     return [
         f"{key}={value}"
-        for key, value in result.params.items()
-        if any(other.get(key) != value for other in others)
+        for key, value in parameters(result).items()
+        if any(other.get(key) != value for other in alike)
     ]
+
+
+def parameters(result: RunResult) -> dict[str, Any]:
+    """The method's own, and the prefill's."""
+    return result.params | {f"prefill.{k}": v for k, v in result.prefill_params.items()}
 
 
 def texts(result: RunResult) -> tuple[str, ...]:
@@ -136,7 +147,13 @@ def exceeds(value: float | None, bound: float | None) -> bool:
 
 def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
-    lines = [f"{result.method_label}: {note}" for result in results for note in result.notes]
+    common = [note for note in results[0].notes if all(note in other.notes for other in results)]
+    lines = common + [
+        f"{result.method_label}: {note}"
+        for result in results
+        for note in result.notes
+        if note not in common
+    ]
     is_mixed = len({result.metric for result in results}) > 1
     for name, task in {(result.metric or "score", result.task): None for result in results}:
         if is_mixed and name != "score":
@@ -151,6 +168,10 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     ):
         lines.append(
             "attended counts generated tokens too, which come on top of the prompt's budget"
+        )
+    if any(r.task not in READS_ONLY and r.protocol == "full_prompt" for r in results):
+        lines.append(
+            "the first token of an answer comes from the prefill, not from the compressed cache"
         )
     if any(result.within_budget is False for result in results):
         lines.append("! attended to more tokens, or read more to find them, than the budget allows")

@@ -8,8 +8,8 @@ The first token of a continuation is predicted by the prefill, for all variants 
 fed and never scored. The last one is predicted and never fed.
 
 Where a task `wants_full`, a row of full attention is decoded in the same batch, its prompt read by an ordinary pass
-even where the variants thin theirs. Where a sample has no continuation, full attention's own greedy answer is it; it
-is made alone, before anybody reads it, so that it does not depend on who is beside.
+even where the variants' own is thinned or sparse. Where a sample has no continuation, full attention's own greedy
+answer is it; it is made alone, before anybody reads it, so that it does not depend on who is beside.
 
 Not here: what is measured (`evals/pg19.py`, `evals/fidelity.py`).
 """

@@ -45,6 +45,7 @@ class SelectiveAttention(ABC):
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
+    thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     search_is_free: ClassVar[bool] = (
         False  # True: it reads more than any `comm` allows and is labelled so
     )
@@ -175,3 +176,10 @@ class SelectiveAttention(ABC):
     def report(self) -> dict[str, Any]:
         """What the method has to say of this sample, as JSON; stands in its line as `method_report` where not empty."""
         return {}
+
+    def shortened(self) -> dict[str, Any]:
+        """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
+        asked, got = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
+        if asked is None or got is None or got >= asked or self.budget.is_full:
+            return {}
+        return {"n_sink": got}

@@ -9,10 +9,11 @@ Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one inclu
           scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.
 Differs   - the authors' class that removes tokens is the reference (not the one that masks them: it hides one token
             too many for a step), and it has no query groups: here a KV head keeps one set, by its group's sum
-            (`reduce: max` is KVCache-Factory's other choice).
+            (`reduce: max` is KVCache-Factory's other choice). Its default is a set per query head, `query_head`, for
+            `on_top` alone: the KV head keeps the union.
           - scores are float32; the authors round each weight to the model's dtype before they add it up.
-          - `n_sink` protects first tokens, as PQCache's authors do in their comparison (n_sink=32, with
-            budget_rule=official); by default none, for position 0 is a heavy hitter anyway.
+          - `n_sink` protects first tokens, 32 as in all methods with sinks and a window here; PQCache's authors have
+            them on top of the ratio (method=h2o_pqcache), H2O's have none (method=h2o_paper).
           - `generated: on_top` is KVCache-Factory's form: chosen once, nothing is evicted while decoding.
           - of equal scores the higher position goes.
 Fails     where an answer needs what the prompt did not look at. Sums over the whole prompt are far above what a few
@@ -54,7 +55,7 @@ class Shares:
 
 
 def kept_tokens(scores: Tensor, plan: Shares) -> Tensor:
-    """Ascending positions of sinks, heavy and recent tokens by scores (1, h_kv, s): (1, h_kv, min(s, M))."""
+    """Ascending positions of sinks, heavy and recent tokens by scores (1, heads, s): (1, heads, min(s, M))."""
     heads, s = scores.shape[1:]
     every = torch.arange(s, device=scores.device).expand(1, heads, -1)
     if s <= plan.tokens:
@@ -90,7 +91,7 @@ class H2O(SelectiveAttention):
 
         def __post_init__(self) -> None:
             for key, allowed in (
-                ("reduce", ("sum", "max")),
+                ("reduce", ("sum", "max", "query_head")),
                 ("generated", ("inside", "on_top")),
                 ("budget_rule", ("fair", "official")),
             ):
@@ -98,6 +99,10 @@ class H2O(SelectiveAttention):
                     raise ConfigError(
                         f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
                     )
+            if self.reduce == "query_head" and self.generated == "inside":
+                raise ConfigError(
+                    "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"
+                )
             if self.n_sink < 0:
                 raise ConfigError(
                     f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"

@@ -14,8 +14,10 @@ Differs   - the prefill is exact and shared, so that scores are normalised over 
           - keys keep their positions (`position: true`), the only form that equals full attention. The authors place
             all tokens but local ones at one distance, n_local - 1 (`position: fixed`). Where a model scales its rotary
             embedding, far logits are scaled as near ones; with the whole budget positions are true.
-          - n_local is half of the budget and k what fits, rounded down; `budget_rule: official` rounds up and has the
-            sinks on top, as PQCache's authors do. The paper's numbers are absolute: 4,096 local tokens and 16 blocks.
+          - 32 sinks, as all methods with sinks and a window have here; n_local is half of what is left and k what
+            fits, rounded down. `budget_rule: official` rounds up and has the sinks on top, as PQCache's authors do. The
+            paper's numbers are absolute: 128 sinks, 4,096 local tokens and 16 blocks.
+          - of equal scores the earlier token or block is chosen.
           - weights that decode steps add are normalised over what the step attended to, as the authors' are.
           - the block cache is the store's; the authors' holds at most 32 blocks by last use.
 Fails     where an answer's tokens are few and apart: a block is fetched for one token and brings its neighbours. Small
@@ -33,12 +35,13 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.blocks import BlockCacheSpec
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
+from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 
 CHOICES = (
@@ -73,7 +76,7 @@ def representatives(
     """
     heads, n = scores.shape
     blocks = scores.reshape(heads, n // block_len, block_len)
-    chosen = blocks.topk(n_repr).indices  # (heads, n_blocks, n_repr)
+    chosen = top_stable(blocks, n_repr)  # (heads, n_blocks, n_repr)
     first = torch.arange(start, start + n, block_len, device=scores.device)
     positions = chosen + first.unsqueeze(-1)
     picked = gather_tokens(keys, positions.flatten(1).unsqueeze(0))[0].float()
@@ -245,7 +248,7 @@ class InfLLM(SelectiveAttention):
             blocks = torch.arange(n_blocks, device=q.device).unsqueeze(0)
         else:
             query = q if self.q_far is None else self.q_far
-            blocks = block_scores(query, means, self.params.per_head).topk(plan.k).indices
+            blocks = top_stable(block_scores(query, means, self.params.per_head), plan.k)
         within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
         tokens = (blocks.unsqueeze(-1) * plan.block_len + within).flatten(1)  # (1 or h, n)
         self.asked = tokens
@@ -343,7 +346,8 @@ def fair_layout(params: Any, budget: Budget, n_repr: int) -> Layout:
     Whatever the split, sinks, window and unfilled block are what k of n_blocks blocks leave, so the attended tokens are
     s_prompt - (n_blocks - k) * block_len. Where half of the budget leaves no block to fetch, fewer tokens are local.
     """
-    s, block_len, n_sink = budget.s_prompt, params.block_len, params.n_sink
+    s, block_len = budget.s_prompt, params.block_len
+    n_sink = split(budget.tokens, params.n_sink).n_sink
     n_left_out = ceil((s - budget.tokens) / block_len)  # blocks
     plan = Layout(n_sink, max(1, (budget.tokens - n_sink) // 2), block_len, 0, n_repr)
     k = plan.n_blocks(s) - n_left_out
@@ -352,12 +356,19 @@ def fair_layout(params: Any, budget: Budget, n_repr: int) -> Layout:
     n_local = s - n_sink - (n_left_out + 1) * block_len
     if n_local >= 1:
         return replace(plan, n_local=n_local, k=1)
-    raise ConfigError(too_small(budget, block_len, (s - n_sink - 1) // block_len))
+    raise ConfigError(too_small(budget, block_len, params.n_sink))
 
 
-def too_small(budget: Budget, block_len: int, most_blocks: int) -> str:
-    """What to say where no block fits in beside sinks and one local token; `most_blocks` is what a prompt can have."""
+def too_small(budget: Budget, block_len: int, n_sink: int) -> str:
+    """What to say where no block fits in beside sinks and one local token."""
     s = budget.s_prompt
+
+    def left(n_blocks: int) -> int:
+        """Local tokens where one of so many blocks is attended to."""
+        least = s - (n_blocks - 1) * block_len
+        return s - split(least, n_sink).n_sink - n_blocks * block_len
+
+    most_blocks = next((n for n in range(s // block_len, 0, -1) if left(n) >= 1), 0)
     what = (
         f"a budget of {budget.tokens} tokens for a prompt of {s} has no room for a block of "
         f"method.block_len={block_len} tokens beside sinks and the current one"

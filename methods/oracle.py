@@ -14,7 +14,6 @@ Fails     where a task needs more tokens than the budget has: kept mass is maxim
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
 from typing import Any, cast
 
 import torch
@@ -99,12 +98,11 @@ class Oracle(SelectiveAttention):
         if params.budget_rule == "fair":
             fair = split(budget.tokens, params.n_sink, params.local_share)
             return Regions(fair.n_sink, fair.n_local + 1, fair.k)
+        # In double precision, as the authors compute them; what the top-k leaves is local, the current token included.
         n_sink = min(params.n_sink, budget.s_prompt)
-        besides = int((budget.s_prompt - n_sink) * budget.ratio)
-        local = ceil(
-            besides * params.local_share
-        )  # what the truncated top-k leaves; the current token is among them
-        return Regions(n_sink, max(1, local), besides - local)
+        besides = int((budget.s_prompt - n_sink) * float(budget.ratio))
+        k = int(besides * float(1 - params.local_share))
+        return Regions(n_sink, max(1, besides - k), k)
 
     def arrange(self, layer: int) -> None:
         n_past = min(max(0, self.plan.n_window - 1), self.trace.s_prompt - self.plan.n_sink)
@@ -149,9 +147,8 @@ class Oracle(SelectiveAttention):
         if not dropped.any():
             return out
         lost = (self.weights * dropped).sum(-1).view(1, -1, 1, 1)
-        values = torch.cat(
-            [self.store.prompt_values(layer), self.store.generated(layer)[1]], 2
-        ).float()
+        late = self.store.generated(layer)[1].to(out.device)  # the host has them
+        values = torch.cat([self.store.prompt_values(layer), late], 2).float()
         per_head = values.repeat_interleave(self.trace.shape.g, 1)  # (1, h, n, d_h)
         share = (dropped / dropped.sum(-1, keepdim=True)).view(1, *dropped.shape[:1], 1, -1)
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)

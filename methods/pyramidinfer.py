@@ -202,6 +202,7 @@ def find_course(
 class PyramidInfer(SelectiveAttention):
     title = "PyramidInfer"
     drops = True
+    thins = True
 
     @dataclass(frozen=True)
     class Params:

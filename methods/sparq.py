@@ -52,9 +52,12 @@ class Regions:
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
-    """The `r` components with the largest sum of |q| over a group: (n, h, 1, d_h) -> (n, h_kv, r), best first."""
+    """The `r` components with the largest sum of |q| over a group: (n, h, 1, d_h) -> (n, h_kv, r), best first.
+
+    Sums of 16-bit queries are often equal: then the first ones.
+    """
     grouped = q.reshape(len(q), h_kv, -1, q.shape[-1]).float()  # (n, h_kv, g, d_h)
-    return grouped.abs().sum(2).topk(r).indices
+    return grouped.abs().sum(2).sort(descending=True, stable=True).indices[..., :r]
 
 
 def query_weights(q: Tensor, components: Tensor, scale: float) -> Tensor:

@@ -14,8 +14,8 @@ Budget    sum of (n_i + ows) = layers * tokens of the common budget, rounded dow
           ledger marks runs that come out above the budget.
 Differs   - the window stays and counts; the paper's scores leave it out and do not say whether it survives.
           - `index_scope: kv_head` lets each KV head of a layer keep its own n_i tokens, as the methods that it is
-            compared with do; `layer` is the literal text, one list for all heads. `query_head` needs a cache as wide as
-            the query heads, which the store does not have.
+            compared with do; `layer` is the literal text, one list for all heads. With `query_head` every query head
+            has its own n_i; its KV head keeps the union, and the ledger counts that.
           - greedy one by one is replaced by the top `total` of the whole table. Rows are sorted, so these are the
             first of each row, and no other `total` entries sum to more; equal lists, since ties go to the lower layer.
             `r_avg` is reached or passed, not met.
@@ -209,7 +209,7 @@ class XKV(SelectiveAttention):
             for key, allowed in (
                 ("mode", ("size", "quality")),
                 ("allocation", ("exact", "sampled", "uniform")),
-                ("index_scope", ("kv_head", "layer")),
+                ("index_scope", ("kv_head", "layer", "query_head")),
             ):
                 if getattr(self, key) not in allowed:
                     raise ConfigError(
@@ -311,7 +311,8 @@ class XKV(SelectiveAttention):
         self.counts = self.allocate()
         for layer, n in zip(layers, self.counts, strict=True):
             idx = top_tokens(self.selection_scores(layer), n)
-            idx = idx.expand(-1, self.trace.shape.h_kv, -1).contiguous()  # (1, h_kv, n)
+            if self.params.index_scope == "layer":
+                idx = idx.expand(-1, self.trace.shape.h_kv, -1).contiguous()  # (1, h_kv, n)
             self.store.keep(layer, idx, n_window=self.plan.ows)
 
     def scores(self, layer: int) -> Tensor:
@@ -319,14 +320,20 @@ class XKV(SelectiveAttention):
         ows, kernel = self.plan.ows, self.params.kernel
 
         def make() -> Tensor:
-            mass = window_votes(self.trace, LastQueries(self.params.ows), ows, layer) / ows
             # Pooling is linear: after the mean it is the same and has fewer heads to do.
-            return pooled_scores(group_scores(mass, self.trace.shape.h_kv), kernel)
+            return pooled_scores(group_scores(self.mass(layer), self.trace.shape.h_kv), kernel)
 
         return self.trace.once(("xkv scores", layer, ows, kernel), make)
 
+    def mass(self, layer: int) -> Tensor:
+        """Mean weights of the window's queries on the tokens before it, (1, h, n_past)."""
+        ows = self.plan.ows
+        return window_votes(self.trace, LastQueries(self.params.ows), ows, layer) / ows
+
     def selection_scores(self, layer: int) -> Tensor:
-        """What chooses within a layer: (1, h_kv, n_past), or (1, 1, n_past) for all heads alike."""
+        """What chooses within a layer: (1, h_kv or h, n_past), or (1, 1, n_past) for all heads alike."""
+        if self.params.index_scope == "query_head":
+            return pooled_scores(self.mass(layer), self.params.kernel)
         scores = self.scores(layer)
         return scores if self.params.index_scope == "kv_head" else layer_vector(scores)[None, None]
 

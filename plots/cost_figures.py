@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from evals.results import SampleRow
 from plots import style
-from plots.groups import Group, groups, mean
+from plots.groups import Group, budget_of, groups, mean, other_setting
 from plots.read import Run
-from plots.score_figures import budget_of, other_setting, short
+from plots.score_figures import short
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
 LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}

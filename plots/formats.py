@@ -103,7 +103,7 @@ def paper(cell: "Cell", show_difference: bool) -> str:
 
 def heading(table: "Table") -> str:
     embedded = "EMBEDDED DATA, not the paper's · " if table.where.data_source == "embedded" else ""
-    return f"{embedded}{table.where}"
+    return f"{embedded}{table.where}{f' · {table.asked}' if table.asked else ''}"
 
 
 def explanation(table: "Table") -> list[str]:
@@ -117,7 +117,7 @@ def explanation(table: "Table") -> list[str]:
         said.append(
             "Below each row: the published figure (ours less it)."
             if table.is_paper_setting
-            else "Below each row: the published figure, of another model, data, limit or comm: "
+            else "Below each row: the published figure, of another model, data, wording, limit or comm: "
             "differences mean little."
         )
     return [*said, *table.notes]
@@ -301,13 +301,14 @@ def as_csv(tables: "Iterable[Table]") -> str:
     shown = ("difference", "best", "over", "embedded")
     paired = ("vs_full", "vs_full_low", "vs_full_high", "vs_full_p_holm")
     costs = tuple(field.name for field in fields(Cost))
-    writer.writerow([*where, *names, *shown, *paired, *costs, "run"])
+    writer.writerow([*where, "asked", *names, *shown, *paired, *costs, "run"])
     for table in tables:
         for cell in table.cells.values():
             full = cell.vs_full
             writer.writerow(
                 [
                     *(getattr(table.where, name) for name in where),
+                    table.asked,
                     *(plain(getattr(cell, name)) for name in (*names, *shown)),
                     *(plain(v) for v in ((full.mean, full.low, full.high) if full else [None] * 3)),
                     plain(cell.vs_full_p),

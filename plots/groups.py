@@ -96,6 +96,23 @@ def by_dataset(dataset: str) -> Callable[[Run], tuple[float, float, float] | Non
     return lambda run: score_of(run.datasets().get(dataset, ()))
 
 
+def other_setting(group: Group) -> Callable[[Run], str]:
+    """The parameters by which runs of one method differ in this group, as words."""
+
+    def params(run: Run) -> dict[str, Any]:
+        flat = {**run.result.params}
+        flat |= {f"cache.{key}": value for key, value in (run.setting("cache") or {}).items()}
+        return flat
+
+    def tail(run: Run) -> str:
+        others = [params(other) for other in group.runs if other.method == run.method]
+        mine = params(run)
+        differing = [k for k in mine if any(other.get(k) != mine[k] for other in others)]
+        return " ".join(f"{k}={mine[k]}" for k in differing)
+
+    return tail
+
+
 def budget_of(run: Run) -> float | None:
     """The share or the number of tokens that was asked for."""
     return run.result.ratio if run.result.budget is None else float(run.result.budget)

@@ -7,7 +7,7 @@ Not here: checks of a folder (`evals/results.py` refuses a damaged one), statist
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import fsum
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from evals.results import RunResult, SampleRow, read_runs, read_samples
+from evals.results import EXACT, RunResult, SampleRow, read_runs, read_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,8 +35,31 @@ class Run:
         return self.result.method.partition("_")[0]
 
     @property
+    def prefill(self) -> str:
+        """As `method`: `minference` of `minference_short`."""
+        return self.result.prefill.partition("_")[0]
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether the method's or the prefill's settings are somebody's."""
+        return (self.result.method, self.result.prefill) != (self.method, self.prefill)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the prefill was."""
+        return self.result.prefill == EXACT
+
+    @property
     def is_full(self) -> bool:
+        """Whether every token takes part in decoding, whatever the prefill was."""
         return self.method == "full"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The method's parameters, and the prefill's."""
+        return self.result.params | {
+            f"prefill.{key}": value for key, value in self.result.prefill_params.items()
+        }
 
     @property
     def is_compensated(self) -> bool:
@@ -94,6 +117,7 @@ class Conditions:
     dtype: str
     device: str
     task_version: int
+    prefill: str = ""  # with its parameters; "" where it is exact
 
     def __str__(self) -> str:
         parts = [
@@ -101,6 +125,7 @@ class Conditions:
             f"{self.data_source} data",
             f"comm {self.comm}" if self.comm else "no comm",
             self.protocol,
+            *([f"prefill {self.prefill}"] if self.prefill else []),
             f"seed {self.seed}",
             f"first {self.limit} samples" if self.limit else "all samples",
             f"{self.dtype} on {self.device}",
@@ -120,22 +145,40 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         dtype=result.dtype,
         device=result.device,
         task_version=result.task_version,
+        prefill="" if run.is_exact else prefill_words(run),
     )
 
 
+def prefill_words(run: Run) -> str:
+    params = (f"{key}={value}" for key, value in run.result.prefill_params.items())
+    return " ".join([run.prefill, *params])
+
+
 def by_conditions(runs: Iterable[Run]) -> dict[Conditions, list[Run]]:
-    """Runs that may stand side by side. Full attention joins every group that differs in comm only."""
-    groups: dict[Conditions, list[Run]] = {}
-    full: dict[Conditions, list[Run]] = {}
+    """Runs that may stand side by side.
+
+    Full attention joins every group that differs in comm only, and runs with the exact prefill join those that differ
+    in the prefill only: who wants none of the others leaves them out before.
+    """
+    found: dict[Conditions, list[Run]] = {}
     for run in runs:
-        where, comm = (full, "") if run.is_full else (groups, None)
-        where.setdefault(conditions(run, comm), []).append(run)
-    for key, baseline in full.items():
-        others = [other for other in groups if conditions(groups[other][0], "") == key]
-        for other in others:
-            groups[other].extend(baseline)
-        if not others:
-            groups[key] = baseline
+        found.setdefault(conditions(run, "" if run.is_full else None), []).append(run)
+    groups: dict[Conditions, list[Run]] = {}
+    for key in found:
+        alike = [
+            other
+            for other in found
+            if replace(other, comm="", prefill="") == replace(key, comm="", prefill="")
+        ]
+        for prefill in {other.prefill for other in alike} - {""} or {""}:
+            here = sorted(
+                (other for other in alike if other.prefill in ("", prefill)),
+                key=lambda other: (other.comm == "", other.prefill == ""),
+            )
+            for comm in {other.comm for other in here} - {""} or {""}:
+                groups[replace(key, comm=comm, prefill=prefill)] = [
+                    run for other in here if other.comm in ("", comm) for run in found[other]
+                ]
     return dict(sorted(groups.items()))
 
 

@@ -97,7 +97,7 @@ def describe(run: Run, runs: Sequence[Run], root: Path, baselines: "Baselines") 
         "variant": label
         if run.is_full
         else " · ".join([label, budget(run), f"comm {result.comm_exact}"]),
-        "full": run.is_full,
+        "full": run.is_full and run.is_exact,
         "method": result.method,
         "task": result.task,
         "model": result.model,
@@ -133,9 +133,10 @@ def budget(run: Run) -> str:
 
 
 def varied(run: Run, runs: Iterable[Run]) -> list[str]:
-    """The method's parameters that tell this run from others of its method, as `key=value`."""
-    others = [other.result.params for other in runs if other.result.method == run.result.method]
-    mine = run.result.params
+    """The parameters that tell this run from others of its method and prefill, as `key=value`."""
+    same = run.result.method, run.result.prefill
+    others = [o.params for o in runs if (o.result.method, o.result.prefill) == same]
+    mine = run.params
     return [
         f"{key}={mine[key]}" for key in mine if any(other.get(key) != mine[key] for other in others)
     ]
@@ -162,7 +163,9 @@ def part(run: Run, name: str, rows: Sequence[SampleRow], baselines: "Baselines")
         "n": len(ok),
         "score": combined(ok, metric),
         "ci": combined_ci95(ok, metric),
-        "paired": None if run.is_full else baselines.compare(run, name, metric, ok),
+        "paired": None
+        if run.is_full and run.is_exact
+        else baselines.compare(run, name, metric, ok),
         "heat": heat(ok),
         "over": any(row.ledger.get("within_budget") is False for row in ok),
     }
@@ -182,7 +185,7 @@ class Baselines:
     def __init__(self, runs: Iterable[Run]) -> None:
         self.rows: dict[str, dict[str, SampleRow]] = {}
         for run in runs:
-            if run.is_full:
+            if run.is_full and run.is_exact:
                 rows = self.rows.setdefault(self.key(run), {})
                 for row in run.rows:
                     if row.score is not None:

@@ -24,6 +24,7 @@ from plots.groups import (
     groups,
     lines,
     mean,
+    other_setting,
     reports,
     score_of,
 )
@@ -150,23 +151,6 @@ def score_vs_comm(runs: Sequence[Run]) -> list[Figure]:
             if figure is not None:
                 made.append(figure)
     return made
-
-
-def other_setting(group: Group) -> Callable[[Run], str]:
-    """The parameters by which runs of one method differ in this group, as they should stand in a legend."""
-
-    def params(run: Run) -> dict[str, Any]:
-        flat = {**run.result.params}
-        flat |= {f"cache.{key}": value for key, value in (run.setting("cache") or {}).items()}
-        return flat
-
-    def tail(run: Run) -> str:
-        others = [params(other) for other in group.runs if other.method == run.method]
-        mine = params(run)
-        differing = [k for k in mine if any(other.get(k) != mine[k] for other in others)]
-        return " ".join(f"{k}={mine[k]}" for k in differing)
-
-    return tail
 
 
 def mxb_bars(runs: Sequence[Run]) -> list[Figure]:

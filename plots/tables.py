@@ -4,12 +4,14 @@
 
 What a table asks for is read from `plots/published/*.csv`: its datasets, methods and budgets, in their order. Runs that
 answer it are found by their results alone, so it does not matter which command made them. Runs that differ in model,
-data, comm, protocol, seed, limit, dtype or device never share a table: each such group has its own, below the others.
+data, prompts, comm, protocol, seed, limit, dtype or device never share a table: each such group has its own, below the
+others.
 
 Average   plain mean of the datasets' scores, these rounded to two decimals first, as the papers compute it; only where
           all of a table's datasets were run. Else: the mean of those that all methods of the block have, ours and the
           published ones alike, and the row says how many. Its interval resamples within each dataset.
-Bold      best of a row at the printed digit, without Full and Oracle, and without runs over budget.
+Bold      best of a row at the printed digit, without those that nothing bounds (Full, Oracle, MInference alone), and
+          without runs over budget.
 
 Not here: how a table is written (`plots/formats.py`), the table of one command (`evals/table.py`).
 """
@@ -24,9 +26,12 @@ from math import fsum
 from pathlib import Path
 
 import numpy as np
+import yaml
 
-from evals.results import SampleRow
+from evals.results import EXACT, SampleRow
+from plots import costs
 from plots.read import (
+    ROOT,
     Conditions,
     Run,
     by_conditions,
@@ -43,7 +48,10 @@ from plots.stats import N_RESAMPLES, Interval, holm, interval, paired
 PUBLISHED = Path(__file__).resolve().parent / "published"
 AVERAGE = "Average"
 PAPER_AVERAGES = {"Average", "Avg", "avg_of_8"}
-NOT_RANKED = {"Full", "FullKV", "Oracle"}
+NOT_RANKED = {"Full", "FullKV", "Oracle", "MInference"}
+# Of a task's parameters: which rows are asked, not how.
+CHOOSES_ROWS = {"source", "datasets", "rows", "on_bad_row"}
+OWN_PROMPTS = "prompts: own"
 # Names of datasets as benchmarks have them, by the names that papers print; letters and digits only.
 DATASETS = {
     "naqa": "narrativeqa",
@@ -84,9 +92,11 @@ class Wanted:
 
     method: str
     compensated: bool | None = None  # None: either
+    prefill: str = EXACT
 
     def matches(self, run: Run) -> bool:
-        return run.method == self.method and self.compensated in (None, run.is_compensated)
+        same = (run.method, run.prefill) == (self.method, self.prefill)
+        return same and self.compensated in (None, run.is_compensated)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,10 @@ class Layout:
     question_first: bool = False
     averages_only: bool = False  # the paper prints means over datasets and nothing else
     tokens: Mapping[str, str] | None = None  # a printed budget and the tokens that it stands for
+
+    @property
+    def prefills(self) -> set[str]:
+        return {wanted.prefill for wanted in self.methods.values() if wanted is not None}
 
     @property
     def command(self) -> str:
@@ -132,7 +146,11 @@ LAYOUTS = (
     Layout(
         "pqcache_table5", "PQCache, Table 5: InfiniteBench with sparse prefill",
         "infinitebench", LLAMA, "1/64",
-        {**PQCACHE_METHODS, "MInference": None, "MInference+PQCache": None},
+        {
+            **PQCACHE_METHODS,
+            "MInference": Wanted("full", prefill="minference"),
+            "MInference+PQCache": Wanted("pqcache", prefill="minference"),
+        },
     ),
     Layout(
         "pqcache_table6", "PQCache, Table 6: LongBench on a 70B model", "longbench",
@@ -267,6 +285,8 @@ class Table:
     budgets: list[str]
     cells: Mapping[tuple[str, str, str], Cell]  # (dataset, method, budget)
     notes: list[str]
+    asked: str = ""  # how prompts were made, where that is not the task's default
+    own_prompts: bool = False  # not upstream's wording
 
     @property
     def is_paper_setting(self) -> bool:
@@ -277,6 +297,7 @@ class Table:
             and self.where.data_source != "embedded"
             and self.where.limit == 0
             and same_comm
+            and not self.own_prompts
         )
 
 
@@ -284,7 +305,7 @@ def build(layout: Layout, runs: Sequence[Run]) -> list[Table]:
     """A table for each group of runs that answers any of its cells."""
     tables = []
     as_printed = published(layout)
-    for where, group in by_conditions(answering(layout, runs)).items():
+    for asked, where, group in alike(answering(layout, runs)):
         notes: list[str] = []
         paper = stand_in(as_printed, group, notes)
         key_bytes = key_bytes_per_token(group)
@@ -306,10 +327,46 @@ def build(layout: Layout, runs: Sequence[Run]) -> list[Table]:
         datasets = list(dict.fromkeys(key[0] for key in cells))
         tables.append(
             Table(
-                layout, where, datasets, paper.methods, paper.budgets, cells, remarks(group, notes)
+                layout,
+                where,
+                datasets,
+                paper.methods,
+                paper.budgets,
+                cells,
+                remarks(group, notes),
+                asked,
+                OWN_PROMPTS in {note for run in group for note in run.result.notes},
             )
         )
     return sorted(tables, key=lambda table: not table.is_paper_setting)
+
+
+def alike(runs: Iterable[Run]) -> list[tuple[str, Conditions, list[Run]]]:
+    """Groups that may share a table: made under the same conditions, from prompts made in the same way."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(asked_of(run), []).append(run)
+    return [
+        (asked, where, group)
+        for asked in sorted(found)
+        for where, group in by_conditions(found[asked]).items()
+    ]
+
+
+def asked_of(run: Run) -> str:
+    """What of a run's task and chat is not the default, except what only chooses rows."""
+    path = ROOT / "conf" / "task" / f"{run.result.task}.yaml"
+    usual = yaml.safe_load(path.read_text(encoding="utf-8"))
+    params = run.setting("task", "params") or {}
+    words = [
+        f"{key}={value}"
+        for key, value in params.items()
+        if key not in CHOOSES_ROWS and key in usual and str(value) != str(usual[key])
+    ]
+    chat, system = run.setting("model", "chat"), run.setting("model", "system_prompt")
+    words += [f"chat={chat}"] if chat not in (None, "auto") else []
+    words += [f"system prompt {system!r}"] if system else []
+    return " ".join(words)
 
 
 def stand_in(paper: Published, runs: Sequence[Run], notes: list[str]) -> Published:
@@ -322,11 +379,12 @@ def stand_in(paper: Published, runs: Sequence[Run], notes: list[str]) -> Publish
 
 
 def answering(layout: Layout, runs: Iterable[Run]) -> list[Run]:
-    """The runs of a table's task, with the question where the table has it."""
+    """The runs of a table's task, with a prefill of its columns and the question where the table has it."""
     return [
         run
         for run in runs
         if run.result.task == layout.task
+        and run.prefill in layout.prefills
         and (run.task_param("question_position") == "before") == layout.question_first
     ]
 
@@ -353,9 +411,7 @@ def choose(
     ]
     if not found:
         return None, ()
-    found.sort(
-        key=lambda one: (one[0].result.method != one[0].method, -len(one[1]), one[0].folder.name)
-    )
+    found.sort(key=lambda one: (one[0].is_preset, -len(one[1]), one[0].folder.name))
     if len({tuple(scores(rows)) for _, rows in found}) > 1:
         names = ", ".join(run.folder.name for run, _ in found[1:])
         notes.append(
@@ -549,7 +605,7 @@ def build_efficiency(runs: Sequence[Run]) -> list[Table]:
     """Time and KV memory on NarrativeQA; seconds of runs that shared their batch are left out, and a note says so."""
     layout, paper = EFFICIENCY, published_efficiency()
     tables = []
-    for where, group in by_conditions(answering(layout, runs)).items():
+    for asked, where, group in alike(answering(layout, runs)):
         cells: dict[tuple[str, str, str], Cell] = {}
         notes: list[str] = []
         for method in layout.methods:
@@ -559,7 +615,9 @@ def build_efficiency(runs: Sequence[Run]) -> list[Table]:
                 cells[metric, method, ""] = replace(base, published=paper[method][metric])
         if any(each.n for each in cells.values()):
             rows = list(paper["FullKV"])
-            tables.append(Table(layout, where, rows, list(layout.methods), [""], cells, notes))
+            tables.append(
+                Table(layout, where, rows, list(layout.methods), [""], cells, notes, asked)
+            )
     return sorted(tables, key=lambda table: not table.is_paper_setting)
 
 
@@ -665,6 +723,12 @@ def main(arguments: list[str]) -> int:
         print(f"plots.tables: {error}", file=sys.stderr)
         return 2
     tables = build_all(runs)
+    try:
+        timed = costs.write(options.out, runs)
+    except OSError as error:
+        return cannot_write(options.out, error)
+    if timed:
+        print(f"What variants cost: {', '.join(str(path) for path in timed)}")
     if not any(tables.values()):
         for layout in (*LAYOUTS, EFFICIENCY):
             print(missing(layout, len(runs)), file=sys.stderr)
@@ -674,15 +738,16 @@ def main(arguments: list[str]) -> int:
             try:
                 paths = write(options.out, layout, tables[layout.name])
             except OSError as error:
-                print(
-                    f"plots.tables: {options.out}: {error.strerror}; choose another --out",
-                    file=sys.stderr,
-                )
-                return 2
+                return cannot_write(options.out, error)
             print(f"{layout.title}: {', '.join(str(path) for path in paths)}")
         else:
             print(missing(layout, len(runs)))
     return 0
+
+
+def cannot_write(out: Path, error: OSError) -> int:
+    print(f"plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def shell(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 def result_of(cell: Settings, **changes: Any) -> RunResult:
     """What a runner would say of this cell; what is not named was not measured."""
-    named = {"schema_version", "notes"}  # have defaults
+    named = {"schema_version", "notes", "prefill", "prefill_params"}  # have defaults
     facts: dict[str, Any] = {
         field.name: None for field in fields(RunResult) if field.name not in named
     }

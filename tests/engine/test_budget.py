@@ -18,6 +18,7 @@ from engine.budget import (
 )
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from methods.h2o import H2O
 from methods.oracle import Oracle
 from tests.vectors import Check, differs, first, load
 
@@ -50,10 +51,14 @@ def check_row(row: dict[str, int]) -> str | None:
         "group_sum", row["sinks"], Fraction(1, 2), "inside", "official", "renormalise"
     )
     official = Oracle.plan_for(oracle, budget, shape)
+    h2o = H2O.Params(row["sinks"], Fraction(1, 2), "sum", "inside", "official")
+    shares = H2O.plan_for(h2o, budget, shape)
     ours = {
         "B": budget.tokens, "n_sink": parts.n_sink, "local": parts.n_local, "k": parts.k, "B_C": compensated.tokens,
         "key_bytes": key_bytes(shape, row["s"]), "kv_bytes_per_token": token_bytes(shape),
         "extra_bytes": find_bytes(shape, budget), "off_oracle_topk": official.k, "off_oracle_local": official.n_window,
+        "off_oracle_attended": official.n_sink + official.k + official.n_window, "off_h2o_heavy": shares.n_heavy,
+        "off_h2o_recent": shares.n_recent, "off_h2o_attended": shares.tokens + 1,
     }  # fmt: skip
     return first(*(differs(name, value, row[name]) for name, value in ours.items()))
 

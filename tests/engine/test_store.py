@@ -176,6 +176,32 @@ def test_cached_blocks_are_hits_and_move_nothing() -> None:
     assert warm.resident_kv_bytes == (2 + 6 + 2 + 8) * H_KV * per_head
 
 
+def test_a_cache_takes_its_room_before_it_is_full() -> None:
+    store = Store(counting_trace(40), 4, BlockCacheSpec(12, 4, 1, "lru"))
+    store.offload(0, 2, 6)
+    store.append(0, token(40), -token(40))
+    store.fetch(0, torch.tensor([[[2, 3], [2, 4]]]))
+    store.close(0, 1)
+    entry = store.ledger.entries[0]
+    assert entry.filled_bytes == 4 * H_KV * 2 * D * 2
+    assert entry.resident_kv_bytes == (2 + 6 + 1 + 12) * H_KV * 2 * D * 2
+
+
+def test_what_query_heads_find_in_the_cache_moves_for_none_of_them() -> None:
+    store = Store(counting_trace(40), 4, BlockCacheSpec(8, 4, 2, "lru"))
+    store.offload(0, 2, 6)
+    heads = [[[2, 3], [3, 10], [2, 20], [10, 11]], [[2, 3], [3, 14], [20, 21], [2, 10]]]
+    # Blocks 0 and 2 are taken in: positions 2 to 5 and 10 to 13.
+    for t, asked in enumerate(heads):
+        store.append(0, token(40 + t), -token(40 + t))
+        store.fetch(0, torch.tensor([asked]))
+        store.close(0, t + 1)
+    cold, warm = store.ledger.entries
+    assert (cold.moved_kv_heads_bytes, cold.moved_kv_bytes) == (8 * 2 * D * 2, 7 * 2 * D * 2)
+    assert (warm.cache_hits, warm.cache_lookups) == (4, 7)
+    assert (warm.moved_kv_heads_bytes, warm.moved_kv_bytes) == (3 * 2 * D * 2, 3 * 2 * D * 2)
+
+
 def test_a_store_never_writes_to_the_trace() -> None:
     trace = counting_trace(20)
     before = trace.keys(0).clone(), trace.values(0).clone()

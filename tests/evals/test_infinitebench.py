@@ -185,6 +185,10 @@ def test_the_authors_quirks_are_kept(dataset, prediction, truth, expected) -> No
 def test_what_makes_the_authors_scorer_raise_is_0_and_named() -> None:
     assert checked_score("math_find", "88.5", 88) == (0, "ValueError")
     assert checked_score("math_find", "88", "88") == (0, "TypeError")
+    assert checked_score("math_calc", "1, 2", "1") == (0, "AssertionError")
+    assert checked_score("math_calc", "1, 2", []) == (0, "IndexError")
+    assert checked_score("longdialogue_qa_eng", "Jane", []) == (0, "IndexError")
+    assert checked_score("longbook_qa_eng", "red", []) == (0, None)  # which raises nothing
 
 
 # --- generators --------------------------------------------------------------------------------
@@ -441,6 +445,13 @@ def test_templates_of_the_data_folder_are_used_and_named(tokenizer, folder: Path
     assert made.notes[0] == "prompts: yarn_mistral" and not sample.use_chat
     made, (sample,) = samples(tokenizer, folder, datasets=["passkey"], template_family="gpt4")
     assert sample.context + sample.question == "4: noise 12345 Which?" and sample.use_chat
+    for damaged, message in (
+        ("{", r"prompt_templates\.json is no JSON"),
+        ('{"yarn_mistral": {"passkey": 3}}', "has no template of yarn_mistral for passkey"),
+    ):
+        (folder / infinitebench.TEMPLATES).write_text(damaged)
+        with pytest.raises(ConfigError, match=message):
+            samples(tokenizer, folder, datasets=["passkey"])
     (folder / infinitebench.STRINGS).unlink()
     with pytest.raises(ConfigError, match="OpenBMB/InfiniteBench"):
         task(folder, template_family="gpt4")

@@ -327,7 +327,7 @@ def run_dataset_vectors(path: Path) -> list[tuple[str, str | None]]:
     """Row scores, the dataset's, and LongBench-E's, through what a run uses."""
     results = []
     for case in json.loads(path.read_text(encoding="utf-8")):
-        facts = DATASETS[case["dataset"]]
+        facts = longbench.facts_of(case["dataset"])
         for backend, key in (("difflib", "score"), ("levenshtein", "score_levenshtein")):
             if key not in case:
                 continue
@@ -445,6 +445,12 @@ def test_a_finished_run_says_datasets_buckets_and_both_averages(tokenizer, folde
     assert said["mean_of_categories"] == 34.72
 
 
+def test_near_a_tie_the_buckets_round_as_numpy_does_and_the_whole_as_python_does() -> None:
+    found = [0.1, 0.8, 0.07, 0.0, 0.74, 0.16, 0.29, 0.71]  # their mean is 35.875 %
+    assert scores.by_length(found, [0] * 8)["0-4k"] == 35.88
+    assert scores.percent(found) == 35.87
+
+
 def test_the_run_scores_what_the_row_says(tokenizer, folder) -> None:
     made, (first, *_) = samples(folder, tokenizer, "trec")
     number = replace(first, references=("number",))
@@ -481,6 +487,42 @@ def test_the_hub_is_asked_where_the_source_says_so(folder, monkeypatch, tokenize
     made.check(shape())
     assert asked == [("longbench", folder)]
     assert (made.data_source, made.whose) == ("hub", "official")
+
+
+def test_named_datasets_are_taken_from_a_folder_and_then_from_the_hub(
+    folder, tmp_path, monkeypatch, tokenizer
+) -> None:
+    asked = []
+    roots = [tmp_path / "empty"]
+    monkeypatch.setattr(data, "data_roots", lambda data_dir: roots)
+
+    def arrive(name: str, root: Path) -> None:
+        asked.append((name, root))
+        roots.append(folder)
+
+    monkeypatch.setattr(fetch, "fetch", arrive)
+    for _ in range(2):  # the second time all is there
+        made = task(None, datasets=["qasper", "lcc"])
+        made.check(shape())
+        assert (made.data_source, made.whose) == ("local", "official")
+        assert asked == [("longbench", fetch.cache_root())]
+
+
+def test_other_rows_or_prompts_are_another_run(folder) -> None:
+    def digest(**changes) -> str | None:
+        made = task(folder, **{"datasets": ["qasper"], **changes})
+        made.check(shape())
+        return made.data_digest
+
+    first = digest()
+    assert first is not None and first == digest()
+    write(folder, "qasper", row(0), row(1, answers=["c"]), row(2))  # no prompt says so
+    second, own = digest(), digest(prompts="own")
+    (folder / "longbench" / "config" / "dataset2prompt.json").unlink()
+    assert len({first, second, own}) == 3 and digest() == own
+    made = task(None, source="embedded")
+    made.check(shape())
+    assert made.data_digest is None
 
 
 @pytest.mark.parametrize(

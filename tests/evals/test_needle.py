@@ -244,6 +244,35 @@ def test_a_style_without_its_strings_is_refused(tmp_path: Path, style: str) -> N
         task(tmp_path, style=style).check(SHAPE)
 
 
+def test_other_essays_or_strings_are_another_run(folder: Path) -> None:
+    def digest(**changes) -> str | None:
+        made = task(folder, **{"source": "local", **changes})
+        made.check(SHAPE)
+        return made.data_digest
+
+    first, with_strings = digest(), digest(style="magic_number")
+    assert None not in (first, with_strings) and digest(source="embedded") is None
+    (folder / "needle" / "PaulGrahamEssays" / "a.txt").write_text("Another essay. " * 20)
+    assert len({first, with_strings, digest()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("strings.json", b"{", r"strings\.json is no JSON"),
+        ("strings.json", b"[]", r"strings\.json holds no JSON object"),
+        ("PaulGrahamEssays/a.txt", b"A line.\ncaf\xe9", r"a\.txt, line 2: byte 11"),
+        ("PaulGrahamEssays/b.txt", b"", r"b\.txt: the file is empty"),
+    ],
+)
+def test_damaged_words_are_named_before_anything_is_asked(
+    folder: Path, file: str, content: bytes, message: str
+) -> None:
+    (folder / "needle" / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        task(folder, source="local", style="magic_number").check(SHAPE)
+
+
 def test_the_completion_prompt_is_the_template_filled_once(tokenizer, folder: Path) -> None:
     made = task(folder, source="local", style="data_engineering", lengths=[800])
     sample = only(made.samples(tokenizer))

@@ -75,6 +75,22 @@ def test_blanks_at_the_end_of_a_question_survive_a_template_that_trims() -> None
     assert "What is the answer? <|eot_id|>" in tokenizer.decode(encode(tokenizer).context_ids)
 
 
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, None])
+def test_brackets_by_hand_stand_around_the_words_without_blanks(template: str | None) -> None:
+    tokenizer = tiny_tokenizer(template, adds_bos=True)
+    assert prompt.uses_chat(tokenizer, SAMPLE, "inst")
+    for scope in prompt.SCOPES:
+        ids = encode(tokenizer, chat="inst", scope=scope)
+        text = tokenizer.decode(ids.context_ids + ids.question_ids)
+        assert text == f"<s>[INST]{TEXT}[/INST]The answer is"
+    raw = edit(SAMPLE, use_chat=False)
+    assert encode(tokenizer, raw, chat="inst") == encode(tokenizer, raw, chat="none")
+    system = encode(tokenizer, edit(SAMPLE, system_prompt="Be brief."), chat="inst")
+    assert tokenizer.decode(system.context_ids).startswith("<s>[INST]Be brief.\n\nSome text.")
+    with pytest.raises(ConfigError, match=r"chat=inst has no system turn"):
+        encode(tokenizer, chat="inst", system_prompt="Be brief.")
+
+
 def test_a_sample_may_refuse_the_chat_wrapper() -> None:
     tokenizer = tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False)
     raw = encode(tokenizer, edit(SAMPLE, use_chat=False))

@@ -34,6 +34,9 @@ BAD = {
     "wrong encoding": ('{"id": 1, "text": "é", "labels": null}'.encode("latin-1"), r"byte 19 is no UTF-8"),
     "not a number": (b'{"id": 1, "text": "x", "labels": [NaN]}', r"is no whole JSON object"),
     "duplicate": (good(0), r"id=0 stands in line 1 already"),
+    "duplicate as a text": (b'{"id": "0", "text": "x", "labels": null}', r"id='0' stands in line 1 already"),
+    "half a character": (b'{"id": 1, "text": "x \\uD83d", "labels": null}', r"'text': character 2 is half a surrogate"),
+    "half in a list": (b'{"id": 1, "text": "x", "labels": ["\\ude00"]}', r"'labels': character 2 is half a surrogate"),
     "its own check": (b'{"id": 1, "text": "never", "labels": null}', r"says never"),
 }  # fmt: skip
 
@@ -89,3 +92,8 @@ def test_the_same_id_is_free_again_where_its_first_row_was_bad(tmp_path: Path) -
     path = write(tmp_path, b'{"id": 0, "labels": null}', good(0))
     rows = read_rows(path, FIELDS, "skip", unique="id")
     assert [number for number, _ in rows.rows] == [2]
+
+
+def test_both_halves_of_a_surrogate_pair_are_one_character(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"id": 0, "text": "\\ud83d\\ude00", "labels": null}')
+    assert read_rows(path, FIELDS, "refuse").rows[0][1]["text"] == "\N{GRINNING FACE}"

@@ -353,6 +353,12 @@ def test_control_characters_are_replaced_or_deleted() -> None:
     assert ruler.match_part("x and Y", ["z", "X"]) == 1
 
 
+def test_near_a_tie_the_mean_rounds_as_the_authors_does() -> None:
+    found = [1, 0.1, 0, 2 / 3, 2 / 3, 1, 0.5, 0.1, 0, 0, 0, 1]
+    found += [1 / 3, 0.75, 0.4, 0.6, 1 / 3, 0, 0, 0.7, 0, 0, 1, 0.3]
+    assert ruler.percent(found) == 39.38  # 39.375; by 100 * sum / n it would be 39.37
+
+
 def test_a_finished_run_says_each_tasks_mean(tmp_path: Path) -> None:
     rows = [
         {"dataset": "vt", "score": 0.2},

@@ -122,7 +122,7 @@ def test_the_report_of_a_method_stands_in_its_samples(
     cell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ((exact, _),) = run(cell("method=xkv", out="exact"))
-    ((oracle, _),) = run(cell(out="oracle"))
+    ((oracle, _),) = run(cell("method.n_sink=4", out="oracle"))
     reports = [row.fields["method_report"] for row in read_samples(exact)]
     assert [len(report["n"]) for report in reports] == [3] * 4
     assert all("method_report" not in row.fields for row in read_samples(oracle))
@@ -134,6 +134,13 @@ def test_the_report_of_a_method_stands_in_its_samples(
     ((sampled, _),) = run(cell(*words, out="sampled"))
     totals = [sum(row.fields["method_report"]["n"]) for row in read_samples(sampled)]
     assert totals == [sum(report["n"]) for report in reports]
+
+
+def test_a_budget_with_room_for_fewer_sinks_says_so_in_the_samples(cell: Any) -> None:
+    ((folder, _),) = run(cell("budget=100"))
+    ((wide, _),) = run(cell("budget=128", out="wide"))
+    assert [row.fields["method_report"] for row in read_samples(folder)] == [{"n_sink": 25}] * 4
+    assert all("method_report" not in row.fields for row in read_samples(wide))
 
 
 def test_the_same_command_again_loads_nothing(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["cache.policy=fifo"], "cache.policy=fifo"),
         (["cache=3"], "cache=3 is a group of keys"),
         (["model=any"], "model.id is not given; add model.id=…"),
-        (["model.chat=maybe"], "model.chat=maybe is not allowed; use auto or none"),
+        (["model.chat=maybe"], "model.chat=maybe is not allowed; use auto, none or inst"),
         (["model.trust_remote_code=yes"], "model.trust_remote_code=yes is not true or false"),
         (["ratio=${foo}"], "ratio cannot be read"),
         (["~seed"], "seed is missing"),

@@ -23,7 +23,8 @@ def result(**changes: Any) -> RunResult:
     nothing: dict[str, Any] = {
         field.name: None for field in fields(RunResult) if field.name not in FACTS
     }
-    del nothing["schema_version"], nothing["notes"]
+    for name in ("schema_version", "notes", "prefill", "prefill_params"):
+        del nothing[name]
     return RunResult(**nothing | FACTS | changes)
 
 
@@ -62,21 +63,27 @@ def test_a_run_over_its_budget_is_marked() -> None:
 
 
 def test_a_legal_excess_is_explained() -> None:
-    (line,) = remarks(
-        [result(within_budget=True, tokens_attended_mean=12.0, tokens_budget_mean=9.0)]
-    )
-    assert "generated tokens" in line
+    lines = remarks([result(within_budget=True, tokens_attended_mean=12.0, tokens_budget_mean=9.0)])
+    assert any("generated tokens" in line for line in lines)
 
 
 def test_an_unpriced_search_is_said() -> None:
-    (line,) = remarks([result(bytes_searched_per_step=5.0)])
+    (line,) = remarks([result(bytes_searched_per_step=5.0, protocol="context_only")])
     assert "Oracle" in line
 
 
-def test_notes_are_said_once() -> None:
-    assert remarks([result(notes=["own words"]), result(notes=["own words"])]) == [
-        "Oracle: own words"
-    ]
+def test_where_the_first_token_comes_from_is_said_of_tasks_that_ask_for_an_answer() -> None:
+    assert any("first token" in line for line in remarks([result()]))
+    assert remarks([result(protocol="context_only")]) == []
+    assert not any("first token" in line for line in remarks([result(task="pg19")]))
+
+
+def test_notes_are_said_once_and_with_a_name_where_others_lack_them() -> None:
+    def notes(*both: list[str]) -> list[str]:
+        return remarks([result(notes=each, protocol="context_only") for each in both])
+
+    assert notes(["own words"], ["own words"]) == ["own words"]
+    assert notes(["own words", "cut"], ["own words"]) == ["own words", "Oracle: cut"]
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "300"])

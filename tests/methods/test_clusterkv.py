@@ -101,8 +101,9 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     params = replace(PARAMS, n_sink=n_sink, agg=agg, decode_clusters=0)
     plan = Shares(n_sink, tokens - n_sink, centroids.shape[2], 0)
     row = row_of(
-        ClusterKV, params, trace_of(k, v, q.shape[1], s), request(tokens=meta["budget"]), plan
-    )
+        ClusterKV, params, trace_of(k, v, q.shape[1], s), request(tokens=meta["budget"]), plan,
+        n_new=max(64, n - s),
+    )  # fmt: skip
     row.clusters[0] = clusters
     for i in range(s, n - 1):
         row.store.append(0, k[:, :, i : i + 1], v[:, :, i : i + 1])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attend import causal_lse
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import ColumnSums
@@ -29,7 +30,7 @@ def run_vectors(path: Path) -> list[Check]:
     s, h = meta["T"], meta.get("Hq", meta.get("H"))
     q, k, v = (torch.from_numpy(x[name]) for name in ("q", "k", "v"))
     if kind == "colsum":
-        return [(path.stem, check_sums(watched(q, k, v, s), x["col_sum_f64"], 1))]
+        return [(path.stem, check_colsum(q, k, v, x))]
     # Where the case has a score per query head, K and V were repeated to all of them.
     g = max(1, x["prefill_score"].shape[1] // k.shape[1])
     trace = watched(q, k.repeat_interleave(g, 1), v.repeat_interleave(g, 1), s)
@@ -52,6 +53,22 @@ def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: int) -> Trace:
     trace = trace_of(k, v, q.shape[1], s)
     trace.observe(0, ColumnSums(), q[:, :, :s], k[:, :, :s], trace.scales[0])
     return trace
+
+
+def check_colsum(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str, np.ndarray]
+) -> str | None:
+    """The sums by themselves, and from the log-sum-exps that a prefill leaves on a CPU."""
+    trace = watched(q, k, v, q.shape[2])
+    alone = check_sums(trace, x["col_sum_f64"], 1)
+    out, lse = causal_lse(q, k, v, trace.scales[0])
+    trace.observe(0, ColumnSums(), q, k, trace.scales[0], lse)
+    return first(
+        alone,
+        differs("attention output", out, x["out_f64"], 1e-5),
+        differs("log-sum-exps", lse, x["lse_f64"], 1e-5),
+        check_sums(trace, x["col_sum_f64"], 1),
+    )
 
 
 def plan_differs(meta: dict[str, Any], plan: Shares) -> str | None:
@@ -263,6 +280,25 @@ def test_generated_tokens_on_top_evict_nothing() -> None:
     assert [entry.attended // 4 for entry in row.store.ledger.entries] == list(range(21, 31))
 
 
+def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
+    """Same sets and same outputs; what is held differs: here the union, there g times the tokens."""
+    q, k, v = tokens(60)
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    params = replace(PARAMS, generated="on_top")
+    per_head = replace(params, reduce="query_head")
+    ours = row_of(H2O, per_head, watched(q, k, v, 50), request(tokens=20))
+    theirs = row_of(H2O, params, watched(q, keys, values, 50), request(tokens=20))
+    for t in range(3):
+        torch.testing.assert_close(take(ours, t, q, k, v), take(theirs, t, q, keys, values))
+        attended = ours.store.attended(0)
+        assert torch.equal(attended, theirs.store.attended(0))
+        assert not torch.equal(attended[0], attended[1])
+        mine, other = (row.store.ledger.entries[-1] for row in (ours, theirs))
+        assert mine.attended == other.attended == 4 * (21 + t)
+        union = int(attended.view(2, 2, -1).any(1).sum())
+        assert mine.resident_kv_bytes == union * ours.store.token_bytes < other.resident_kv_bytes
+
+
 def test_scores_travel_with_their_tokens() -> None:
     """Against sums by position, added up apart from the cache and its slots."""
     q, k, v = tokens(80, seed=3)
@@ -324,6 +360,8 @@ def test_the_official_rule_puts_sinks_on_top_of_the_ratio(comm: str, half: int) 
         ("n_sink", -1, "0 or more"),
         ("heavy_share", Fraction(3, 2), "method.heavy_share=1.5 is out of range"),
         ("generated", "never", "use one of inside, on_top"),
+        ("reduce", "mean", "use one of sum, max, query_head"),
+        ("reduce", "query_head", "use it with method.generated=on_top"),
         ("budget_rule", "mine", "use one of fair, official"),
     ],
 )

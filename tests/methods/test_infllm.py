@@ -89,7 +89,8 @@ def check_harness(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("sums", ratios, np.ones_like(ratios), 1e-4),
         differs("mean logits", means, x["token_logit_mean_f64"], 1e-4) if "token_logit_mean_f64" in x else None,
     )  # fmt: skip
-    row = row_of(planned(layout), params, trace, request(tokens=1))
+    n_new = max(64, meta["steps"])
+    row = row_of(planned(layout), params, trace, request(tokens=1), n_new=n_new)
     scores = trace.observed(row.observations(params, layout)[0], 0)[0]
     heads = meta["Hkv"] if params.repr_granularity == "kv_head" else meta["Hq"]
     problem = problem or check_representatives(
@@ -179,7 +180,8 @@ def check_streaming(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | Non
     trace._observed[BandSums(layout.n_local), 0] = scores.unsqueeze(0)
     kind = planned(layout, Replayed)
     kind.theirs, kind.own = theirs, {}  # type: ignore[attr-defined]
-    row = row_of(kind, params, trace, request(tokens=1))
+    n_new = max(64, meta["steps"])
+    row = row_of(kind, params, trace, request(tokens=1), n_new=n_new)
     means = x["block_repr_mean"].reshape(meta["units"], -1, h // meta["units"], meta["D"])
     means = means.swapaxes(0, 1).reshape(-1, h, meta["D"])
     tokens = np.sort(x["repr_token"].reshape(-1, h, layout.n_repr).swapaxes(0, 1), -1)
@@ -329,6 +331,21 @@ def test_weights_are_asked_for_only_where_a_block_can_form_in_time(n_new: int, w
     assert row_of(kind, params, trace, request(tokens=1), n_new=n_new).wants_weights == wants
     logit = replace(params, repr_score="logit")
     assert not row_of(kind, logit, trace, request(tokens=1), n_new=n_new).wants_weights
+
+
+def test_of_equal_scores_the_earlier_token_and_block_are_chosen() -> None:
+    q, k, v = tokens(101)
+    _, positions = representatives(torch.zeros(4, 72), k, 4, 8, 2)
+    firsts = [[4 + 8 * block, 5 + 8 * block] for block in range(9)]
+    assert positions.sort(-1).values.tolist() == [firsts] * 4
+    for per_head in (False, True):
+        params = replace(PARAMS, block_len=8, per_head=per_head)
+        trace = watched(q, k, v, 100, BandSums(21))
+        row = row_of(planned(Layout(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
+        take(row, 0, torch.zeros_like(q), k, v)
+        attended = row.store.attended(0)
+        assert attended[:, :28].all()
+        assert not attended[:, 28:76].any()
 
 
 @pytest.mark.parametrize("grow", [True, False])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.budget import resolve
 from methods.oracle import AGGREGATES, Oracle, Regions, token_scores, top_tokens
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
@@ -180,6 +181,28 @@ def test_spreading_the_lost_mass_gives_dropped_tokens_their_mean() -> None:
     lost = (weights * ~kept).sum(-1, keepdim=True)
     expected = torch.where(kept, weights, lost / (~kept).sum(-1, keepdim=True)) @ v[0, 0]
     torch.testing.assert_close(out[0, :, 0], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.gpu
+def test_lost_mass_is_spread_over_a_host_tier_too() -> None:
+    q, k, v = random_tokens(2, 1, 41)
+    params, outs = replace(PARAMS, lost_mass="spread"), []
+    for device in ("cpu", "cuda"):
+        trace = trace_of(k.to(device), v.to(device), 2, 38)
+        row = row_of(Oracle, params, trace, request(tokens=12))
+        trace.settle()
+        for n in range(38, 41):
+            q_new, k_new, v_new = (x[:, :, n : n + 1].to(device) for x in (q, k, v))
+            outs.append(step(row, q_new, k_new, v_new, n - 37).cpu())
+    torch.testing.assert_close(outs[3:], outs[:3], atol=1e-5, rtol=0)
+
+
+def test_the_official_integers_are_cut_off_in_double_precision() -> None:
+    """As by PQCache's authors, to whom 0.29 of 100 tokens are 28."""
+    params = replace(PARAMS, n_sink=0, budget_rule="official")
+    budget = resolve(request(ratio="0.29"), 100, drops=False)
+    _, k, v = random_tokens(4, 2, 8)
+    assert Oracle.plan_for(params, budget, trace_of(k, v, 4).shape) == Regions(0, 14, 14)
 
 
 def test_its_search_is_counted_apart_from_what_a_budget_prices() -> None:

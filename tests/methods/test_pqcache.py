@@ -75,7 +75,8 @@ def row_with(
     """A variant that has the vector's sizes, centroids and codes."""
     sizes = Sizes(meta["sinks"], meta["local"], meta["k"], meta["m"], meta["b"])
     trace = trace_of(k, v, meta["H"], meta["s"])
-    row = row_of(PQCache, PARAMS, trace, request(tokens=1, comm="1"), sizes)
+    n_new = max(64, meta.get("steps", 1))
+    row = row_of(PQCache, PARAMS, trace, request(tokens=1, comm="1"), sizes, n_new)
     row.pending[0].result()
     row.pending.clear()
     centroids = torch.from_numpy(x["centroids"])
@@ -128,7 +129,8 @@ def check_trace(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     for t, q in enumerate(torch.from_numpy(x["q"])):
         now = slice(s + t, s + t + 1)
         out = step(row, q[None, :, None], k[:, :, now], v[:, :, now], t + 1)
-        fetched = row.store.layers[0].fetched[0][0].sort(-1).values.numpy()
+        none = torch.empty(1, meta["Hk"], 0, dtype=torch.int64)  # where nothing is a candidate yet
+        fetched = [*row.store.layers[0].fetched, none][0][0].sort(-1).values.numpy()
         n = row.store.n_seen(0) - sinks - row.store.n_window(0)
         theirs = x["selected"][t]
         problem = first(

@@ -100,7 +100,9 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     s = meta["T"]
     params = replace(PUBLISHED, n_sink=meta["sinks"], reallocate=meta["reallocate"])
     trace = trace_of(torch.from_numpy(x["k"]), torch.from_numpy(x["v"]), meta["Hq"], s)
-    row = row_of(SparQ, params, trace, request(tokens=1, comm="1"), regions(meta))
+    row = row_of(
+        SparQ, params, trace, request(tokens=1, comm="1"), regions(meta), max(64, meta["steps"])
+    )
     atol = 2e-3 if meta["reallocate"] else 2e-5  # their mean of V passes through float16
     for t in range(meta["steps"]):
         out = step(row, at(x["q"], s + t), at(x["k"], s + t), at(x["v"], s + t), t + 1)
@@ -286,6 +288,12 @@ def test_a_group_sums_absolute_values_of_its_queries() -> None:
     q = torch.tensor([[5.0, 0.0, 0.0, 2.0], [-5.0, 0.0, 1.0, 2.0]]).view(1, 2, 1, 4)
     assert top_components(q, 1, 2).tolist() == [[[0, 3]]]
     assert top_components(q, 2, 1).tolist() == [[[0], [0]]]
+
+
+def test_of_components_with_equal_sums_the_first_are_read() -> None:
+    q = torch.ones(1, 2, 1, 64, dtype=torch.bfloat16)
+    q[..., 40] = 3
+    assert top_components(q, 1, 4).tolist() == [[[40, 0, 1, 2]]]
 
 
 def test_the_scale_is_by_query_head_from_its_own_share() -> None:

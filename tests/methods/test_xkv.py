@@ -77,15 +77,16 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
         differs("layer vector", row.weights[0], x["w_layer"], 1e-6),
         differs("tokens of query heads", top_tokens(per_head, n)[0], x["index_query_head"]),
     ]
-    for scope in ("kv_head", "layer"):
+    for scope, heads in (("kv_head", h_kv), ("layer", h_kv), ("query_head", q.shape[1])):
         row = row_of(XKV, replace(params, index_scope=scope), row.trace, budget)
-        kept = row.store.attended(0)[:: row.trace.shape.g, : k.shape[2] - ows].numpy()
+        kept = row.store.attended(0)[:: q.shape[1] // heads, : k.shape[2] - ows].numpy()
         expected = np.zeros_like(kept)
-        index = np.broadcast_to(x[f"index_{scope}"], (h_kv, n)).astype(np.int64)
+        index = np.broadcast_to(x[f"index_{scope}"], (heads, n)).astype(np.int64)
         np.put_along_axis(expected, index, True, axis=1)
-        keys = row.store.resident(0)[0].k[0]
         problems.append(differs(f"tokens of scope {scope}", kept, expected))
-        problems.append(differs(f"keys of scope {scope}", keys, x[f"kept_k_{scope}_scope"]))
+        if (name := f"kept_k_{scope}_scope") in x:
+            keys = row.store.resident(0)[0].k[0]
+            problems.append(differs(f"keys of scope {scope}", keys, x[name]))
     w, alone = torch.from_numpy(x["w_layer"]).unsqueeze(0), [n]
     problems.append(differs("retention", retention_ratio(w, alone)[0], x["retention_ratio"], 1e-9))
     return first(*problems)
@@ -294,6 +295,39 @@ def test_a_window_is_kept_and_counted_in_every_layer() -> None:
     assert row.store.ledger.within(row.budget, trace.shape)
 
 
+def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
+    """Same sets and same outputs; what is held differs: here the union, there g times the tokens."""
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, heads, 91, 16, generator=draw) for heads in (4, 2, 2))
+    prompt, new = ([x[:, :, part] for x in (q, k, v)] for part in (slice(90), slice(90, 91)))
+    params = replace(PARAMS, index_scope="query_head")
+    rows, outs = [], []
+    for g, some in ((1, params), (2, PARAMS)):
+        keys, values = (x.repeat_interleave(g, 1) for x in prompt[1:])
+        trace = seen(trace_of(keys, values, 4), prompt[0])
+        row = row_of(XKV, some, trace, request(tokens=30))
+        rows.append(row)
+        k_new, v_new = (x.repeat_interleave(g, 1) for x in new[1:])
+        outs.append(step(row, new[0], k_new, v_new))
+    torch.testing.assert_close(*outs)
+    ours, theirs = (row.store.attended(0) for row in rows)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours[0], ours[1])
+    mine, other = (row.store.ledger.entries[-1] for row in rows)
+    assert mine.attended == other.attended == 4 * 31
+    union = int(ours.view(2, 2, -1).any(1).sum())
+    assert mine.resident_kv_bytes == union * rows[0].store.token_bytes < other.resident_kv_bytes
+
+
+@pytest.mark.parametrize("scope", ["kv_head", "layer", "query_head"])
+def test_a_layer_may_be_left_with_its_window(scope: str) -> None:
+    row = row_of(XKV, replace(PARAMS, index_scope=scope), layers(), request(tokens=1))
+    assert row.counts == [0, 0, 0]
+    q, k, v = (torch.ones(1, heads, 1, 16) for heads in (4, 2, 2))
+    step(row, q, k, v)
+    assert row.store.attended(0).sum(-1).tolist() == [2] * 4
+
+
 def test_uniform_sizes_are_those_of_snapkv() -> None:
     row = row_of(XKV, replace(PARAMS, allocation="uniform"), layers(), request(tokens=20))
     assert row.counts == [12, 12, 12]
@@ -383,7 +417,7 @@ def test_the_shares_of_a_run_are_printed_as_the_parameter_takes_them(
         ({"kernel": -1}, "method.kernel=-1 is not possible"),
         ({"mode": "best"}, "method.mode=best is unknown"),
         ({"allocation": "even"}, "method.allocation=even is unknown"),
-        ({"index_scope": "query_head"}, "use one of kv_head, layer"),
+        ({"index_scope": "head"}, "use one of kv_head, layer, query_head"),
         ({"profile_bins": -1}, "method.profile_bins=-1 is out of range"),
         ({"mode": "quality"}, "needs a target"),
         ({"r_avg": Fraction(1, 2)}, "method.r_avg=0.5 has no effect"),

@@ -44,9 +44,14 @@ def write(
     source: str = "embedded",
     metric: str | None = None,
     label: str | None = None,
+    notes: list[str] | None = None,
+    prefill: dict[str, Any] | None = None,
 ) -> tuple[Path, RunResult]:
-    """A run; each row is what differs from a plain sample, `fields` among it."""
-    config = {
+    """A run; each row is what differs from a plain sample, `fields` among it. `prefill`: a sparse one's parameters."""
+    sparse = {} if prefill is None else {"prefill": {"name": "minference", "params": prefill}}
+    if sparse and label is None:
+        label = "MInference" if method == "full" else f"MInference + {LABELS[method]}"
+    config: dict[str, Any] = sparse | {
         "method": {"name": method, "params": params or {}},
         "task": {"name": task, "params": task_params or {}},
         "model": {"name": model, "id": model},
@@ -67,7 +72,8 @@ def write(
             dataset=task, data_source=source, model=model, compressed_layers=list(range(N_LAYERS)),
             dtype="float32", device="cpu", seed=0, ratio_exact=None if budget else ratio, budget=budget,
             comm_exact=comm, protocol="full_prompt", config_hash=config_hash(config), versions={}, git_sha=None,
-            peak_rss_bytes=1, metric=metric, notes=[],
+            peak_rss_bytes=1, metric=metric, notes=notes or [], prefill="minference" if sparse else "exact",
+            prefill_params=prefill or {},
         )  # fmt: skip
         result = summarise(run.rows, facts)
         run.finish(result, {})

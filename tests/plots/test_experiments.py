@@ -80,3 +80,10 @@ def test_table_2_has_every_method_at_two_budgets_and_the_command_line_wins() -> 
     assert [(cell.method.name, str(cell.budget.ratio)) for cell in map(composed, fewer)] == [
         ("oracle", "1/3")
     ]
+
+
+def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
+    for scale, sparse in (([], "minference"), (["scale=smoke"], "minference_short")):
+        made = [composed(cell) for cell in cells("experiment=pqcache_table5", *scale)]
+        found = {(cell.method.name, cell.prefill and cell.prefill.name) for cell in made}
+        assert found == {(m, p) for m in ("full", "pqcache") for p in (None, sparse)}

@@ -9,7 +9,9 @@ import pytest
 
 from plots import tables
 from plots.formats import as_csv, latex, markdown, tex, write
+from plots.groups import groups
 from plots.read import load
+from plots.report import overview
 from plots.tables import AVERAGE, EFFICIENCY, LAYOUTS, PUBLISHED, Table, build, canonical, main
 from tests.plots.made_runs import answers, every_kind
 from tests.plots.made_runs import write as make_run
@@ -184,3 +186,80 @@ def test_latex_compiles(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:]
     assert (tmp_path / "page.pdf").stat().st_size > 1000
+
+
+def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = answers(["qasper"], 0.4)
+    make_run(tmp_path, "full", "longbench", rows, ratio="1", **OURS)
+    cut = {"max_prompt_tokens": 2000, "rows": 6}
+    make_run(tmp_path, "pqcache", "longbench", rows, task_params=cut, **OURS)
+    plain, short = build(TABLE2, load(tmp_path))
+    assert (plain.asked, short.asked) == ("", "max_prompt_tokens=2000")
+    assert plain.cells["Qasper", "PQCache", "1/5"].score is None
+    assert short.cells["Qasper", "Full", "1/5"].score is None
+    assert short.asked in markdown(short) and short.asked in latex(short).replace("\\_", "_")
+
+
+def test_wording_of_our_own_is_never_compared_with_what_was_published(tmp_path: Path) -> None:
+    for where, notes in (("own", ["prompts: own"]), ("official", ["prompts: official"])):
+        make_run(tmp_path / where, "pqcache", "longbench", answers(["qasper"], 0.4), notes=notes, **OURS)  # fmt: skip
+    own, official = one(tmp_path / "own"), one(tmp_path / "official")
+    assert official.is_paper_setting and not own.is_paper_setting
+    assert "differences mean little" in markdown(own) and "(ours less it)" in markdown(official)
+
+
+def by_prefill(root: Path) -> None:
+    """Full attention and PQCache, behind the exact prefill and a sparse one."""
+    settings: dict[str, Any] = {"comm": "1/64", "model": "llama-3.1-8b-instruct", "source": "local"}
+    for i, prefill in enumerate((None, {"n_vertical": 1000, "n_slash": 6096})):
+        for j, method in enumerate(("full", "pqcache")):
+            rows = answers(["passkey"], 0.8 - 0.2 * i - 0.1 * j)
+            make_run(root, method, "infinitebench", rows, prefill=prefill, **settings)
+
+
+def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
+    tmp_path: Path,
+) -> None:
+    by_prefill(tmp_path)
+    layouts = {layout.name: layout for layout in LAYOUTS}
+    table = one(tmp_path, layouts["pqcache_table5"])
+    found = {m: table.cells["Retr.PassKey", m, "1/5"] for m in table.methods}
+    assert all(cell.n == 6 for cell in found.values())
+    scores = [found[m].score for m in ("Full", "PQCache", "MInference", "MInference+PQCache")]
+    assert scores == sorted((score for score in scores if score is not None), reverse=True)
+    assert [("minference" in found[m].run) for m in found] == ["MInference" in m for m in found]
+    assert table.notes == [] and table.is_paper_setting
+    assert found["MInference+PQCache"].vs_full is not None
+    assert "prefill minference n_vertical=1000 n_slash=6096" in markdown(table)
+    table = one(tmp_path, layouts["pqcache_table4"])
+    assert [cell.run for cell in table.cells.values() if "minference" in cell.run] == []
+    assert "minference" not in markdown(table)
+
+
+def test_two_sparsities_are_two_tables_with_the_same_exact_columns(tmp_path: Path) -> None:
+    by_prefill(tmp_path)
+    settings: dict[str, Any] = {"comm": "1/64", "model": "llama-3.1-8b-instruct", "source": "local"}
+    rows = answers(["passkey"], 0.1)
+    make_run(tmp_path, "pqcache", "infinitebench", rows, prefill={"n_vertical": 9}, **settings)
+    layout = next(layout for layout in LAYOUTS if layout.name == "pqcache_table5")
+    found = build(layout, load(tmp_path))
+    assert len(found) == 2
+    full = [table.cells["Retr.PassKey", "Full", "1/5"] for table in found]
+    both = [table.cells["Retr.PassKey", "MInference+PQCache", "1/5"] for table in found]
+    assert full[0] == full[1] and both[0].score != both[1].score
+    (alone,) = build(layout, [run for run in load(tmp_path) if run.is_exact])
+    assert alone.where.prefill == ""
+
+
+def test_figures_and_the_report_take_no_sparse_prefill_for_exact(tmp_path: Path) -> None:
+    by_prefill(tmp_path)
+    runs = load(tmp_path)
+    apart = groups(runs)
+    assert len(apart) == 2
+    assert [len({run.result.prefill for run in group.runs}) for group in apart] == [1, 1]
+    assert sum("prefill minference" in group.about for group in apart) == 1
+    described = {one["label"]: one for one in overview(runs, tmp_path)["runs"]}
+    assert set(described) == {"Full", "PQCache", "MInference", "MInference + PQCache"}
+    assert [label for label, one in described.items() if one["full"]] == ["Full"]
+    paired = {label: one["parts"][0]["paired"] for label, one in described.items()}
+    assert paired["Full"] is None and paired["MInference"]["mean"] < 0

@@ -1,0 +1,194 @@
+"""The table of what variants cost, from runs of task=latency: a line per run, lengths side by side.
+
+    python -m plots.costs [RUNS] [--out FOLDER]     or, with the papers' tables: make paper-tables
+
+A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, in their order. Ratios are medians over
+pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
+shortest. The CSV has a line per run, length and batch size, unrounded and with quartiles.
+
+Not here: what was measured (`evals/latency.py`), figures of it (`plots/cost_figures.py`).
+"""
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from evals.results import SampleRow
+from plots.groups import Group, groups, other_setting
+from plots.read import Run, default_root, load
+
+NAME = "costs"
+HEAD = (
+    "method", "budget", "second token, s", "to Full's", "ms per token", "to Full's", "growth",
+    "device MB", "host MB", "cache hits",
+)  # fmt: skip
+ABSENT = "-"
+TIMES = tuple(
+    f"{name}_{unit}{tail}"
+    for name in ("ttft", "tt2t", "tpot")
+    for unit in ("s", "ratio")
+    for tail in ("", "_q")
+)
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """A table per group of runs and batch size; "" where nothing was timed."""
+    made = []
+    for group in groups(runs, lambda run: run.result.task == "latency"):
+        for batch in batches(group):
+            tail = other_setting(group)
+            rows = {run.folder: timed(run, batch) for run in group.runs}
+            lengths = list(dict.fromkeys(n for found in rows.values() for n in found))
+            lines = [
+                line(run, tail(run), [rows[run.folder].get(n) for n in lengths])
+                for run in sorted(group.runs, key=order)
+                if rows[run.folder]
+            ]
+            if lines:
+                sizes = ", ".join(f"{n:,}" for n in lengths)
+                about = f"{group.about} · {sizes} tokens · batch of {batch}"
+                table = [HEAD, ("---",) * len(HEAD), *lines]
+                made.append("\n".join([about, "", *(f"| {' | '.join(row)} |" for row in table)]))
+    return "\n\n".join(made)
+
+
+def order(run: Run) -> tuple[bool, str, str]:
+    return not run.is_full, run.result.method_label.lower(), run.folder.name
+
+
+def batches(group: Group) -> list[int]:
+    return sorted({int(row.fields["batch"]) for run in group.runs for row in run.rows})
+
+
+def timed(run: Run, batch: int) -> dict[int, SampleRow]:
+    """Samples of a batch size by length, shortest first; those that did not fit into memory among them."""
+    return {
+        int(row.fields["length"]): row
+        for row in sorted(run.rows, key=lambda row: int(row.fields["length"]))
+        if int(row.fields["batch"]) == batch
+    }
+
+
+def line(run: Run, setting: str, rows: Sequence[SampleRow | None]) -> tuple[str, ...]:
+    """One run: of each quantity its values, length by length."""
+
+    def told(of: Callable[[SampleRow], float | None], form: str, scale: float = 1) -> str:
+        words = [ABSENT if row is None else word(row, of, form, scale) for row in rows]
+        return ABSENT if set(words) == {ABSENT} else " ".join(words)
+
+    times = [tpot(row) for row in rows if row is not None]
+    ends = [time for time in (times[:1] + times[-1:]) if time is not None]
+    growth = f"{ends[1] / ends[0]:.2f}" if len(times) > 1 and len(ends) == 2 else ABSENT
+    return (
+        f"{run.result.method_label} {setting}".strip(),
+        given(run),
+        told(lambda row: timing(row).get("tt2t_s"), ".2f"),
+        told(lambda row: timing(row).get("tt2t_ratio"), ".2f"),
+        told(tpot, ".1f", 1e3),
+        told(lambda row: timing(row).get("tpot_ratio"), ".2f"),
+        growth,
+        told(lambda row: row.ledger.get("bytes_resident_device"), ".1f", 1e-6),
+        told(lambda row: row.ledger.get("bytes_resident_host"), ".1f", 1e-6),
+        told(hit_rate, ".2f"),
+    )
+
+
+def word(row: SampleRow, of: Callable[[SampleRow], float | None], form: str, scale: float) -> str:
+    if row.status != "ok":
+        return row.status
+    value = of(row)
+    return ABSENT if value is None else format(scale * value, form)
+
+
+def timing(row: SampleRow) -> dict[str, Any]:
+    return row.fields.get("timing") or {}
+
+
+def tpot(row: SampleRow) -> float | None:
+    return timing(row).get("tpot_s")
+
+
+def hit_rate(row: SampleRow) -> float | None:
+    """Of the cache of blocks, or of the method's own."""
+    found = row.ledger.get("cache_hit_rate")
+    return (row.fields.get("method_report") or {}).get("cluster_hit_rate", found)
+
+
+def given(run: Run) -> str:
+    if run.is_full:
+        return ABSENT
+    result = run.result
+    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
+
+
+def as_csv(runs: Iterable[Run]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    kept = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
+    named = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
+    sizes = ("request_bytes", "peak_bytes", "tokens_per_s")
+    writer.writerow(
+        [*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"]
+    )  # fmt: skip
+    for run in sorted((r for r in runs if r.result.task == "latency"), key=order):
+        for row in run.rows:
+            values = [
+                *(getattr(run.result, name) for name in named),
+                run.setting("cache", "tokens"),
+                *(row.fields[name] for name in ("length", "batch")),
+                row.status,
+                *(timing(row).get(name) for name in (*TIMES, *sizes)),
+                *(row.ledger.get(name) for name in kept),
+                hit_rate(row),
+                run.folder.name,
+            ]
+            writer.writerow(["" if value is None else plain(value) for value in values])
+    return out.getvalue()
+
+
+def plain(value: object) -> object:
+    """Quartiles as two numbers in one cell."""
+    return " ".join(str(each) for each in value) if isinstance(value, list) else value
+
+
+def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
+    """Markdown and CSV; nothing where nothing was timed."""
+    text = markdown(runs)
+    if not text:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{NAME}.md", folder / f"{NAME}.csv"]
+    paths[0].write_text(f"# What variants cost\n\n{text}\n", encoding="utf-8")
+    paths[1].write_text(as_csv(runs), encoding="utf-8")
+    return paths
+
+
+def main(arguments: Sequence[str]) -> int:
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m plots.costs", description=about)
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
+    options = parser.parse_args(arguments)
+    try:
+        paths = write(options.out, load(options.runs))
+    except (ValueError, OSError) as error:
+        print(f"plots.costs: {error}", file=sys.stderr)
+        return 2
+    if not paths:
+        print(
+            f"plots.costs: {options.runs} has no runs of task=latency; make some with\n"
+            "    python run.py -m method=full,snapkv,pqcache task=latency budget=512",
+            file=sys.stderr,
+        )
+        return 2
+    print(paths[0].read_text(encoding="utf-8"))
+    print(", ".join(str(path) for path in paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""Runs behind a sparse prefill: what they are called, with whom they share a pass, and what they leave behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from engine.errors import ConfigError
+from evals import runner
+from evals.overrides import CONF, check_overrides
+from evals.results import RunResult, SampleRow, run_name
+from evals.settings import Settings, settings
+from evals.table import table
+from methods.pyramidinfer import PyramidInfer
+from tests.tiny_run import cell, run, save_tiny, sweep
+
+SPARSE = [
+    "prefill=minference", "prefill.n_vertical=0.05", "prefill.n_slash=8", "prefill.n_first=2",
+    "prefill.n_near=6", "prefill.n_last=16", "prefill.block=8",
+]  # fmt: skip
+NEEDLE = [
+    "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,50]",
+    "task.max_new_tokens=6",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return ["model=any", f"model.id={folder}", "model.name=tiny"]
+
+
+def composed(*words: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", list(words), return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices)
+
+
+def plain(rows: list[SampleRow]) -> list[dict[str, Any]]:
+    """Lines without what depends on the company."""
+    timing = {"prefill_s", "decode_s", "tpot_s", "batch_rows"}
+    return [{k: v for k, v in row.to_dict().items() if k not in timing} for row in rows]
+
+
+# Identity.
+
+
+def test_a_run_with_the_exact_prefill_is_called_as_before_there_was_another() -> None:
+    found = composed("prefill=exact").resolved()
+    assert found == composed().resolved()
+    assert list(found) == [
+        "method", "task", "model", "ratio", "budget", "comm", "compensate", "cache",
+        "compression_scope", "seed", "limit", "dtype", "device", "data_dir",
+    ]  # fmt: skip
+    assert run_name(found).startswith("needle-oracle-smollm2-135m-")
+
+
+def test_another_prefill_is_part_of_the_name_and_the_hash() -> None:
+    names = [
+        run_name(composed(*words).resolved())
+        for words in ([], ["prefill=minference"], ["prefill=minference", "prefill.block=32"])
+    ]
+    assert len({name.rpartition("-")[2] for name in names}) == 3
+    assert names[1].startswith("needle-minference-oracle-smollm2-135m-")
+
+
+def test_results_from_before_there_were_prefills_are_read(model: list[str], tmp_path: Path) -> None:
+    result, _ = run([*model, *NEEDLE, "method=full"], tmp_path)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert not {"prefill", "prefill_params"} & written.keys()
+    assert (result.prefill, result.prefill_params) == ("exact", {})
+    assert RunResult.from_json(json.dumps(written)) == result
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["prefill=minferense"], "no prefill 'minferense'; did you mean 'minference'"),
+        (["prefill.block=8"], "no prefill key 'block'; prefill=exact has no keys to set"),
+        (["prefill=minference", "prefill.blok=8"], "no prefill key 'blok'; did you mean 'block'?"),
+    ],
+)
+def test_names_that_are_not_there_are_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_overrides(words)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["prefill=minference", "prefill.n_slash=1.5"], "prefill.n_slash=1.5 is out of range"),
+        (["prefill=minference", "prefill.n_slash=a"], "prefill.n_slash=a is not a number"),
+        (["prefill=minference", "prefill.block=0"], "prefill.block=0 is out of range"),
+        (["prefill=minference", "method=pyramidinfer", "ratio=0.7"], "a prefill of its own"),
+    ],
+)
+def test_what_no_prefill_can_do_is_refused_before_a_model_is_loaded(
+    words: list[str], says: str, model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=says) as caught:
+        run([*model, *NEEDLE, *words], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_who_thins_says_so() -> None:
+    assert PyramidInfer.thins
+
+
+# Runs.
+
+
+def test_cells_share_a_pass_by_prefill_and_say_what_they_say_alone(
+    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    ordinary = runner.prefill
+
+    def counting(*args: Any) -> Any:
+        passes.append(args[-1])
+        return ordinary(*args)
+
+    monkeypatch.setattr(runner, "prefill", counting)
+    variants = [
+        [*prefill, f"method={method}"]
+        for prefill in (["prefill=exact"], SPARSE)
+        for method in ("full", "snapkv")
+    ]
+    together = sweep([*model, *NEEDLE, "ratio=0.3"], variants, tmp_path / "sweep")
+    assert len(passes) == 4 and sum(sparsity is not None for sparsity in passes) == 2
+    labels = [result.method_label for result, _ in together]
+    assert labels == ["Full", "SnapKV (C)", "MInference", "MInference + SnapKV (C)"]
+    for i, (result, rows) in enumerate(together):
+        alone, lines = run([*model, *NEEDLE, "ratio=0.3", *variants[i]], tmp_path / str(i))
+        assert plain(rows) == plain(lines)
+        assert result.batch_rows_mean == 2 and alone.batch_rows_mean == 1
+        shares = [row.fields.get("prefill_share") for row in rows]
+        assert shares == [None, None] if i < 2 else all(0.05 < s < 0.6 for s in shares if s)
+        assert result.prefill == ("exact" if i < 2 else "minference")
+        assert any("the prefill computed 0." in note for note in result.notes) == (i >= 2)
+    assert together[2][0].prefill_params["n_slash"] == 8
+
+
+def test_the_printed_table_tells_two_sparsities_apart(model: list[str], tmp_path: Path) -> None:
+    words = [*model, *NEEDLE, "method=full", *SPARSE]
+    done = sweep(words, [[], ["prefill.n_slash=16"]], tmp_path)
+    assert [result.method_label for result, _ in done] == ["MInference"] * 2
+    _, view = table([(Path(str(i)), result) for i, (result, _) in enumerate(done)])
+    cells = list(view.columns[0].cells)
+    assert cells == ["MInference prefill.n_slash=8", "MInference prefill.n_slash=16"]
+
+
+def test_fidelity_is_to_full_attention_behind_an_exact_prefill(
+    model: list[str], tmp_path: Path
+) -> None:
+    words = [*model, "task=fidelity", "task.prompt_tokens=200", "task.windows=1", "task.steps=4"]
+    done = sweep(words, [["method=full"], ["method=full", *SPARSE]], tmp_path)
+    exact, rough = (result.measures or {} for result, _ in done)
+    assert exact["kl"] == pytest.approx(0, abs=1e-5) and (rough["kl"] or 0) > 1e-3
+    assert (exact["output_error"] or 0) < 1e-3 < (rough["output_error"] or 0)
+
+
+def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(
+    model: list[str], tmp_path: Path
+) -> None:
+    words = [*model, "task=pg19", "task.source=embedded", "task.lengths=[200]", "task.targets=8",
+             "task.offsets=1", "method=full"]  # fmt: skip
+    (exact, _), (rough, rows) = sweep(words, [[], SPARSE], tmp_path)
+    assert exact.score != rough.score and rows[0].fields["prefill_share"] < 0.6
+
+
+def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
+    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evals import latency
+
+    passes = []
+    ordinary = latency.prefill
+
+    def counting(*args: Any) -> Any:
+        passes.append(args[-1] is not None)
+        return ordinary(*args)
+
+    monkeypatch.setattr(latency, "prefill", counting)
+    words = [*model, "task=latency", "task.lengths=[160]", "task.n_new=4", "task.repeats=2"]
+    result, rows = run([*words, "task.warmup=0", "method=full", *SPARSE], tmp_path)
+    assert sorted(passes) == [False, False, True, True, True]  # pairs, and the recorded pass
+    assert result.method_label == "MInference" and rows[0].fields["prefill_share"] < 0.7
+    assert rows[0].fields["timing"]["ttft_ratio"] > 0
+
+
+def test_defaults_of_the_paper_are_exact_on_a_short_prompt(
+    model: list[str], tmp_path: Path
+) -> None:
+    words = [*model, *NEEDLE, "limit=1", "method=full"]
+    (_, full), (_, paper) = sweep(words, [[], ["prefill=minference"]], tmp_path)
+    assert full[0].prediction == paper[0].prediction and paper[0].fields["prefill_share"] == 1.0
+
+
+def test_settings_keep_the_chosen_file() -> None:
+    assert cell(["prefill=exact"], Path("x")).prefill is None
+    chosen = cell(["prefill=minference_short"], Path("x")).prefill
+    assert chosen is not None and (chosen.name, chosen.group) == ("minference_short", "prefill")
