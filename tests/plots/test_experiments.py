@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from engine.shapes import ModelShape
 from evals.overrides import CONF, check_overrides
 from evals.settings import Settings, build_params, load_class, settings
 
@@ -54,6 +55,21 @@ def test_it_opens_with_its_command_and_composes_at_smoke_scale(path: Path) -> No
         assert ready.model.name == "smollm2-135m" and ready.data_dir is None
         for part in (ready.task, ready.method):
             build_params(load_class(part), part.params, part.group)
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in FILES if "task: latency" in path.read_text()]
+)
+def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(
+    name: str,
+) -> None:
+    shape = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)))
+    for cell in cells(f"experiment={name}", "scale=smoke"):
+        ready = composed(cell)
+        kind = load_class(ready.method)
+        params = build_params(kind, ready.method.params, "method")
+        for length in ready.task.params["lengths"]:
+            kind.plan_for(params, kind.budget_for(ready.budget, length), shape)
 
 
 @pytest.mark.parametrize(
