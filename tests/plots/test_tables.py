@@ -129,6 +129,25 @@ def test_times_of_shared_batches_are_left_out(tmp_path: Path) -> None:
     assert table.cells["total_runtime_s", "FullKV", ""].score == pytest.approx(2.7)
 
 
+def test_the_embedded_set_stands_in_for_the_efficiency_tables_dataset(tmp_path: Path) -> None:
+    make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1")
+    make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1", comm="1/16")
+    make_run(tmp_path, "xkv", "longbench", answers(["docs_qa"], 0.7), ratio="0.385", label="XKV")
+    (table,) = tables.build_efficiency(load(tmp_path))
+    assert table.cells["single_task_runtime_s", "XKV", ""].score == pytest.approx(0.9)
+    assert "EMBEDDED DATA" in markdown(table)
+
+
+def test_full_attention_alone_is_a_table_only_where_nothing_else_was_run(tmp_path: Path) -> None:
+    rows = answers(["qasper"], 0.4)
+    make_run(tmp_path, "full", "longbench", rows, ratio="1", **OURS)
+    assert len(build(TABLE2, load(tmp_path))) == 1
+    make_run(tmp_path, "full", "longbench", rows, ratio="1", task_params={"strip": True}, **OURS)
+    make_run(tmp_path, "h2o", "longbench", rows, **OURS)
+    (table,) = build(TABLE2, load(tmp_path))
+    assert table.cells["Qasper", "H2O(C)", "1/5"].n
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, EFFICIENCY], ids=lambda layout: layout.name)
 def test_each_table_has_its_published_figures_and_experiment(layout: tables.Layout) -> None:
     assert (CONF / "experiment" / f"{layout.name}.yaml").is_file()
@@ -191,6 +210,7 @@ def test_latex_compiles(tmp_path: Path) -> None:
 def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> None:
     rows = answers(["qasper"], 0.4)
     make_run(tmp_path, "full", "longbench", rows, ratio="1", **OURS)
+    make_run(tmp_path, "h2o", "longbench", rows, **OURS)
     cut = {"max_prompt_tokens": 2000, "rows": 6}
     make_run(tmp_path, "pqcache", "longbench", rows, task_params=cut, **OURS)
     plain, short = build(TABLE2, load(tmp_path))
