@@ -79,6 +79,12 @@ def numbered(i: int, dash: str = "-") -> dict[str, Any]:
     }
 
 
+FREE_ROWS, ROW_INCHES = (
+    3,
+    0.16,
+)  # of a legend: what a figure has room for, and what a row more takes
+
+
 def legend(figure: Figure, axes: Sequence[Axes] | Axes, columns: int = 4) -> None:
     """One legend for all panels, below them."""
     entries: dict[str, Any] = {}
@@ -89,11 +95,12 @@ def legend(figure: Figure, axes: Sequence[Axes] | Axes, columns: int = 4) -> Non
     if entries:
         longest = max(len(label) for label in entries)
         fit = max(1, int(figure.get_figwidth() * 20 / (longest + 6)))
+        n_columns = min(columns, fit, len(entries))
+        # The axes keep their height, whatever stands below them.
+        n_more = max(0, -(-len(entries) // n_columns) - FREE_ROWS)
+        figure.set_figheight(figure.get_figheight() + ROW_INCHES * n_more)
         figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower center",
-            ncols=min(columns, fit, len(entries)),
+            list(entries.values()), list(entries), loc="outside lower center", ncols=n_columns
         )
 
 
