@@ -38,6 +38,7 @@ from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest
+from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
@@ -185,10 +186,7 @@ class ClusterKV(SelectiveAttention):
                 ("metric", METRICS),
                 ("agg", ("query_head", "group_mean")),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             for key, lowest in (
                 ("num_clusters", 1), ("max_rounds", 1), ("n_sink", 0), ("decode_period", 1), ("decode_clusters", 0),
                 ("full_layers", 0), ("cache_steps", 0), ("seed", 0),

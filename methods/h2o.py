@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
-from engine.budget import Budget, BudgetRequest, show, split
+from engine.budget import Budget, BudgetRequest, split
+from engine.checks import one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace
@@ -95,22 +96,13 @@ class H2O(SelectiveAttention):
                 ("generated", ("inside", "on_top")),
                 ("budget_rule", ("fair", "official")),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             if self.reduce == "query_head" and self.generated == "inside":
                 raise ConfigError(
                     "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"
                 )
-            if self.n_sink < 0:
-                raise ConfigError(
-                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
-                )
-            if not 0 <= self.heavy_share <= 1:
-                raise ConfigError(
-                    f"method.heavy_share={show(self.heavy_share)} is out of range; it is a share from 0 to 1"
-                )
+            tokens("method.n_sink", self.n_sink)
+            share("method.heavy_share", self.heavy_share)
 
     params: Params
     plan: Shares

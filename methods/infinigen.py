@@ -46,6 +46,7 @@ from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import ChannelSums, Observation
 from engine.prefill import Trace
@@ -136,10 +137,7 @@ class InfiniGen(SelectiveAttention):
 
         def __post_init__(self) -> None:
             for key, allowed in CHOICES:
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(map(str, allowed))}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             if not 0 < self.partial_ratio <= 1:
                 raise ConfigError(
                     f"method.partial_ratio={show(self.partial_ratio)} is out of range; it is a share of the "

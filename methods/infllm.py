@@ -36,6 +36,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
+from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.prefill import Trace
@@ -117,10 +118,7 @@ class InfLLM(SelectiveAttention):
                 raise ConfigError(
                     f"method.block_len={self.block_len} is out of range; it is a number of tokens, at least 1"
                 )
-            if self.n_sink < 0:
-                raise ConfigError(
-                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
-                )
+            tokens("method.n_sink", self.n_sink)
 
     params: Params
     plan: Layout

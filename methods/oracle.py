@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, key_bytes, split
-from engine.errors import ConfigError
+from engine.checks import one_of, share, tokens
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
@@ -76,18 +76,9 @@ class Oracle(SelectiveAttention):
                 ("budget_rule", ("fair", "official")),
                 ("lost_mass", ("renormalise", "spread")),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
-            if self.n_sink < 0:
-                raise ConfigError(
-                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
-                )
-            if not 0 <= self.local_share <= 1:
-                raise ConfigError(
-                    f"method.local_share={self.local_share} is out of range; it is a share from 0 to 1"
-                )
+                one_of(f"method.{key}", getattr(self, key), allowed)
+            tokens("method.n_sink", self.n_sink)
+            share("method.local_share", self.local_share)
 
     params: Params
     plan: Regions

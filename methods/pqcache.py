@@ -47,6 +47,7 @@ from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
+from engine.checks import one_of, share
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
@@ -99,10 +100,7 @@ class PQCache(SelectiveAttention):
                 ("empty", EMPTY),
                 ("group_merge", MERGES),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             for key, lowest in (
                 ("m", 1), ("b", 1), ("n_sink", 0), ("iterations", 1), ("rebuild_every", 0), ("seed", 0),
             ):  # fmt: skip
@@ -120,10 +118,7 @@ class PQCache(SelectiveAttention):
                 raise ConfigError(
                     f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits"
                 )
-            if not 0 <= self.local_share <= 1:
-                raise ConfigError(
-                    f"method.local_share={show(self.local_share)} is out of range; it is a share from 0 to 1"
-                )
+            share("method.local_share", self.local_share)
             if not 0 <= self.tol < float("inf"):
                 raise ConfigError(
                     f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more"

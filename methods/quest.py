@@ -36,6 +36,7 @@ from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
@@ -135,10 +136,7 @@ class Quest(SelectiveAttention):
                 ("variant", ("harness", "eval", "serving")),
                 ("agg", AGGREGATES),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             for key, lowest in (("page_len", 1), ("full_layers", 0)):
                 if getattr(self, key) < lowest:
                     raise ConfigError(

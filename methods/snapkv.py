@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from engine.budget import Budget
+from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, window_scores
 from engine.prefill import Trace
@@ -102,10 +103,7 @@ class SnapKV(SelectiveAttention):
                     f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
                 )
             for key, allowed in (("pooling", POOLINGS), ("reduce", REDUCTIONS)):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
 
     params: Params
     plan: Any  # Kept; what inherits from SnapKV has integers of its own, with a `window` among them

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
+from engine.checks import one_of, share, tokens
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
@@ -101,18 +102,9 @@ class SparQ(SelectiveAttention):
                 ("generated", ("on_top", "inside")),
                 ("budget_rule", ("fair", "official")),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
-            if self.n_sink < 0:
-                raise ConfigError(
-                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
-                )
-            if not 0 <= self.local_share <= 1:
-                raise ConfigError(
-                    f"method.local_share={show(self.local_share)} is out of range; it is a share from 0 to 1"
-                )
+                one_of(f"method.{key}", getattr(self, key), allowed)
+            tokens("method.n_sink", self.n_sink)
+            share("method.local_share", self.local_share)
 
     params: Params
     plan: Regions

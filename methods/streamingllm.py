@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import Budget
+from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
@@ -42,10 +43,7 @@ class StreamingLLM(SelectiveAttention):
         position: str
 
         def __post_init__(self) -> None:
-            if self.n_sink < 0:
-                raise ConfigError(
-                    f"method.n_sink={self.n_sink} is out of range; it is a number of tokens, 0 or more"
-                )
+            tokens("method.n_sink", self.n_sink)
             if self.generated not in ("inside", "on_top"):
                 raise ConfigError(
                     f"method.generated={self.generated} is unknown; use inside (rolling) or on_top (static)"

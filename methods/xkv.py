@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from engine.budget import Budget, BudgetRequest, show
+from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
@@ -211,10 +212,7 @@ class XKV(SelectiveAttention):
                 ("allocation", ("exact", "sampled", "uniform")),
                 ("index_scope", ("kv_head", "layer", "query_head")),
             ):
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use one of {', '.join(allowed)}"
-                    )
+                one_of(f"method.{key}", getattr(self, key), allowed)
             if self.ows < 1:
                 raise ConfigError(
                     f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more"

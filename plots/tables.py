@@ -22,8 +22,10 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import fsum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -362,8 +364,7 @@ def alike(runs: Iterable[Run]) -> list[tuple[str, Conditions, list[Run]]]:
 
 def asked_of(run: Run) -> str:
     """What of a run's task and chat is not the default, except what only chooses rows."""
-    path = ROOT / "conf" / "task" / f"{run.result.task}.yaml"
-    usual = yaml.safe_load(path.read_text(encoding="utf-8"))
+    usual = usual_params(run.result.task)
     params = run.setting("task", "params") or {}
     words = [
         f"{key}={value}"
@@ -374,6 +375,13 @@ def asked_of(run: Run) -> str:
     words += [f"chat={chat}"] if chat not in (None, "auto") else []
     words += [f"system prompt {system!r}"] if system else []
     return " ".join(words)
+
+
+@cache
+def usual_params(task: str) -> dict[str, Any]:
+    """The defaults of a task's file."""
+    path = ROOT / "conf" / "task" / f"{task}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def stand_in(paper: Published, runs: Sequence[Run], notes: list[str]) -> Published:

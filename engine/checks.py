@@ -1,0 +1,26 @@
+"""Refusing a setting in one sentence, for what many methods check alike.
+
+Not here: checks that only one method has, which stand in its `Params`.
+"""
+
+from collections.abc import Collection
+from fractions import Fraction
+
+from engine.budget import show
+from engine.errors import ConfigError
+
+
+def one_of(key: str, value: object, allowed: Collection[object]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is unknown; use one of {', '.join(map(str, allowed))}")
+
+
+def tokens(key: str, value: int) -> None:
+    """A number of tokens."""
+    if value < 0:
+        raise ConfigError(f"{key}={value} is out of range; it is a number of tokens, 0 or more")
+
+
+def share(key: str, value: Fraction) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{key}={show(value)} is out of range; it is a share from 0 to 1")
