@@ -38,14 +38,10 @@ EIGHT: list[tuple[type[SelectiveAttention], Any, str]] = [
 ]
 
 
-def build(
-    trace: Trace, *kinds: tuple[type[SelectiveAttention], Any, str]
-) -> list[SelectiveAttention]:
+def build(trace: Trace, *kinds: tuple[type[SelectiveAttention], Any, str]) -> list[SelectiveAttention]:
     rows = []
     for kind, params, ratio in kinds:
-        row = kind(
-            params, BudgetRequest(Fraction(ratio), None, Fraction(1, 64)), trace, N_STEPS + 1
-        )
+        row = kind(params, BudgetRequest(Fraction(ratio), None, Fraction(1, 64)), trace, N_STEPS + 1)
         for layer in trace.shape.full_layers:
             row.build(layer)
         row.complete()
@@ -101,9 +97,7 @@ def bench(model: Model, ids: list[int], dtype: str, n: int) -> None:
 
     if dtype == "float32":
         assert ours(FULL)[0][0] == generate()[0], "full attention does not say what generate says"
-        assert ours(*EIGHT)[0] == [ours(kind)[0][0] for kind in EIGHT], (
-            "rows do not say what they say alone"
-        )
+        assert ours(*EIGHT)[0] == [ours(kind)[0][0] for kind in EIGHT], "rows do not say what they say alone"
     shape = f"{len(ids)} tokens, {model.shape.name}"
     pairs = measure(lambda: median(generate()[1]), lambda: median(ours(FULL)[1]), n)
     record("decode step: full attention against generate", shape, dtype, pairs)

@@ -34,9 +34,7 @@ STEPS = 24
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
 
 
-def rows_of(
-    model: Model, ids: Sequence[int], names: Sequence[str]
-) -> dict[str, SelectiveAttention]:
+def rows_of(model: Model, ids: Sequence[int], names: Sequence[str]) -> dict[str, SelectiveAttention]:
     """One prefill, a row per method, ready to decode."""
     kinds = {name: method_of(name) for name in names}
     request = {name: FULL_REQUEST if name == "full" else REQUEST for name in names}
@@ -123,8 +121,7 @@ def calibrate(model: Model, ids: Sequence[int]) -> tuple[dict[str, Hardware], fl
         feed = ids[SHORT : SHORT + STEPS]
         for name in METHODS:
             measured = statistics.median(
-                at_usual_pace(model, ids, usual, rows_of(model, ids[:SHORT], [name])[name], feed)
-                for _ in range(5)
+                at_usual_pace(model, ids, usual, rows_of(model, ids[:SHORT], [name])[name], feed) for _ in range(5)
             )
             kind, params = method_of(name)
             request = FULL_REQUEST if name == "full" else REQUEST

@@ -46,9 +46,7 @@ def check_parity() -> None:
     logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.125
     future = torch.ones(700, 700, dtype=torch.bool).triu(1)
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
-    torch.testing.assert_close(
-        ColumnSums().observe(q, k, 0.125).double(), expected, rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(ColumnSums().observe(q, k, 0.125).double(), expected, rtol=1e-5, atol=0)
 
 
 def seconds(model: Model, ids: list[int], *what: Observation) -> float:
@@ -56,9 +54,7 @@ def seconds(model: Model, ids: list[int], *what: Observation) -> float:
         return prefill(model, ids, what).seconds
 
 
-def seconds_with(
-    model: Model, ids: list[int], make: Callable[[Trace], SelectiveAttention]
-) -> float:
+def seconds_with(model: Model, ids: list[int], make: Callable[[Trace], SelectiveAttention]) -> float:
     """A prefill at whose end the method's store is ready."""
     rows: list[SelectiveAttention] = []
 

@@ -15,9 +15,7 @@ from typing import Any
 
 # Each library has threads of its own, which would go on spinning while the next one is measured.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault(
-    "NUMBA_THREADING_LAYER", "workqueue"
-)  # OpenBLAS must not be called from OpenMP
+os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # OpenBLAS must not be called from OpenMP
 
 import numpy as np
 import torch
@@ -153,9 +151,7 @@ def main() -> None:
     shape = f"{P} problems of {N} x {D}, {C} centroids, {ROUNDS} rounds"
     for name, (modules, prepare) in BASELINES.items():
         if any(find_spec(module) is None for module in modules):
-            print(
-                f"{name} is not installed and not measured: pip install scikit-learn faiss-cpu numba"
-            )
+            print(f"{name} is not installed and not measured: pip install scikit-learn faiss-cpu numba")
             continue
         baseline = prepare(points, init_idx)
         assert abs(baseline() / objective - 1) <= TOLERANCE, f"{name} ends elsewhere"

@@ -15,9 +15,7 @@ from typing import Any
 
 # Each library has threads of its own, which would go on spinning while the next one is measured.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault(
-    "NUMBA_THREADING_LAYER", "workqueue"
-)  # OpenBLAS must not be called from OpenMP
+os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # OpenBLAS must not be called from OpenMP
 
 import numpy as np
 import torch

@@ -67,9 +67,7 @@ def bench(h: int, h_kv: int, d_h: int, s: int, n: int, dtype: torch.dtype, pairs
         assert (got - exact).abs().max() <= 2 * rounding + 1e-6, "the result is wrong"
 
         ours = timed(lambda idx: select_attend(q, k, v, idx, scale), sets)
-        copying = timed(
-            lambda idx: flash(q, gather_tokens(k, idx), gather_tokens(v, idx), scale), sets
-        )
+        copying = timed(lambda idx: flash(q, gather_tokens(k, idx), gather_tokens(v, idx), scale), sets)
         whole = timed(lambda idx: flash(q, k, v, scale), sets)
         shape = f"{n} of {s} tokens per {'query' if heads == h else 'KV'} head, {h}/{h_kv} heads of {d_h}"
         record("select_attend against gather", shape, name, measure(copying, ours, pairs))

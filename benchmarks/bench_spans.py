@@ -42,9 +42,7 @@ def main() -> None:
                 open_record.callback(lambda: n_spans.append(len(found.marks)))
 
         feed = ids[options.tokens :]
-        seconds = decode(
-            model, trace, [made], max_new_tokens=0, feed=feed, on_step=turn
-        ).step_seconds[8:]
+        seconds = decode(model, trace, [made], max_new_tokens=0, feed=feed, on_step=turn).step_seconds[8:]
     assert min(n_spans) > 4 * trace.shape.n_layers, "the recorded steps hold too few spans"
     shape = f"{n_spans[-1]} spans, {options.tokens} tokens, {model.shape.name}"
     record("decode step recorded by spans against not", shape, "bfloat16",

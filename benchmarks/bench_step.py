@@ -58,9 +58,7 @@ def variant(name: str, words: Sequence[str]) -> tuple[type[SelectiveAttention], 
     return kind, build_params(kind, part.params, "method")
 
 
-def row(
-    trace: Trace, name: str, words: Sequence[str], request: BudgetRequest, n_new: int
-) -> SelectiveAttention:
+def row(trace: Trace, name: str, words: Sequence[str], request: BudgetRequest, n_new: int) -> SelectiveAttention:
     kind, params = variant(name, words)
     made = kind(params, request, trace, n_new)
     for layer in trace.shape.full_layers:
@@ -137,9 +135,7 @@ def bench_layer(
             at.observe(what)
         everything = BudgetRequest(None, s, Fraction(comm))
         same = at.output(row(at.trace, name, words, everything, at.N_NEW))
-        torch.testing.assert_close(
-            same, exact, rtol=0.016, atol=3e-4
-        )  # bfloat16, joined from parts
+        torch.testing.assert_close(same, exact, rtol=0.016, atol=3e-4)  # bfloat16, joined from parts
         made = row(at.trace, name, words, request, at.N_NEW)
         at.seconds(name, made)  # waits for what is built beside the prefill
         ours: Callable[[], float] = partial(at.seconds, name, made)

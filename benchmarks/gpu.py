@@ -113,9 +113,7 @@ def copies(device: torch.device, n_bytes: int) -> Iterator[Result]:
     if device.type == "cuda":
         pinned = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
         seconds = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device)
-        yield Result(
-            "copy, host to device", shape, True, ms=seconds * 1e3, gb_s=n_bytes / seconds / 1e9
-        )
+        yield Result("copy, host to device", shape, True, ms=seconds * 1e3, gb_s=n_bytes / seconds / 1e9)
 
 
 # --- 2. kernels -------------------------------------------------------------------------------
@@ -202,11 +200,7 @@ def clusters_of(shape: Shape, k: Tensor) -> Iterator[Result]:
         note=f"{flops / seconds / 1e12:.1f} TFLOP/s; error: share of other labels",
     )  # fmt: skip
     sizes = found.sizes
-    order = (
-        torch.rand(1, shape.h_kv, c, generator=torch.Generator().manual_seed(1))
-        .to(device)
-        .argsort(-1)
-    )
+    order = torch.rand(1, shape.h_kv, c, generator=torch.Generator().manual_seed(1)).to(device).argsort(-1)
     tokens = found.labels.argsort(dim=-1, stable=True)
     asked = (order, sizes, sizes.cumsum(-1), tokens, shape.k)
     ours = clusters.cluster_tokens_triton(*asked)
@@ -257,9 +251,7 @@ def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
 # --- 3. methods -------------------------------------------------------------------------------
 
 
-def methods(
-    model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int
-) -> Iterator[Result]:
+def methods(model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int) -> Iterator[Result]:
     """Each method at each length, paired with full attention."""
     for s in lengths:
         task = Latency(Latency.Params((s,), (1,), n_new, repeats, 1, None), None, 0)
@@ -269,18 +261,14 @@ def methods(
             request = FULL_REQUEST if name == "full" else REQUEST
             plan = kind.plan_for(params, kind.budget_for(request, s), model.shape)
             variant = Variant(
-                lambda trace, n, kind=kind, params=params, request=request: kind(
-                    params, request, trace, n
-                ),
+                lambda trace, n, kind=kind, params=params, request=request: kind(params, request, trace, n),
                 kind.observations(params, plan),
                 kind.thinning(plan),
             )
             shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
             try:
                 with model.hooked():
-                    timing = task.measure(model, variant, sample, lambda: None).mark.fields[
-                        "timing"
-                    ]
+                    timing = task.measure(model, variant, sample, lambda: None).mark.fields["timing"]
             except (torch.OutOfMemoryError, MemoryError):
                 yield Result(f"{kind.title}: decode", shape, True, note="oom")
                 continue
@@ -320,10 +308,7 @@ def show(results: Sequence[Result]) -> None:
         view.add_column(name, justify="right")
     view.add_column("")
     for found in results:
-        numbers = [
-            "-" if x is None else f"{x:.3g}"
-            for x in (found.error, found.ms, found.reference_ms, found.gb_s)
-        ]
+        numbers = ["-" if x is None else f"{x:.3g}" for x in (found.error, found.ms, found.reference_ms, found.gb_s)]
         share = f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-"
         parity = "-" if found.error is None else "ok" if found.ok else "WRONG"
         view.add_row(found.what, found.shape, parity, *numbers, share, found.note)
@@ -335,14 +320,10 @@ def show(results: Sequence[Result]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--small", action="store_true", help="a small layer and the embedded model's shape"
-    )
+    parser.add_argument("--small", action="store_true", help="a small layer and the embedded model's shape")
     parser.add_argument("--only", nargs="+", choices=("copies", "kernels", "methods"))
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536, 131000]
-    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536, 131000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--n-new", type=int, default=20)
     asked = parser.parse_args(words)
@@ -361,9 +342,7 @@ def main(words: Sequence[str] | None = None) -> int:
             results += kernels(SMALL if asked.small else LLAMA, device)
     if "methods" in wanted:
         name = "smollm2-135m" if asked.small else "llama-3.1-8b"
-        config = read_config(
-            name, yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
-        )
+        config = read_config(name, yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text()))
         model = load_random(name, config, device=asked.device)
         results += methods(model, asked.methods, asked.lengths, asked.n_new, asked.repeats)
     show(results)

@@ -27,9 +27,7 @@ WINDOW = 32
 def scores_of(trace: Trace, layer: int) -> dict[str, Tensor]:
     """Per name (1, h_kv, n): what decides who is kept of the first n tokens."""
     q = trace.observed(LastQueries(WINDOW), layer)
-    votes = reduce_group(
-        window_scores(q, trace.keys(layer), trace.scales[layer]), trace.shape.h_kv, "mean"
-    )
+    votes = reduce_group(window_scores(q, trace.keys(layer), trace.scales[layer]), trace.shape.h_kv, "mean")
     sums = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, "sum")
     return {
         "votes, kernel 7": pool_scores(votes, 7, "max"),
@@ -74,9 +72,7 @@ def main() -> None:
                     share = better / trace.s_prompt
                     ranks.setdefault((name, i), []).extend(share.tolist())
     n_tokens = 1 + max(i for _, i in ranks)
-    print(
-        f"style={options.style}, median rank in % of the prompt (heads that keep it at ratio {options.ratio})"
-    )
+    print(f"style={options.style}, median rank in % of the prompt (heads that keep it at ratio {options.ratio})")
     print("| score | " + " | ".join(f"token {i + 1}" for i in range(n_tokens)) + " |")
     print("|---|" + "---|" * n_tokens)
     for name in dict.fromkeys(name for name, _ in ranks):

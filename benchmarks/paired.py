@@ -31,9 +31,7 @@ class Paired:
         return [c / b for b, c in zip(self.baseline, self.candidate, strict=True)]
 
 
-def measure(
-    baseline: Callable[[], float], candidate: Callable[[], float], n: int, warm_up: int = 1
-) -> Paired:
+def measure(baseline: Callable[[], float], candidate: Callable[[], float], n: int, warm_up: int = 1) -> Paired:
     """Run both `n` times in turns, each returning its own seconds; who is first changes from pair to pair."""
     for _ in range(warm_up):
         baseline()
@@ -90,9 +88,7 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU"
-    )
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{name}, {torch.get_num_threads()} threads"
 
 

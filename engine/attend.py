@@ -76,9 +76,7 @@ def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, 
     """As `attend`, and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
     n, h, _, d_h = q.shape
     parts = [part.gathered() for part in parts]
-    logits = torch.cat(
-        [part_logits(q, part, scale).reshape(n, h, -1) for part in parts], -1
-    )  # (n, h, s)
+    logits = torch.cat([part_logits(q, part, scale).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
     weights = logits.softmax(-1)
     out, start = torch.zeros(n, h, 1, d_h, dtype=torch.float32, device=q.device), 0
     for part in parts:
@@ -94,15 +92,11 @@ def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     n, h, _, d_h = q.shape
     part = part.gathered()
     heads = part.k.shape[1]
-    q = q.reshape(
-        n, heads, h // heads, d_h
-    )  # the group's query heads become queries of one KV head: no repeated K
+    q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K
     if part.mask is None and q.device.type == "cpu":
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32, which is what a compressed row attends to.
-        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, part.k, part.v, scale=scale
-        )
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=scale)
         return out[0], out[1]
     if part.mask is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, part.k, part.v, scale=scale)
@@ -140,9 +134,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     gqa = q.shape[1] != k.shape[1]
     if window is None or window >= k.shape[2]:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    distance = torch.arange(k.shape[2], device=q.device).unsqueeze(1) - torch.arange(
-        k.shape[2], device=q.device
-    )
+    distance = torch.arange(k.shape[2], device=q.device).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
     band = (distance >= 0) & (distance < window)
     return scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=gqa)
 
@@ -154,9 +146,7 @@ def causal_lse(
     if q.device.type != "cpu" or window is not None:
         return causal(q, k, v, scale, window), None
     # What scaled_dot_product_attention calls on a CPU, where it drops the second result.
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, is_causal=True, scale=scale
-    )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True, scale=scale)
 
 
 @cache

@@ -47,9 +47,7 @@ class BlockCache:
     def __init__(self, spec: BlockCacheSpec) -> None:
         self.spec = spec
         self.capacity = spec.tokens // spec.block_len  # in blocks
-        self.frequency: dict[
-            int, int
-        ] = {}  # cached block -> touches; ordered by the last touch, oldest first
+        self.frequency: dict[int, int] = {}  # cached block -> touches; ordered by the last touch, oldest first
 
     def access(self, middle: "Tensor", n_complete: int) -> tuple[int, int]:
         """Look up the middle indices of one step, (heads, k), then refill: hits, and blocks copied in.
@@ -80,8 +78,6 @@ class BlockCache:
         """Use `block`, taking it in where it is not cached."""
         if block not in self.frequency and len(self.frequency) >= self.capacity:
             oldest = next(iter(self.frequency))
-            rarest = min(
-                self.frequency, key=lambda b: self.frequency[b]
-            )  # first among equals: the longest unused
+            rarest = min(self.frequency, key=lambda b: self.frequency[b])  # first among equals: the longest unused
             del self.frequency[rarest if self.spec.policy == "lfu" else oldest]
         self.frequency[block] = self.frequency.pop(block, 0) + 1  # moves it to the end: most recent

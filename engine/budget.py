@@ -28,32 +28,22 @@ def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
 class BudgetRequest:
     """What the user asked for, before any prompt is known."""
 
-    ratio: (
-        Fraction | None
-    )  # share of the prompt's tokens that take part in attention at a decode step
+    ratio: Fraction | None  # share of the prompt's tokens that take part in attention at a decode step
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
-    comm: (
-        Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
-    )
+    comm: Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.tokens is not None:
-            raise ConfigError(
-                f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two"
-            )
+            raise ConfigError(f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two")
         if self.ratio is None and self.tokens is None:
-            raise ConfigError(
-                "neither ratio nor budget is given; give one of the two, for example ratio=0.2"
-            )
+            raise ConfigError("neither ratio nor budget is given; give one of the two, for example ratio=0.2")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise ConfigError(
                 f"ratio={show(self.ratio)} is out of range; it is a share of the prompt above 0 and at most 1"
             )
         if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(
-                f"budget={self.tokens} is out of range; it is a number of tokens, at least 1"
-            )
+            raise ConfigError(f"budget={self.tokens} is out of range; it is a number of tokens, at least 1")
         if not 0 <= self.comm <= 1:
             raise ConfigError(
                 f"comm={show(self.comm)} is out of range; it is a share of the key bytes from 0 to 1, like 1/64"

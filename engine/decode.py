@@ -43,9 +43,7 @@ class Decoded:
 class Watch(Protocol):
     """Looks on while rows decode, and changes nothing. `order` names the call's row behind each row of a tensor."""
 
-    def attended(
-        self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """A compressed layer of the step has ended: q and out (n, h, 1, d_h), the token's k and v (n, h_kv, 1, d_h)."""
         ...
 
@@ -162,20 +160,14 @@ class _Batch:
         self.position += 1
         return logits
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        if (
-            layer not in self.compressed
-        ):  # the model's own cache already gave k and v within the layer's window
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
             return attend_own(q, k, v, scale, window)
         outs, step = [], self.position - self.trace.s_prompt + 1
         for kind, where in self.groups:
             if self.looks_ahead:
                 self.look_ahead(layer, where)
-            outs += attend_group(
-                kind, self.rows[where], layer, q[where], k[where], v[where], scale, step
-            )
+            outs += attend_group(kind, self.rows[where], layer, q[where], k[where], v[where], scale, step)
         out = torch.cat(outs)  # (n, h, 1, d_h)
         if self.watch is not None:
             self.watch.attended(layer, self.order, q, k, v, out)

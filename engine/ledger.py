@@ -61,10 +61,7 @@ class Ledger:
             attended <= budget.allowance(step) * shape.h * n_layers
             for step, attended in zip(steps, priced.totals("attended"), strict=True)
         )
-        bytes_ok = all(
-            moved <= find_bytes(shape, budget) * n_layers
-            for moved in priced.totals("moved_meta_bytes")
-        )
+        bytes_ok = all(moved <= find_bytes(shape, budget) * n_layers for moved in priced.totals("moved_meta_bytes"))
         return tokens_ok and bytes_ok
 
     def summary(
@@ -82,9 +79,7 @@ class Ledger:
         steps = len(self.totals("tokens"))
         device = [
             kv + meta
-            for kv, meta in zip(
-                self.totals("resident_kv_bytes"), self.totals("resident_meta_bytes"), strict=True
-            )
+            for kv, meta in zip(self.totals("resident_kv_bytes"), self.totals("resident_meta_bytes"), strict=True)
         ]
         lookups = sum(self.totals("cache_lookups"))
         return {

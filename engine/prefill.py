@@ -45,9 +45,7 @@ class Trace:
         self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
-        self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = (
-            None  # moves queries by so many positions
-        )
+        self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = None  # moves queries by so many positions
         self.seconds = 0.0
         self.observe_seconds: dict[Observation, float] = {}
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
@@ -61,9 +59,7 @@ class Trace:
     def add(self, layer: int, k: Tensor, v: Tensor, scale: float) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
-        assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), (
-            f"layer {layer}: keys are {tuple(k.shape)}"
-        )
+        assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
         self._device[layer] = (k.contiguous(), v.contiguous())
         self.scales[layer] = scale
 
@@ -131,9 +127,7 @@ class Trace:
 
     def has_observed(self, asked: Iterable[Observation]) -> bool:
         """Whether all of it was observed, of every compressed layer."""
-        return all(
-            (what, layer) in self._observed for what in asked for layer in self.shape.full_layers
-        )
+        return all((what, layer) in self._observed for what in asked for layer in self.shape.full_layers)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
@@ -193,9 +187,7 @@ class _Reading:
         self.compressed = frozenset(trace.shape.full_layers)
         self.wants_lse = any(what.wants_lse for what in observations)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         with span("attention", layer):
             out, lse = self.attention(layer, q, k, v, scale, window)
         if layer in self.compressed:
@@ -239,9 +231,7 @@ class _Thinned(_Reading):
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if len(self.positions) < self.trace.s_prompt:
             self.trace.positions[layer] = self.positions
         out = super().attend(layer, q, k, v, scale, window)

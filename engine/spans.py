@@ -156,6 +156,4 @@ class span:
         if record is not None:
             stop, thread = record.now(), get_ident()
             record.depths[thread] -= 1
-            record.marks.append(
-                (self.name, self.layer, self.start, stop, record.depths[thread], thread)
-            )
+            record.marks.append((self.name, self.layer, self.start, stop, record.depths[thread], thread))

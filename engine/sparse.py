@@ -64,9 +64,7 @@ class VerticalSlash:
 
     def counts(self, s: int) -> tuple[int, int]:
         """Columns and diagonals kept of a prompt of `s` tokens."""
-        n_vertical, n_slash = (
-            int(n) if n >= 1 else floor(n * s) for n in (self.n_vertical, self.n_slash)
-        )
+        n_vertical, n_slash = (int(n) if n >= 1 else floor(n * s) for n in (self.n_vertical, self.n_slash))
         return min(s, max(n_vertical, self.n_first)), min(s, max(n_slash, self.n_near))
 
     def keeps_all(self, s: int) -> bool:

@@ -38,18 +38,14 @@ class _Layer:
     capacity: int  # slots of the window
     first: int  # position that lies in the window's first slot
     n_window: int  # tokens in the window
-    tail: (
-        tuple[Tensor, Tensor] | None
-    )  # generated tokens on the host, (1, h_kv, n_new, d_h); None: nothing is fetched
+    tail: tuple[Tensor, Tensor] | None  # generated tokens on the host, (1, h_kv, n_new, d_h); None: nothing is fetched
     cache: BlockCache | None
     n: int  # tokens seen so far
     fetched: list[Tensor]  # positions fetched in this step
     evicted: Tensor | None = None  # (1, h_kv, m) positions that left behind this step's attention
     recent: RecentTokens | None = None  # what the last selections left on the device
     leaving: int = 0  # oldest tokens of the window that go to the host before the next token comes
-    mask: Tensor | None = (
-        None  # (1, h, n_kept + capacity) bool, where query heads of a group see tokens of their own
-    )
+    mask: Tensor | None = None  # (1, h, n_kept + capacity) bool, where query heads of a group see tokens of their own
     n_hidden: int = 0  # pairs of query head and kept slot that the mask hides
     n_spare: int = 0  # pairs of KV head and kept slot that hold no token: the unions of KV heads differ in size
 
@@ -76,9 +72,7 @@ class Store:
         self.cache_spec = cache
         self.ledger = Ledger()
         self.layers: dict[int, _Layer] = {}
-        self.token_bytes = (
-            token_bytes(self.shape) // self.shape.h_kv
-        )  # K and V of one token of one KV head
+        self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # K and V of one token of one KV head
         self.counts = dict.fromkeys(COUNTED, 0)
         self.accesses: list[Access] | None = None  # a list: every fetch is noted in it
 
@@ -88,9 +82,7 @@ class Store:
         """Every token stays on the device, generated ones too."""
         s = self.trace.s_prompt
         self.trace.hold(layer)
-        self._place(
-            layer, n_kept=s, kept=None, whole=True, capacity=self.n_new, window=(s, s), host=False
-        )
+        self._place(layer, n_kept=s, kept=None, whole=True, capacity=self.n_new, window=(s, s), host=False)
 
     def keep_reached(self, layer: int) -> None:
         """Every token that reached the layer stays, generated ones too; the others were never there."""
@@ -103,9 +95,7 @@ class Store:
             capacity=self.n_new, window=(s, s), host=False,
         )  # fmt: skip
 
-    def keep(
-        self, layer: int, chosen: Tensor | int, n_window: int = 0, capacity: int | None = None
-    ) -> None:
+    def keep(self, layer: int, chosen: Tensor | int, n_window: int = 0, capacity: int | None = None) -> None:
         """Only the `chosen` tokens and the last `n_window` stay; the rest of the prompt is gone for good.
 
         `chosen` holds positions (1, h_kv or h, k), or says how many of the first. Where query heads choose, their KV
@@ -135,9 +125,7 @@ class Store:
         s = self.trace.s_prompt
         self.trace.offload(layer)
         capacity = n_window + self.n_new if capacity is None else capacity
-        self._place(
-            layer, n_sink, None, whole=False, capacity=capacity, window=(s - n_window, s), host=True
-        )
+        self._place(layer, n_sink, None, whole=False, capacity=capacity, window=(s - n_window, s), host=True)
 
     def keep_recent(self, layer: int, n_steps: int) -> None:
         """Leave what is fetched on the device for `n_steps` steps more: only tokens that are not there move."""
@@ -169,9 +157,7 @@ class Store:
         for source in (keys, values):
             buffer = source.new_empty(1, heads, in_buffer + capacity, d_h)
             if in_buffer:
-                buffer[:, :, :n_kept] = (
-                    source[:, :, :n_kept] if kept is None else gather_tokens(source, kept)
-                )
+                buffer[:, :, :n_kept] = source[:, :, :n_kept] if kept is None else gather_tokens(source, kept)
             buffer[:, :, in_buffer : in_buffer + stop - start] = source[:, :, start:stop]
             buffers.append(buffer)
         tail = None
@@ -227,9 +213,7 @@ class Store:
         at = self.layers[layer]
         stop = at.n_kept + at.n_window
         kept, window = slice(0, at.n_kept), slice(at.n_kept, stop)
-        return Part(at.k[:, :, kept], at.v[:, :, kept]), Part(
-            at.k[:, :, window], at.v[:, :, window]
-        )
+        return Part(at.k[:, :, kept], at.v[:, :, kept]), Part(at.k[:, :, window], at.v[:, :, window])
 
     def positions(self, layer: int) -> Tensor:
         """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n)."""
@@ -342,9 +326,7 @@ class Store:
         heads = idx.shape[1]
         self.counts["attended"] += n_real * (self.shape.h // heads)
         if at.recent is not None:
-            distinct, hits, hits_of_heads = at.recent.access(
-                idx, self.shape.h_kv, padded=n_real < idx.numel()
-            )
+            distinct, hits, hits_of_heads = at.recent.access(idx, self.shape.h_kv, padded=n_real < idx.numel())
             self.counts["cache_hits"] += hits
             self.counts["cache_lookups"] += distinct
             self.counts["moved_kv_bytes"] += (distinct - hits) * self.token_bytes
@@ -363,9 +345,7 @@ class Store:
             hits, filled = at.cache.access(middle, n_complete=n_host // at.cache.spec.block_len)
             self.counts["cache_hits"] += hits
             self.counts["cache_lookups"] += distinct
-            self.counts["filled_bytes"] += (
-                filled * at.cache.spec.block_len * self.shape.h_kv * self.token_bytes
-            )
+            self.counts["filled_bytes"] += filled * at.cache.spec.block_len * self.shape.h_kv * self.token_bytes
             hits_of_heads = hits if shared else hits_of_heads
         self.counts["moved_kv_bytes"] += (distinct - hits) * self.token_bytes
         self.counts["moved_kv_heads_bytes"] += (n_real - hits_of_heads) * self.token_bytes
@@ -373,9 +353,7 @@ class Store:
     def _distinct(self, at: _Layer, idx: Tensor) -> int:
         """Tokens that the query heads of `idx` (1, h, k) ask for, each once per KV head."""
         asked = torch.zeros(self.shape.h_kv, at.n + 1, dtype=torch.bool, device=idx.device)
-        asked.scatter_(
-            1, idx[0].reshape(self.shape.h_kv, -1) % (at.n + 1), True
-        )  # -1 lands in the last column
+        asked.scatter_(1, idx[0].reshape(self.shape.h_kv, -1) % (at.n + 1), True)  # -1 lands in the last column
         return int(asked[:, : at.n].sum())
 
     def _union(self, idx: Tensor) -> Tensor:
@@ -436,16 +414,12 @@ class Store:
             slots = at.kept[0].repeat_interleave(self.shape.g, 0)  # (h, n_kept)
             seen.scatter_(1, slots.cpu(), at.mask[0, :, : at.n_kept].cpu())
         else:
-            seen.scatter_(
-                1, at.kept[0].cpu().repeat_interleave(self.shape.h // at.kept.shape[1], 0), True
-            )
+            seen.scatter_(1, at.kept[0].cpu().repeat_interleave(self.shape.h // at.kept.shape[1], 0), True)
         seen[:, at.n - at.n_window :] = True
         if at.evicted is not None:
             seen.scatter_(1, at.evicted[0].cpu().repeat_interleave(self.shape.g, 0), True)
         for idx in at.fetched:
-            for head, tokens in enumerate(
-                idx[0].cpu().repeat_interleave(self.shape.h // idx.shape[1], 0)
-            ):
+            for head, tokens in enumerate(idx[0].cpu().repeat_interleave(self.shape.h // idx.shape[1], 0)):
                 seen[head, tokens[tokens >= 0]] = True
         return seen
 

@@ -102,11 +102,7 @@ def read(path: Path) -> Log:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
         ends = arrays["ends"]
-        cut = (
-            np.split(arrays["positions"].astype(np.int64), ends.reshape(-1)[:-1])
-            if ends.size
-            else []
-        )
+        cut = np.split(arrays["positions"].astype(np.int64), ends.reshape(-1)[:-1]) if ends.size else []
         n_heads = ends.shape[1] if ends.ndim == 2 else 0
         numbers = zip(
             *(arrays[name].tolist() for name in ("step", "layer", "n", "n_kept", "n_host")),
@@ -116,13 +112,9 @@ def read(path: Path) -> Log:
             Access(step, layer, n, n_kept, n_host, cut[i * n_heads : (i + 1) * n_heads])
             for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
         ]
-        return Log(
-            int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries
-        )
+        return Log(int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(
-            f"{path} is no file of fetches ({error}); make one with accesses=true"
-        ) from None
+        raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None
 
 
 def replay_blocks(log: Log, spec: BlockCacheSpec) -> Saved:
@@ -182,9 +174,7 @@ def per_kv_head(entry: Access, h_kv: int) -> list[np.ndarray]:
 def files_of(folders: Sequence[Path]) -> list[Path]:
     found = [file for folder in folders for file in sorted(folder.rglob("accesses-*.npz"))]
     if not found:
-        raise ConfigError(
-            f"no accesses-*.npz below {', '.join(map(str, folders))}; make them with accesses=true"
-        )
+        raise ConfigError(f"no accesses-*.npz below {', '.join(map(str, folders))}; make them with accesses=true")
     return found
 
 
@@ -198,10 +188,7 @@ def study(files: Sequence[Path], asked: argparse.Namespace) -> Iterator[dict[str
     ]
     for folder in dict.fromkeys(file.parent for file in files):
         logs = [read(file) for file in files if file.parent == folder]
-        caches = [
-            (f"{spec.policy}, {spec.tokens:,} tokens, k_cache {spec.k_cache}", spec)
-            for spec in specs
-        ]
+        caches = [(f"{spec.policy}, {spec.tokens:,} tokens, k_cache {spec.k_cache}", spec) for spec in specs]
         for name, spec in caches:
             saved = [replay_blocks(log, spec) for log in logs]
             yield row(folder, name, spec.policy, spec.tokens, spec.k_cache, saved)
@@ -222,15 +209,9 @@ def row(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.accesses", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="folders of runs made with accesses=true"
-    )
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[1024, 2048, 4096], help="capacities"
-    )
+    parser = argparse.ArgumentParser(prog="python -m evals.accesses", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs made with accesses=true")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096], help="capacities")
     parser.add_argument("--block-len", type=int, default=BLOCK_LEN)
     parser.add_argument("--k-cache", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--policy", nargs="+", default=["lfu", "lru"])
@@ -248,10 +229,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in ("hit rate", "without the first step", "moved MB", "filled MB"):
         view.add_column(name, justify="right")
     for found in rows:
-        rates = [
-            "-" if found[key] is None else f"{found[key]:.3f}"
-            for key in ("hit_rate", "warm_hit_rate")
-        ]
+        rates = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
         sizes = [f"{found[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
         view.add_row(found["run"], found["cache"], *rates, *sizes)
     console = Console()

@@ -47,9 +47,7 @@ class Piece:
     target: str  # below the data folder; of an archive the folder for its members
     sha256: str | None = None  # None: as the hub states it for this commit
     site: str = "hub"  # "hub" (a dataset) or "github"
-    members: str | None = (
-        None  # of a .zip: which of its files, such as data/*.jsonl; None: no archive
-    )
+    members: str | None = None  # of a .zip: which of its files, such as data/*.jsonl; None: no archive
 
     @property
     def name(self) -> str:
@@ -159,8 +157,7 @@ def wanted(piece: Piece, only: Sequence[str]) -> bool:
     """Whether a pattern names this piece, or for an archive something in its folder."""
     target = PurePosixPath(piece.target)
     return not only or any(
-        fnmatchcase(str(target), one) or (piece.members and target in PurePosixPath(one).parents)
-        for one in only
+        fnmatchcase(str(target), one) or (piece.members and target in PurePosixPath(one).parents) for one in only
     )
 
 
@@ -227,9 +224,7 @@ def download_hub(piece: Piece, folder: Path) -> tuple[Path, str | None]:
         disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     try:
-        url = hf_hub_url(
-            piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint
-        )
+        url = hf_hub_url(piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint)
         stated = get_hf_file_metadata(url, endpoint=endpoint).etag
         file = hf_hub_download(
             piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint,

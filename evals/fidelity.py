@@ -187,9 +187,7 @@ class Fidelity(Taught):
             out = csv.writer(file)
             out.writerow(["layer", *BY_LAYER])
             for i, layer in enumerate(ok[0]["layers"]):
-                means = (
-                    fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER
-                )
+                means = (fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER)
                 out.writerow([layer, *(round(mean, DIGITS) for mean in means)])
 
 
@@ -208,16 +206,11 @@ def read_prompts(file: Path, on_bad_row: str) -> Rows:
 class Comparison:
     """All variants beside exact attention of their own queries, and beside full attention's next tokens."""
 
-    def __init__(
-        self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params
-    ) -> None:
+    def __init__(self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params) -> None:
         self.truth, self.rows, self.params = truth, rows, params
         self.layers = list(truth.shape.full_layers)
         shape, n = truth.shape, len(rows)
-        self.by_layer = {
-            name: torch.zeros(len(self.layers), n_steps, n, dtype=torch.float64)
-            for name in BY_LAYER
-        }
+        self.by_layer = {name: torch.zeros(len(self.layers), n_steps, n, dtype=torch.float64) for name in BY_LAYER}
         self.by_step = {name: torch.zeros(n_steps, n, dtype=torch.float64) for name in BY_STEP}
         self.step = 0
         # Every variant's own K and V of the fed tokens: a method may drop them, exact attention needs them.
@@ -226,9 +219,7 @@ class Comparison:
             for layer in self.layers
         }
 
-    def attended(
-        self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         places, rows = variants(order, len(self.rows))
         keys, values = self.fed[layer]
         keys[rows, :, self.step] = k[places, :, 0]
@@ -243,10 +234,7 @@ class Comparison:
         mass = (logits.softmax(-1) * seen).sum(-1).mean(-1)
         found = {
             "recall": torch.stack(
-                [
-                    recall(x[:, :s], y[:, :s], self.params.k)
-                    for x, y in zip(logits, seen, strict=True)
-                ]
+                [recall(x[:, :s], y[:, :s], self.params.k) for x, y in zip(logits, seen, strict=True)]
             ),
             "mass": mass,
             "output_error": relative_error(out[places].flatten(1), exact.flatten(1)),
@@ -261,9 +249,7 @@ class Comparison:
         # A probability that underflows to 0 has the log -inf, and adds nothing.
         kl = torch.where(full.exp() > 0, full.exp() * (full - own), 0.0).sum(-1).clamp(min=0)
         self.by_step["kl"][self.step, rows] = kl.double().cpu()
-        self.by_step["agreement"][self.step, rows] = (
-            (own.argmax(-1) == full.argmax(-1)).double().cpu()
-        )
+        self.by_step["agreement"][self.step, rows] = (own.argmax(-1) == full.argmax(-1)).double().cpu()
         self.step += 1
 
     def marks(self) -> list[Mark]:
@@ -315,9 +301,7 @@ def exact_attention(
     n, _, _, d_h = q.shape
     h_kv, s = keys.shape[1], keys.shape[2]
     grouped = q.float().reshape(n, h_kv, -1, d_h)  # (n, h_kv, g, d_h)
-    by_head = grouped.transpose(0, 1).flatten(
-        1, 2
-    )  # (h_kv, n * g, d_h): the prompt is read once for all rows
+    by_head = grouped.transpose(0, 1).flatten(1, 2)  # (h_kv, n * g, d_h): the prompt is read once for all rows
     on_prompt = (by_head @ keys[0].float().mT).unflatten(1, (n, -1)).transpose(0, 1)
     logits = torch.cat([on_prompt, grouped @ own_k.float().mT], -1) * scale  # (n, h_kv, g, s + t)
     weights = logits.softmax(-1)
@@ -332,9 +316,7 @@ def recall(logits: Tensor, seen: Tensor, k: int | None) -> Tensor:
     Without k, as many as the head has seen. Among equal logits at the border, those that were seen are taken.
     """
     h, s = logits.shape
-    counts = (
-        seen.sum(-1).clamp(1, s) if k is None else torch.full((h,), min(k, s), device=seen.device)
-    )
+    counts = seen.sum(-1).clamp(1, s) if k is None else torch.full((h,), min(k, s), device=seen.device)
     largest, smallest = int(counts.max()), int(counts.min())
     if smallest == s:
         return seen.float().mean()

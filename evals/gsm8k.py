@@ -219,8 +219,7 @@ class Gsm8k(Task):
         self.solved = own_exemplars() if official is None else split_exemplars(official)
         if self.params.exemplars is not None and self.params.exemplars > len(self.solved):
             raise ConfigError(
-                f"task.exemplars={self.params.exemplars} is more than there are; give "
-                f"{len(self.solved)} or fewer"
+                f"task.exemplars={self.params.exemplars} is more than there are; give {len(self.solved)} or fewer"
             )
         room = shape.window - self.params.max_new_tokens
         if room < 1 or (self.params.max_prompt_tokens or 0) > room:
@@ -233,9 +232,7 @@ class Gsm8k(Task):
         path = None if self.params.source == "hub" else data.find(TEST, self.data_dir)
         path = path or self._file(TEST, TEST_SOURCE)
         self.data_digest = digest([path] if official is None else [path, official])
-        self.rows = read_rows(
-            path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number
-        )
+        self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
 
     def _exemplar_file(self) -> Path | None:
         """The official exemplars; None where ours stand in."""
@@ -303,10 +300,7 @@ class Gsm8k(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         asked = [row for row in rows if row["score"] is not None]
-        lengths = [
-            len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False))
-            for row in asked
-        ]
+        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in asked]
         summary: dict[str, Any] = {"rows": len(asked)}
         for name, scorer in EXTRACTIONS.items():
             scores = [scorer(row["prediction"], row["references"][0]) for row in asked]

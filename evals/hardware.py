@@ -125,9 +125,7 @@ class Predicted:
     fits: bool
 
 
-def predict(
-    counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: int = 1
-) -> Predicted:
+def predict(counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: int = 1) -> Predicted:
     """Times of a prompt of `s` tokens and the steps behind it."""
     parts = step_parts(counts, layers, hardware, batch)
     tpot = sum(parts.values())
@@ -150,9 +148,7 @@ def step_parts(counts: Counts, layers: Layers, hardware: Hardware, batch: int) -
     read = linear(hardware, layers.layer_weights, batch) + hardware.layer_us / 1e6
     search = batch * counts.searched_bytes / hardware.bandwidth + call * finds
     fetch = hardware.over_link(batch * counts.moved_kv_bytes) + call * fetches
-    if (
-        hardware.link_gb_s is None and fetches
-    ):  # one memory: what is chosen is copied, or read where it lies
+    if hardware.link_gb_s is None and fetches:  # one memory: what is chosen is copied, or read where it lies
         fetch = call
     attention = batch * counts.attended_bytes / hardware.bandwidth
     visible = read + search + fetch + attention
@@ -172,9 +168,7 @@ def linear(hardware: Hardware, weights: int, tokens: int) -> float:
     return max(2 * weights * tokens / hardware.flops, ELEMENT_BYTES * weights / hardware.bandwidth)
 
 
-def prefill_ends(
-    counts: Counts, layers: Layers, hardware: Hardware, s: int
-) -> tuple[list[float], float]:
+def prefill_ends(counts: Counts, layers: Layers, hardware: Hardware, s: int) -> tuple[list[float], float]:
     """When each layer's index is ready, and when the last layer has been computed."""
     attention = 2 * layers.h * layers.d_h * s * s  # two causal products
     compute = linear(hardware, layers.layer_weights, s) + attention / hardware.flops
@@ -194,9 +188,7 @@ def prefill_ends(
 # --- counts -----------------------------------------------------------------------------------
 
 
-def count(
-    kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int
-) -> Counts:
+def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
     """Counts at any length: a line through those at two short ones."""
     low, high = (count_at(kind, params, request, model, n) for n in COUNT_AT)
     if s in COUNT_AT:
@@ -210,9 +202,7 @@ def count(
     return replace(Counts(**values), observe_flops=observes * s * s)
 
 
-def count_at(
-    kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int
-) -> Counts:
+def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
     """What the ledger says of one layer of random keys, after the steps that fill a cache."""
     shape = replace(model, n_layers=LAYER + 1, full_layers=(LAYER,), window=1 << 20)
     draw = torch.Generator().manual_seed(0)
@@ -247,9 +237,7 @@ def count_at(
     return from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in asked))
 
 
-def from_entry(
-    entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool
-) -> Counts:
+def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:
     """A ledger's line in a roofline's terms."""
     token = 2 * ELEMENT_BYTES * shape.d_h  # of one KV head
     meta = entry.resident_meta_bytes + entry.moved_meta_bytes + entry.searched_bytes
@@ -377,9 +365,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def parse(words: Sequence[str] | None) -> tuple[Question, Path | None]:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.hardware", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m evals.hardware", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--on", nargs="+", default=["rtx4090-pcie1"], help="files of conf/hardware")
     parser.add_argument("--model", default="llama-3.1-8b", help="a file of conf/architecture")
     parser.add_argument("--methods", nargs="+", default=["full", "snapkv"])

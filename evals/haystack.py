@@ -58,9 +58,7 @@ def spaced_depths(count: int, spacing: str) -> tuple[float, ...]:
     linear = [100 * i / (count - 1) for i in range(count)] if count > 1 else [50.0] * count
     if spacing == "linear":
         return tuple(round(x, 3) for x in linear)
-    return tuple(
-        x if x in (0, 100) else round(100 / (1 + math.exp(-0.1 * (x - 50))), 3) for x in linear
-    )
+    return tuple(x if x in (0, 100) else round(100 / (1 + math.exp(-0.1 * (x - 50))), 3) for x in linear)
 
 
 def steps(longest: int) -> tuple[int, ...]:
@@ -75,7 +73,5 @@ GRIDS = {
     "32k": Grid(steps(32_000), PAPER_DEPTHS, 3),
     "128k": Grid(steps(128_000), PAPER_DEPTHS, 3),
     "window": Grid((), PAPER_DEPTHS, 3),
-    "original": Grid(
-        tuple(round(1000 + 15_000 * i / 34) for i in range(35)), spaced_depths(35, "linear"), 1
-    ),
+    "original": Grid(tuple(round(1000 + 15_000 * i / 34) for i in range(35)), spaced_depths(35, "linear"), 1),
 }

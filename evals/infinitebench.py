@@ -182,12 +182,8 @@ class InfiniteBench(Task):
             self.word_files = (upstream,)
             self.templates = upstream_templates(upstream, self.family)
             return
-        self.word_files = tuple(
-            data.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS)
-        )
-        templates, self.strings = (
-            data.read_json(path, TEMPLATES_SOURCE) for path in self.word_files
-        )
+        self.word_files = tuple(data.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
+        templates, self.strings = (data.read_json(path, TEMPLATES_SOURCE) for path in self.word_files)
         words = templates.get(self.family)
         self.templates = words if isinstance(words, dict) else {}
         for name in self.params.names:
@@ -262,9 +258,7 @@ class InfiniteBench(Task):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         return Generated(self, tokenizer) if self.is_synthetic else Published(self, tokenizer)
 
-    def sample(
-        self, dataset: str, id: str, row: Mapping[str, Any], fields: Mapping[str, Any]
-    ) -> Sample:
+    def sample(self, dataset: str, id: str, row: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
         """One row in its prompt, uncut."""
         values = template_fields(dataset, row, self.strings["math"]["find_prefix"])
         context, question = fill(self.templates[dataset], values)
@@ -306,9 +300,7 @@ class InfiniteBench(Task):
             writer.writerow(["dataset", "rows", "score_percent", "official_scorer_raises"])
             for name in dict.fromkeys(row["dataset"] for row in asked):
                 judged = [
-                    self.judge(name, row["prediction"], row["ground_truth"])
-                    for row in asked
-                    if row["dataset"] == name
+                    self.judge(name, row["prediction"], row["ground_truth"]) for row in asked if row["dataset"] == name
                 ]
                 percent = 100 * sum(score for score, _ in judged) / len(judged)
                 n_raised = sum(error is not None for _, error in judged)
@@ -342,9 +334,7 @@ class Published(Sequence[Sample]):
         text, before, after = middle_truncate(self.tokenizer, whole.context + whole.question, limit)
         question = whole.question
         if not text.endswith(question):  # some tokenizers change blanks when they decode
-            question = self.tokenizer.decode(
-                self.tokenizer.encode(question, add_special_tokens=False)
-            )
+            question = self.tokenizer.decode(self.tokenizer.encode(question, add_special_tokens=False))
         if not text.endswith(question):
             raise ConfigError(
                 f"{whole.id}: the question alone is longer than half of the {limit} tokens that "

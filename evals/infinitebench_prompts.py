@@ -49,9 +49,7 @@ def upstream_templates(path: Path, family: str) -> Mapping[str, str]:
         }
         return {name: found[f"{family}_templates"][name] for name in OWN_TEMPLATES}
     except (SyntaxError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{path} holds no templates of {family} for all tasks ({error}); fetch it again"
-        ) from error
+        raise ConfigError(f"{path} holds no templates of {family} for all tasks ({error}); fetch it again") from error
 
 
 def ground_truth(dataset: str, row: Mapping[str, Any]) -> Any:

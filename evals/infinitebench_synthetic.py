@@ -138,10 +138,7 @@ def kv_retrieval(strings: Strings, place: Place, n_records: int) -> dict[str, An
     pool = records(place.seed, round(POOL * n_records))
     place.rng().shuffle(pool)
     asked = place.row * n_records // place.n_rows
-    pairs = (
-        words["pair"].replace("{key}", key).replace("{value}", value)
-        for key, value in pool[:n_records]
-    )
+    pairs = (words["pair"].replace("{key}", key).replace("{value}", value) for key, value in pool[:n_records])
     body = words["pair_separator"].join(pairs)
     key, value = pool[asked]
     return {

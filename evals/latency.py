@@ -103,9 +103,7 @@ class Params:
                 "give 3 or more"
             )
         if self.repeats < 1 or self.warmup < 0:
-            raise ConfigError(
-                f"task.repeats={self.repeats} and task.warmup={self.warmup} must be at least 1 and 0"
-            )
+            raise ConfigError(f"task.repeats={self.repeats} and task.warmup={self.warmup} must be at least 1 and 0")
         if self.memory_gb is not None and self.memory_gb <= 0:
             raise ConfigError(f"task.memory_gb={self.memory_gb} must be above 0")
 
@@ -157,9 +155,7 @@ class Latency(Task):
     def score(self, sample: Sample, prediction: str) -> float:
         raise AssertionError("latency scores time, not an answer")
 
-    def measure(
-        self, model: Model, variant: Variant, sample: Sample, on_pass: Callable[[], None]
-    ) -> Timing:
+    def measure(self, model: Model, variant: Variant, sample: Sample, on_pass: Callable[[], None]) -> Timing:
         """All passes of one sample."""
         ours: list[Pass] = []
         theirs: list[Pass] = []
@@ -188,9 +184,7 @@ class Latency(Task):
         steps = [statistics.median(at) for at in zip(*(p.step_seconds for p in ours), strict=True)]
         decoded = Decoded([Answer() for _ in range(batch_of(sample))], steps)
         prefill_s = statistics.median(p.ttft_s for p in ours)
-        return Timing(
-            row, prefill_s, decoded, Mark(timing["tpot_ratio"], {"timing": timing}), record
-        )
+        return Timing(row, prefill_s, decoded, Mark(timing["tpot_ratio"], {"timing": timing}), record)
 
     def sizes(self, model: Model, row: SelectiveAttention, ours: Sequence[Pass]) -> dict[str, Any]:
         """What a request takes, and how many would fit beside the weights if that were all."""
@@ -224,9 +218,7 @@ def with_quartiles(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: median, f"{name}_q": [low, high]}
 
 
-def run_pass(
-    model: Model, variant: Variant, sample: Sample
-) -> tuple[list[SelectiveAttention], Pass]:
+def run_pass(model: Model, variant: Variant, sample: Sample) -> tuple[list[SelectiveAttention], Pass]:
     """Read the sample's prompts and feed its continuation to all of them at once."""
     assert sample.ids is not None and sample.forced is not None, sample.id
     collect(model.device)
@@ -246,9 +238,7 @@ def run_pass(
     return rows, Pass(ttft_s, steps, read_peak())
 
 
-def read(
-    model: Model, variant: Variant, ids: Sequence[int], n_new: int
-) -> tuple[Trace, SelectiveAttention]:
+def read(model: Model, variant: Variant, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:
     """One prompt read, its variant ready to decode."""
     made: list[SelectiveAttention] = []
 

@@ -175,9 +175,7 @@ class Wandb(Logger):
             ),
         )  # fmt: skip
         try:
-            write_marker(
-                marker, note | {"folder": str(Path(run.dir).parent), "mode": self.mode(wandb)}
-            )
+            write_marker(marker, note | {"folder": str(Path(run.dir).parent), "mode": self.mode(wandb)})
             self.fill(wandb, run, folder, result)
         except BaseException:
             run.finish(exit_code=1)
@@ -255,8 +253,7 @@ def summary(result: RunResult) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in vars(result).items()
-        if (isinstance(value, int | float) or value is None)
-        and key not in ("budget", "seed", "metric")
+        if (isinstance(value, int | float) or value is None) and key not in ("budget", "seed", "metric")
     }
     measures = {f"measures/{name}": value for name, value in (result.measures or {}).items()}
     kept |= {

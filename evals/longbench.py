@@ -53,9 +53,7 @@ FOLDER = "longbench/data"
 PROMPTS = "longbench/config/dataset2prompt.json"
 MAXLEN = "longbench/config/dataset2maxlen.json"
 UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `python -m evals.fetch longbench` does it, or task.source=hub)"
-PROMPTS_SOURCE = (
-    "GitHub THUDM/LongBench (LongBench/config; `python -m evals.fetch longbench` does it)"
-)
+PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `python -m evals.fetch longbench` does it)"
 POSITIONS = ("after", "before", "both")
 SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
 E_SUFFIX = "_e"
@@ -108,14 +106,10 @@ DATASETS = {
     "repobench-p": Dataset("code", "code_sim", 64, "code", use_chat=False, in_e=True),
 }
 EMBEDDED = {
-    name: Dataset(
-        one.category, one.metric, one.max_new_tokens, use_chat=False, stop_at_newline=True
-    )
+    name: Dataset(one.category, one.metric, one.max_new_tokens, use_chat=False, stop_at_newline=True)
     for name, one in longbench_embedded.DATASETS.items()
 }
-EMBEDDED_ROWS = (
-    6  # of each embedded dataset, without task.rows: a run then takes minutes on two cores
-)
+EMBEDDED_ROWS = 6  # of each embedded dataset, without task.rows: a run then takes minutes on two cores
 E13 = tuple(f"{name}{E_SUFFIX}" for name, one in DATASETS.items() if one.in_e)
 LISTS = {
     "all21": tuple(DATASETS),
@@ -129,8 +123,7 @@ LISTS = {
 NAMES = (*DATASETS, *E13, *EMBEDDED)
 
 TEXT_QA = (
-    "A text:\n\n{context}\n\nA question about the text, to be answered in a few words.\n"
-    "Question: {input}\nAnswer:"
+    "A text:\n\n{context}\n\nA question about the text, to be answered in a few words.\nQuestion: {input}\nAnswer:"
 )
 PASSAGES_QA = (
     "Some passages:\n\n{context}\n\nA question that these passages answer, to be answered in a few words.\n"
@@ -278,9 +271,7 @@ class Params:
             if value is not None and value < 1:
                 raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
         if self.extra_new_tokens < 0:
-            raise ConfigError(
-                f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more"
-            )
+            raise ConfigError(f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more")
         for name in self.names:
             if name not in NAMES:
                 raise unknown_name("task.datasets", name, (*NAMES, *LISTS))
@@ -381,9 +372,7 @@ class LongBench(Task):
                 f"{', '.join(left_out)}, whose query is the text to be continued; use after, or other task.datasets"
             )
         if left_out:
-            self.notes.append(
-                f"left out, since their query is the text to be continued: {', '.join(left_out)}"
-            )
+            self.notes.append(f"left out, since their query is the text to be continued: {', '.join(left_out)}")
         self.names, self.paths = kept, {n: p for n, p in self.paths.items() if n in kept}
 
     def _templates(self) -> tuple[Mapping[str, str], str]:
@@ -392,9 +381,7 @@ class LongBench(Task):
         path = None if self.data_source == "embedded" else self._find(PROMPTS)
         if wanted == "official" and path is None:
             if self.data_source == "embedded":
-                raise ConfigError(
-                    "task.prompts=official has none for embedded datasets; use auto or own"
-                )
+                raise ConfigError("task.prompts=official has none for embedded datasets; use auto or own")
             path = data.require(PROMPTS, self.data_dir, PROMPTS_SOURCE)
         if wanted == "own" or path is None:
             return OWN_PROMPTS, "own"
@@ -536,9 +523,7 @@ class InTurns(Sequence[Sample]):
 
     def __init__(self, task: LongBench, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
-        columns = [
-            [(name, i) for i in range(task.n_rows(name))] for name in task.names
-        ]  # a list per dataset
+        columns = [[(name, i) for i in range(task.n_rows(name))] for name in task.names]  # a list per dataset
         turns = zip_longest(*columns)
         self.places = [place for turn in turns for place in turn if place is not None]
 

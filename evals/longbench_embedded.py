@@ -168,9 +168,7 @@ def make_multi_qa(number: int, length: int) -> Row:
     """A passage per module; what one of them is for, which its first line says."""
     rng = drawn("multi_qa", number)
     modules = rng.sample(docstrings(), len(docstrings()))
-    passages = filled(
-        [f"{name}: {first}\n{shortened(rest, 700)}" for name, first, rest in modules], length - 400
-    )
+    passages = filled([f"{name}: {first}\n{shortened(rest, 700)}" for name, first, rest in modules], length - 400)
     name, first, _ = rng.choice(modules[: len(passages)])
     text = "\n\n".join(f"Passage {i}\nThe module {one}" for i, one in enumerate(passages, start=1))
     return {"context": text, "input": name, "answers": [first]}
@@ -268,9 +266,7 @@ def make_count(number: int, length: int) -> Row:
 
 def code_lines(text: str) -> list[int]:
     """Numbers of the lines that are a statement's first one, so that no text in quotes is asked for."""
-    return sorted(
-        {node.lineno - 1 for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)}
-    )
+    return sorted({node.lineno - 1 for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)})
 
 
 def make_code(number: int, length: int) -> Row:
@@ -294,9 +290,7 @@ def make_code(number: int, length: int) -> Row:
                 "answers": [f" {rest}"],
                 "language": "python",
             }
-    raise AssertionError(
-        f"no module of this Python repeats a pair of lines over {length} characters"
-    )
+    raise AssertionError(f"no module of this Python repeats a pair of lines over {length} characters")
 
 
 def whole_lines(lines: Sequence[str], end: int, length: int) -> list[str] | None:

@@ -40,9 +40,7 @@ CJK_PUNCTUATION = (
     *((0x300B, 0x3011), (0x3014, 0x301F), (0x3030, 0x3030), (0x303E, 0x303F), (0xFE4F, 0xFE4F)),
     *((0xFF01, 0xFF0D), (0xFF0F, 0xFF0F), (0xFF1A, 0xFF20), (0xFF3B, 0xFF40), (0xFF5B, 0xFF64)),
 )
-NO_CJK_PUNCTUATION = dict.fromkeys(
-    (code for first, last in CJK_PUNCTUATION for code in range(first, last + 1)), ""
-)
+NO_CJK_PUNCTUATION = dict.fromkeys((code for first, last in CJK_PUNCTUATION for code in range(first, last + 1)), "")
 LENGTHS = ("0-4k", "4-8k", "8k+")  # LongBench-E's buckets of words
 BACKENDS = ("difflib", "levenshtein")
 COMMENTS = ("`", "#", "//")
@@ -250,10 +248,7 @@ def by_length(scores: Sequence[float], lengths: Sequence[int]) -> dict[str, floa
     buckets: dict[str, list[float]] = {name: [] for name in LENGTHS}
     for score, length in zip(scores, lengths, strict=True):
         buckets["0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"].append(score)
-    return {
-        name: float(np.round(100 * np.mean(bucket), 2)) if bucket else None
-        for name, bucket in buckets.items()
-    }
+    return {name: float(np.round(100 * np.mean(bucket), 2)) if bucket else None for name, bucket in buckets.items()}
 
 
 def mean_of(values: Sequence[float]) -> float | None:

@@ -139,8 +139,7 @@ def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask
         what, verb = f"{of}s of the {_listed(cities)} offices", "are"
     return Ask(
         needles=tuple(
-            f"\nThe {of} of the {city} office is {value}.\n"
-            for city, value in zip(cities, values, strict=True)
+            f"\nThe {of} of the {city} office is {value}.\n" for city, value in zip(cities, values, strict=True)
         ),
         head="Read the text, then answer the question behind it.\n\n",
         question=f"\n\nQuestion: {question_word} {verb} the {what}?\n",
@@ -213,10 +212,7 @@ class Params:
             if value is not None and value < 1:
                 raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
         if self.needles > len(CITIES):
-            raise ConfigError(
-                f"task.needles={self.needles} is more than there are cities; give {len(CITIES)} "
-                "or fewer"
-            )
+            raise ConfigError(f"task.needles={self.needles} is more than there are cities; give {len(CITIES)} or fewer")
         if self.buffer is not None and self.buffer < 0:
             raise ConfigError(f"task.buffer={self.buffer} is negative; give 0 or more tokens")
         self._check_grid()
@@ -388,12 +384,7 @@ class Cells(Sequence[Sample]):
         self.task, self.tokenizer = task, tokenizer
         grid = task.grid
         assert grid.lengths, "check was not called"
-        self.cells = [
-            (length, depth, i)
-            for length in grid.lengths
-            for depth in grid.depths
-            for i in range(grid.seeds)
-        ]
+        self.cells = [(length, depth, i) for length in grid.lengths for depth in grid.depths for i in range(grid.seeds)]
         self.stops = full_stop_ids(tokenizer) if task.params.snap == "period" else None
         self.ids = self._haystack_ids(max(grid.lengths))
         self.by_length: dict[int, list[int]] = {}  # cells of one length start from the same ids

@@ -129,8 +129,7 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
         free = [model for text in ids if text not in groups[key] and (model := free_model(text))]
         if free and len(free) < len(ids):
             raise ConfigError(
-                f"{override.input_line} mixes files of conf/model with other models; "
-                "sweep each kind on its own"
+                f"{override.input_line} mixes files of conf/model with other models; sweep each kind on its own"
             )
         if free:
             quoted = ",".join("'" + text.replace("'", r"\'") + "'" for text in free)
@@ -145,9 +144,7 @@ def free_model(text: str) -> str | None:
     is_path = text.endswith(".gguf") or text.startswith(("/", ".", "~")) or text.count("/") > 1
     path = Path(text).expanduser()
     if is_path and not path.exists():
-        raise ConfigError(
-            f"model={text} does not exist; give a folder, a .gguf file or a hub name like org/name"
-        )
+        raise ConfigError(f"model={text} does not exist; give a folder, a .gguf file or a hub name like org/name")
     return str(path) if is_path else text if "/" in text or path.is_dir() else None
 
 
@@ -208,9 +205,7 @@ def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
 
 
-def check_keys(
-    overrides: Iterable[Override], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]
-) -> None:
+def check_keys(overrides: Iterable[Override], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]) -> None:
     """Every key exists, for every file that a sweep chooses in the key's own group."""
     trees: dict[tuple[str, str], Any] = {}
     for override in overrides:

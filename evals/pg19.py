@@ -111,11 +111,7 @@ class PG19(Taught):
             )
         self.data_source, self.data_digest = self.corpus.data_source, self.corpus.digest
         step = params.targets if params.protocol == "chunked" else params.stride
-        how = (
-            params.protocol
-            if params.lengths and not params.n_targets > 1
-            else f"{params.protocol}-{step}"
-        )
+        how = params.protocol if params.lengths and not params.n_targets > 1 else f"{params.protocol}-{step}"
         self.dataset = f"{how}/{self.corpus.name}"
         self.notes = self.corpus.notes
 
@@ -200,9 +196,7 @@ class Losses:
         self.losses = torch.zeros(n_rows, len(self.targets), dtype=torch.float64)
         self.step, self.bin_len, self.s_prompt = 0, bin_len, s_prompt
 
-    def attended(
-        self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
@@ -256,8 +250,7 @@ def curve(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             }
         )
     sums = {
-        length: (math.fsum(s for s, _ in parts), sum(n for _, n in parts))
-        for length, parts in sorted(lengths.items())
+        length: (math.fsum(s for s, _ in parts), sum(n for _, n in parts)) for length, parts in sorted(lengths.items())
     }
     return {
         "lengths": [

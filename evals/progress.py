@@ -67,9 +67,7 @@ def duration(seconds: float) -> str:
 class Progress:
     """Of one group of variants; `done` of `n_samples` were there before."""
 
-    def __init__(
-        self, title: str, n_samples: int, n_done: int, standings: Sequence[Standing] = ()
-    ) -> None:
+    def __init__(self, title: str, n_samples: int, n_done: int, standings: Sequence[Standing] = ()) -> None:
         self.title, self.n_samples, self.n_done, self.n_before = title, n_samples, n_done, n_done
         self.standings = standings
         self.console = Console(stderr=True)
@@ -83,13 +81,9 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.samples = self.bars.add_task(
-                self.title, total=self.n_samples, completed=self.n_done
-            )
+            self.samples = self.bars.add_task(self.title, total=self.n_samples, completed=self.n_done)
             self.inner = self.bars.add_task("", total=1, visible=False)
-            self.live = Live(
-                get_renderable=self.view, console=self.console, transient=True, refresh_per_second=4
-            )
+            self.live = Live(get_renderable=self.view, console=self.console, transient=True, refresh_per_second=4)
             self.live.start()
         return self
 
@@ -139,6 +133,4 @@ class Progress:
         spent = monotonic() - self.started
         left = spent / (self.n_done - self.n_before) * (self.n_samples - self.n_done)
         ahead = f", about {duration(left)} left" if self.n_done < self.n_samples else ""
-        self.say(
-            f"{self.title}: {self.n_done}/{self.n_samples} {id}  {in_words(standings)}  {duration(spent)}{ahead}"
-        )
+        self.say(f"{self.title}: {self.n_done}/{self.n_samples} {id}  {in_words(standings)}  {duration(spent)}{ahead}")

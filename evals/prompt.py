@@ -67,9 +67,7 @@ def uses_chat(tokenizer: Any, sample: Sample, chat: str) -> bool:
     return has_wrapper and sample.use_chat
 
 
-def sample_wrapper(
-    tokenizer: Any, sample: Sample, system_prompt: str, chat: str
-) -> tuple[str, str]:
+def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str) -> tuple[str, str]:
     """As `chat_wrapper`; a task's own system line goes into the user turn where there is no system turn."""
     if chat == "inst":
         if system_prompt:

@@ -31,9 +31,7 @@ def rescored(folder: Path) -> list[tuple[SampleRow, float]]:
         rows = read_samples(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no folder of a run that can be read ({error})") from None
-    return [
-        (row, task.score(answered(row), row.prediction)) for row in rows if row.score is not None
-    ]
+    return [(row, task.score(answered(row), row.prediction)) for row in rows if row.score is not None]
 
 
 def judge_of(name: str, params: dict[str, Any]) -> Task:
@@ -41,9 +39,7 @@ def judge_of(name: str, params: dict[str, Any]) -> Task:
     target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
     kind: Any = load_class(Part("task", name, target, params))
     if kind.teaches or kind.alone:
-        raise ConfigError(
-            f"task={name} scores what it saw while it decoded; its folder has no answers to judge"
-        )
+        raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
     task = object.__new__(kind)  # without its __init__, which looks for data
     task.params = build_params(kind, params, "task")
     return task

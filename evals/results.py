@@ -159,9 +159,7 @@ class SampleRow:
             raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
         metric = METRICS.get(str(self.fields.get("metric")), SCORE)
         top = metric.highest
-        if self.score is not None and not (
-            metric.lowest <= self.score and (top is None or self.score <= top)
-        ):
+        if self.score is not None and not (metric.lowest <= self.score and (top is None or self.score <= top)):
             within = f"within {metric.lowest} to {top}" if top else f"{metric.lowest} or more"
             raise ValueError(f"key 'score' is {self.score}, not {within}")
         weight = self.fields.get(metric.weight, 0) if metric.weight else 1
@@ -328,16 +326,12 @@ def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[
 
 def _measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
     """Means of what a task's samples carry as `measures`, a null being no measurement; None without any."""
-    found = [
-        cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields
-    ]
+    found = [cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields]
     names = dict.fromkeys(name for measures in found for name in measures)
     return {name: _mean(measures.get(name) for measures in found) for name in names} or None
 
 
-def bootstrap_ci95(
-    scores: Sequence[float], weights: Sequence[int] | None = None
-) -> list[float] | None:
+def bootstrap_ci95(scores: Sequence[float], weights: Sequence[int] | None = None) -> list[float] | None:
     """Percentile bootstrap over samples: [score, score] of a single one, null of none.
 
     The same scores give the same interval, in whatever order and on every machine.
@@ -365,9 +359,7 @@ def bootstrap_ci95(
 def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
     """What a finished run says of itself; the order of `rows` does not matter."""
     ok = [row for row in rows if row.status == "ok"]
-    means: dict[str, Any] = {
-        name: _mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()
-    }
+    means: dict[str, Any] = {name: _mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()}
     return RunResult(
         **vars(facts),
         **means,
@@ -391,9 +383,7 @@ def _disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     scores = [row.score for row in rows]
     counts = len(scores) - scores.count(None), scores.count(None)
     if (result.n_samples, result.n_oom) != counts:
-        return "{} samples and {} oom, samples.jsonl {} and {}".format(
-            result.n_samples, result.n_oom, *counts
-        )
+        return "{} samples and {} oom, samples.jsonl {} and {}".format(result.n_samples, result.n_oom, *counts)
     same = result.score == combined(rows, result.metric)
     return None if same else "another score than samples.jsonl"
 
@@ -476,9 +466,7 @@ def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], in
         try:
             row = SampleRow.from_json(line.decode())
         except ValueError as error:
-            raise ConfigError(
-                f"{place} is not a sample ({error}); delete it to run its sample again"
-            ) from None
+            raise ConfigError(f"{place} is not a sample ({error}); delete it to run its sample again") from None
         if row.id in rows:
             raise ConfigError(f"{place} has sample {row.id!r} a second time; delete one of the two")
         rows[row.id] = row
@@ -825,9 +813,7 @@ def _lock(path: Path, wait: bool, on_wait: Callable[[Holder], None] | None) -> F
                 f"{path} is in use twice by this command; give each of its runs another out=DIR"
             ) from None
         if not wait:
-            raise ConfigError(
-                f"{path} is in use by {holder}; wait for it to end or choose another out=DIR"
-            ) from None
+            raise ConfigError(f"{path} is in use by {holder}; wait for it to end or choose another out=DIR") from None
         if on_wait is not None:
             on_wait(holder)
         lock.acquire()
@@ -846,8 +832,7 @@ def _holder(path: Path) -> Holder:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     where = error.filename or path
     return ConfigError(
-        f"the run's folder {path} cannot be used ({where}: {error.strerror or error}); "
-        "choose another one with out=DIR"
+        f"the run's folder {path} cannot be used ({where}: {error.strerror or error}); choose another one with out=DIR"
     )
 
 

@@ -81,9 +81,7 @@ def read_rows(
         rows.append((number, row))
     if not rows:
         what = "no row can be used" if skipped else "the file is empty"
-        raise ConfigError(
-            f"{path}: {what}; fetch it again" + (f" ({skipped[0]})" if skipped else "")
-        )
+        raise ConfigError(f"{path}: {what}; fetch it again" + (f" ({skipped[0]})" if skipped else ""))
     return Rows(tuple(rows), tuple(skipped))
 
 
@@ -129,6 +127,4 @@ def check_characters(row: Mapping[str, Any]) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BadRow(
-                f"field {name!r}: character {error.start} is half a surrogate pair"
-            ) from None
+            raise BadRow(f"field {name!r}: character {error.start} is half a surrogate pair") from None

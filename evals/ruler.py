@@ -177,10 +177,7 @@ class Ruler(Task):
         found = {name: data.find(file, self.data_dir) for name, file in files.items()}
         if self.params.source == "auto" and not all(found.values()):
             return {}
-        return {
-            name: path or data.require(files[name], self.data_dir, ROWS_SOURCE)
-            for name, path in found.items()
-        }
+        return {name: path or data.require(files[name], self.data_dir, ROWS_SOURCE) for name, path in found.items()}
 
     def check(self, shape: ModelShape) -> None:
         if self.params.length > shape.window:

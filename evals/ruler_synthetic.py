@@ -129,9 +129,7 @@ def fill(text: str, **fields: str) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), text)
 
 
-def in_prompt(
-    prompt: Mapping[str, str], context: str, outputs: Sequence[str], before: str = "", **fields: str
-) -> Row:
+def in_prompt(prompt: Mapping[str, str], context: str, outputs: Sequence[str], before: str = "", **fields: str) -> Row:
     """A context in its template, behind a worked example."""
     head, placeholder, tail = prompt["template"].partition("{context}")
     assert placeholder, prompt
@@ -195,10 +193,7 @@ def niah(spec: Niah, material: Material, rng: random.Random, n_units: int) -> Ro
     def needle(key: str, value: str) -> str:
         return fill(material.templates["needle"], type_needle_v=kind, key=key, value=value)
 
-    own = {
-        key: values[i * spec.n_values : (i + 1) * spec.n_values]
-        for i, key in enumerate(keys[:n_keys])
-    }
+    own = {key: values[i * spec.n_values : (i + 1) * spec.n_values] for i, key in enumerate(keys[:n_keys])}
     needles = [needle(key, value) for key in own for value in own[key]]
     rng.shuffle(needles)
     if spec.haystack == "essay":
@@ -229,9 +224,7 @@ def listed(names: Sequence[str]) -> str:
     return ", and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def in_essay(
-    essays: Sequence[str], n_words: int, needles: Sequence[str], rng: random.Random
-) -> str:
+def in_essay(essays: Sequence[str], n_words: int, needles: Sequence[str], rng: random.Random) -> str:
     """The first words of the essays, over and over if they are short, with needles between sentences."""
     text = " ".join(islice(cycle(essays), n_words))
     sentences = re.split(r"(?<=[.!?]) ", text)
@@ -267,9 +260,7 @@ def variable_tracking(material: Material, rng: random.Random, n_lines: int) -> R
 HOPS = 4
 
 
-def chain(
-    material: Material, rng: random.Random, n_lines: int, n_letters: int, before: str = ""
-) -> Row:
+def chain(material: Material, rng: random.Random, n_lines: int, n_letters: int, before: str = "") -> Row:
     """One value that is handed on from variable to variable."""
     names = letters(rng, string.ascii_uppercase, n_letters, HOPS + 1)
     value = str(rng.randrange(10_000, 100_000))
@@ -336,9 +327,7 @@ def frequent_words(material: Material, rng: random.Random, n_words: int) -> Row:
     n_kinds = max(5, material.length // 50)
     kinds = [DOTS, *letters(rng, string.ascii_lowercase, len(DOTS), n_kinds - 1)]
     entries = [
-        word
-        for rank, word in enumerate(kinds, start=1)
-        for _ in range(math.floor(n_words * rank**-EXPONENT / ZETA))
+        word for rank, word in enumerate(kinds, start=1) for _ in range(math.floor(n_words * rank**-EXPONENT / ZETA))
     ]
     rng.shuffle(entries)
     prompt = material.templates["tasks"]["freq_words_extraction"]
@@ -353,8 +342,7 @@ def people(rng: random.Random, count: int) -> list[str]:
     initials = string.ascii_uppercase
     sizes = len(FIRST_NAMES), len(LAST_NAMES)
     return [
-        f"{FIRST_NAMES[i // sizes[1] % sizes[0]]} {initials[i // (sizes[0] * sizes[1])]}. "
-        f"{LAST_NAMES[i % sizes[1]]}"
+        f"{FIRST_NAMES[i // sizes[1] % sizes[0]]} {initials[i // (sizes[0] * sizes[1])]}. {LAST_NAMES[i % sizes[1]]}"
         for i in rng.sample(range(sizes[0] * sizes[1] * len(initials)), count)
     ]
 
@@ -391,9 +379,7 @@ def documents(n_hops: int, material: Material, rng: random.Random, n_documents: 
     """One question on shuffled documents: a person's city of birth, or that of the employer's head office."""
     n_people = n_documents if n_hops == 1 else n_documents // 2
     names, employers = people(rng, n_people), companies(rng, n_people)
-    told = [
-        about_person(rng, name, company) for name, company in zip(names, employers, strict=True)
-    ]
+    told = [about_person(rng, name, company) for name, company in zip(names, employers, strict=True)]
     question, answer = f"In which city was {names[0]} born?", told[0][1]
     if n_hops == 2:
         told += [about_company(rng, company) for company in employers]
@@ -401,10 +387,7 @@ def documents(n_hops: int, material: Material, rng: random.Random, n_documents: 
         answer = told[n_people][1]
     texts = [text for text, _ in told]
     rng.shuffle(texts)
-    numbered = (
-        fill(material.templates["document"], i=str(i), document=text)
-        for i, text in enumerate(texts, start=1)
-    )
+    numbered = (fill(material.templates["document"], i=str(i), document=text) for i, text in enumerate(texts, start=1))
     prompt = material.templates["tasks"]["qa"]
     return in_prompt(prompt, "\n\n".join(numbered), [answer], query=question)
 

@@ -115,9 +115,7 @@ class Cell:
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
-        return tuple(
-            sorted((key, repr(value)) for key, value in self.config.items() if key not in own)
-        )
+        return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
@@ -184,9 +182,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             config["prefill_version"] = sparsity.version
         path = place(settings, config)
         if path in seen:
-            raise ConfigError(
-                f"two cells of this sweep are the same run ({path.name}); leave one of them out"
-            )
+            raise ConfigError(f"two cells of this sweep are the same run ({path.name}); leave one of them out")
         seen[path] = settings
         ready.append(Cell(settings, kind, params, task, shape, config, path, sparsity))
     return ready
@@ -218,9 +214,7 @@ def look_up(settings: Settings) -> tuple[ModelShape, str]:
     spec = settings.model
     if settings.weights == "random":
         return shape_of(random_config(spec), spec.name), "random"
-    shape = read_shape(
-        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-    )
+    shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
     return shape, digest_of(where, spec.revision)
 
@@ -228,13 +222,9 @@ def look_up(settings: Settings) -> tuple[ModelShape, str]:
 def random_config(spec: ModelSpec) -> Any:
     """The architecture to draw weights for: as conf/architecture has it, else from where the model is."""
     names = (spec.name, spec.name.removesuffix("-instruct"))
-    file = next(
-        (path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None
-    )
+    file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
     given = None if file is None else yaml.safe_load(file.read_text())
-    return read_config(
-        spec.id, given, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-    )
+    return read_config(spec.id, given, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def place(settings: Settings, config: dict[str, Any]) -> Path:
@@ -257,9 +247,7 @@ def run_group(cells: Sequence[Cell], models: "Models") -> dict[Path, RunResult]:
 def open_folders(cells: Sequence[Cell], stack: ExitStack) -> dict[Path, RunFolder]:
     """The cells' folders, locked until the stack is left, with all that earlier processes answered."""
     folders: dict[Path, RunFolder] = {}
-    for cell in sorted(
-        cells, key=lambda cell: cell.path
-    ):  # in one order: two processes must not wait for each other
+    for cell in sorted(cells, key=lambda cell: cell.path):  # in one order: two processes must not wait for each other
         text = yaml.safe_dump(cell.config, sort_keys=False, allow_unicode=True)
         folder = RunFolder.open(cell.path, cell.config, text, on_wait=waiting(cell.path))
         folders[cell.path] = stack.enter_context(folder)
@@ -417,9 +405,7 @@ class Group:
                 self.ask_together(sample, prompt, together, thinning)
         self.progress.sample_done(sample.id, self.standings())
 
-    def ask_together(
-        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None
-    ) -> None:
+    def ask_together(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """Ask cells by one pass over the prompt; where memory does not allow that, one half and then the other."""
         try:
             if self.first.task.alone:
@@ -444,9 +430,7 @@ class Group:
         for half in filter(None, (left[:middle], left[middle:])):
             self.ask_together(sample, prompt, half, thinning)
 
-    def answer(
-        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None
-    ) -> None:
+    def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """One prefill, one line for every cell; a batch for all of them, or for each wave of those that fit."""
         n_new = len(prompt.question_ids) + sample.max_new_tokens
         first, *others = self.waves(cells, len(prompt.context_ids), n_new)
@@ -466,18 +450,10 @@ class Group:
             build_seconds += perf_counter() - start
             self.progress.advance()
 
-        self.progress.stage(
-            f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.full_layers)
-        )
+        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.full_layers))
         n_prompt = len(prompt.context_ids)
-        observations = [
-            what
-            for cell in cells
-            for what in cell.kind.observations(cell.params, cell.plan(n_prompt))
-        ]
-        trace = prefill(
-            self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity
-        )
+        observations = [what for cell in cells for what in cell.kind.observations(cell.params, cell.plan(n_prompt))]
+        trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
         prefill_s = trace.seconds - build_seconds
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
         for wave in others:
@@ -533,9 +509,7 @@ class Group:
         task = cell.task
         assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
         variant = Variant(
-            lambda trace, n_new: cell.kind(
-                cell.params, cell.request, trace, n_new, cell.settings.cache
-            ),
+            lambda trace, n_new: cell.kind(cell.params, cell.request, trace, n_new, cell.settings.cache),
             cell.kind.observations(cell.params, cell.plan(len(prompt.context_ids))),
             thinning,
             cell.sparsity,
@@ -572,9 +546,7 @@ class Group:
         chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
         if sample.stop_at_newline and self.newlines is None:  # scans the vocabulary, once
             self.newlines = newline_ids(self.model.tokenizer)
-        return stop_ids(
-            self.model.tokenizer, self.model.hf.generation_config, sample, chat_used, self.newlines
-        )
+        return stop_ids(self.model.tokenizer, self.model.hf.generation_config, sample, chat_used, self.newlines)
 
     def line(
         self,
@@ -587,9 +559,7 @@ class Group:
         prefill_s: float,
         mark: Mark | None,
     ) -> SampleRow:
-        text = answer_text(
-            sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        )
+        text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
         n_steps = len(prompt.question_ids) + len(answer.ids) - 1
         steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
         ledger = row.store.ledger.summary(row.budget, cell.shape, row.exempt_layers())
@@ -610,11 +580,7 @@ class Group:
             tpot_s=sum(steps) / len(steps) if steps else None,
             batch_rows=len(decoded.answers),
             ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
-            fields={
-                key: value
-                for key, value in sample.fields.items()
-                if key != "original_prompt_tokens"
-            }
+            fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
             | ({} if mark is None else mark.fields)
             | ({"metric": cell.task.metric} if cell.task.metric else {})
             | ({} if share is None else {"prefill_share": share})
@@ -656,9 +622,7 @@ def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, li
     shared: dict[Thinning | None, list[Cell]] = {}
     for cell in cells:
         shared.setdefault(cell.kind.thinning(cell.plan(s_prompt)), []).append(cell)
-    return dict(
-        sorted(shared.items(), key=lambda pass_: pass_[0] is not None)
-    )  # the ordinary pass first
+    return dict(sorted(shared.items(), key=lambda pass_: pass_[0] is not None))  # the ordinary pass first
 
 
 def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
@@ -671,14 +635,10 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     settings, notes = cell.settings, list(cell.task.notes)
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:
-        notes.append(
-            f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate"
-        )
+        notes.append(f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate")
     others = cell.shape.n_layers - len(cell.shape.full_layers)
     if others:
-        notes.append(
-            f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are"
-        )
+        notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
     return RunFacts(
         method=settings.method.name,
         method_label=cell.label,
@@ -725,9 +685,7 @@ def out_of_memory(sample: Sample, prompt: Prompt, reason: str) -> SampleRow:
         tpot_s=None,
         batch_rows=1,
         ledger={},
-        fields={
-            key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"
-        },
+        fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"},
     )
 
 
@@ -740,9 +698,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on whichever device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(
-        error
-    )  # torch's allocator on the CPU
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
 
 
 def one_line(error: BaseException) -> str:

@@ -160,9 +160,7 @@ def identity(part: Part) -> dict[str, Any]:
     return {"name": part.name, "params": dict(part.params)}
 
 
-def settings(
-    cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None
-) -> Settings:
+def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
     """`names` says which file of each group was chosen (Hydra's `runtime.choices`).
 
     `launcher` is the configuration of the chosen one, where `cfg` does not hold it.
@@ -208,9 +206,7 @@ class SweepSpec:
     max_variants: int | str
 
     def __post_init__(self) -> None:
-        if self.max_variants != "auto" and (
-            isinstance(self.max_variants, str) or self.max_variants < 1
-        ):
+        if self.max_variants != "auto" and (isinstance(self.max_variants, str) or self.max_variants < 1):
             raise ConfigError(
                 f"sweep.max_variants={self.max_variants} is not allowed; use auto or a whole number from 1"
             )
@@ -238,9 +234,7 @@ def load_class(part: Part) -> type:
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or ""):
             raise  # the module is there; something that it needs is not
-        raise ConfigError(
-            f"{part.group}._target_={part.target} is no class; write it like methods.full.Full"
-        ) from None
+        raise ConfigError(f"{part.group}._target_={part.target} is no class; write it like methods.full.Full") from None
 
 
 def build_params(cls: type, params: Mapping[str, Any], group: str) -> Any:
@@ -289,9 +283,7 @@ def prefill(names: Mapping[str, str], tree: Any) -> Part | None:
 def build(cls: type, tree: Any, group: str) -> Any:
     """A dataclass from a mapping with exactly its fields, each value as the field's type."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(
-            f"{group}={word(tree)} is a group of keys; set them like {group}.key=value"
-        )
+        raise ConfigError(f"{group}={word(tree)} is a group of keys; set them like {group}.key=value")
     hints = get_type_hints(cls)
     same_names(group, tree, [field.name for field in fields(cls)])
     typed = {name: convert(value, hints[name], f"{group}.{name}") for name, value in tree.items()}

@@ -101,9 +101,7 @@ def divide(number: int, group: Group, n_shards: int) -> Work:
             f"task={group.first.task.name} takes times, which workers beside each other would spoil; use "
             "hydra/launcher=fused"
         )
-    group.read_samples(
-        load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-    )
+    group.read_samples(load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code))
     todo = group.missing()
     n_shards = min(n_shards, len(todo))
     shards = [
@@ -111,9 +109,7 @@ def divide(number: int, group: Group, n_shards: int) -> Work:
             name=f"{number}-{i}-of-{n_shards}",
             cells=tuple(replace(cell.settings, pool=None) for cell in group.cells),
             paths=tuple(cell.path.resolve() for cell in group.cells),
-            answered=tuple(
-                frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells
-            ),
+            answered=tuple(frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells),
             samples=tuple((at, group.ids[at]) for at in todo[i::n_shards]),
             cwd=Path.cwd(),
         )
@@ -122,9 +118,7 @@ def divide(number: int, group: Group, n_shards: int) -> Work:
     return Work(group, shards, {shard.name for shard in shards})
 
 
-def ask(
-    works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapping[Path, RunFolder]
-) -> None:
+def ask(works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapping[Path, RunFolder]) -> None:
     """Let all shards run, take over what they leave, and finish each group behind its last one."""
     by_name = {shard.name: work for work in works for shard in work.shards}
     for work in works:
@@ -147,9 +141,7 @@ def finish(work: Work) -> None:
 
 
 @contextmanager
-def watching(
-    works: Sequence[Work], folders: Mapping[Path, RunFolder]
-) -> Iterator[Callable[[], None]]:
+def watching(works: Sequence[Work], folders: Mapping[Path, RunFolder]) -> Iterator[Callable[[], None]]:
     """A live view of what the workers answer; what it yields is to be called now and then."""
     watches = [Watch(work, folders) for work in works]
 
@@ -175,9 +167,7 @@ class Watch:
 
     def __init__(self, work: Work, folders: Mapping[Path, RunFolder]) -> None:
         self.work = work
-        self.rows = {
-            cell.path: {row.id: row for row in folders[cell.path].rows} for cell in work.group.cells
-        }
+        self.rows = {cell.path: {row.id: row for row in folders[cell.path].rows} for cell in work.group.cells}
         self.tails = [
             (cell.path, Tail(shard.folder(path) / "samples.jsonl"))
             for shard in work.shards
@@ -253,9 +243,7 @@ def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[int]:
 def at(cwd: Path) -> Iterator[None]:
     """In the folder where the command was given: relative paths count from there."""
     if not cwd.is_dir():
-        raise ConfigError(
-            f"{socket.gethostname()} has no folder {cwd}; all machines must share the file system"
-        )
+        raise ConfigError(f"{socket.gethostname()} has no folder {cwd}; all machines must share the file system")
     with chdir(cwd):
         yield
 
@@ -298,9 +286,7 @@ def lost(shard: Shard, n_tries: int, reason: object) -> RuntimeError:
     )
 
 
-def on_ray(
-    ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], None]
-) -> Iterator[Ended]:
+def on_ray(ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], None]) -> Iterator[Ended]:
     """A task per shard; Ray itself runs one again whose worker was lost."""
     if not shards:
         return
@@ -322,9 +308,9 @@ def on_ray(
             raise ConfigError(
                 f"hydra.launcher.gpus={float(pool.gpus):g} is more than this machine has; use 0 or an address"
             )
-        task = ray.remote(
-            num_cpus=pool.cpus, num_gpus=float(pool.gpus), max_retries=pool.retries, max_calls=1
-        )(ask_shard)
+        task = ray.remote(num_cpus=pool.cpus, num_gpus=float(pool.gpus), max_retries=pool.retries, max_calls=1)(
+            ask_shard
+        )
         refs = {task.remote(shard): shard for shard in shards}
         while refs:
             done, _ = ray.wait(list(refs), timeout=LOOK_SECONDS)
@@ -358,9 +344,7 @@ def no_cluster(address: str | None, error: Exception) -> ConfigError:
     )
 
 
-def on_submitit(
-    submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: Callable[[], None]
-) -> Iterator[Ended]:
+def on_submitit(submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: Callable[[], None]) -> Iterator[Ended]:
     """A job per shard; one that ends without a result is submitted again."""
     if not shards:
         return

@@ -58,15 +58,9 @@ def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
 
 def varied(result: RunResult, results: Sequence[RunResult]) -> list[str]:
     """The parameters that tell this run from others of its method and prefill, as `key=value`."""
-    alike = [
-        parameters(other)
-        for other in results
-        if (other.method, other.prefill) == (result.method, result.prefill)
-    ]
+    alike = [parameters(other) for other in results if (other.method, other.prefill) == (result.method, result.prefill)]
     return [
-        f"{key}={value}"
-        for key, value in parameters(result).items()
-        if any(other.get(key) != value for other in alike)
+        f"{key}={value}" for key, value in parameters(result).items() if any(other.get(key) != value for other in alike)
     ]
 
 
@@ -99,10 +93,7 @@ def measured(results: Iterable[RunResult]) -> list[str]:
     """Names of the other figures that a task took, less the one that is its score."""
     return list(
         dict.fromkeys(
-            name
-            for result in results
-            for name in result.measures or ()
-            if name != (result.metric or "score")
+            name for result in results for name in result.measures or () if name != (result.metric or "score")
         )
     )
 
@@ -149,10 +140,7 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
     common = [note for note in results[0].notes if all(note in other.notes for other in results)]
     lines = common + [
-        f"{result.method_label}: {note}"
-        for result in results
-        for note in result.notes
-        if note not in common
+        f"{result.method_label}: {note}" for result in results for note in result.notes if note not in common
     ]
     is_mixed = len({result.metric for result in results}) > 1
     for name, task in {(result.metric or "score", result.task): None for result in results}:
@@ -163,16 +151,10 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
     if rows > 1:
         lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")
-    if any(
-        r.within_budget and exceeds(r.tokens_attended_mean, r.tokens_budget_mean) for r in results
-    ):
-        lines.append(
-            "attended counts generated tokens too, which come on top of the prompt's budget"
-        )
+    if any(r.within_budget and exceeds(r.tokens_attended_mean, r.tokens_budget_mean) for r in results):
+        lines.append("attended counts generated tokens too, which come on top of the prompt's budget")
     if any(r.task not in READS_ONLY and r.protocol == "full_prompt" for r in results):
-        lines.append(
-            "the first token of an answer comes from the prefill, not from the compressed cache"
-        )
+        lines.append("the first token of an answer comes from the prefill, not from the compressed cache")
     if any(result.within_budget is False for result in results):
         lines.append("! attended to more tokens, or read more to find them, than the budget allows")
     searching = {result.method_label for result in results if result.bytes_searched_per_step}

@@ -20,9 +20,7 @@ class Sample:
     """One prompt with its references, cut where `compression_scope=context_only` needs it."""
 
     id: str  # unique within the task and stable between runs
-    context: (
-        str  # from the template's first character to the end of the block that carries the context
-    )
+    context: str  # from the template's first character to the end of the block that carries the context
     question: str  # what follows the context in the user's turn, question included
     answer_prefix: str = ""  # an answer cue behind the user's turn; "" where the template has none
     references: tuple[str, ...] = ()
@@ -32,9 +30,7 @@ class Sample:
     min_new_tokens: int = 0  # before that many, nothing ends an answer
     system_prompt: str = ""  # a system turn of the task's own; the model's setting goes before it
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
-    fields: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # task-specific columns, written to samples.jsonl
+    fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt itself, where a task cuts at tokens
     forced: tuple[int, ...] | None = None  # tokens fed behind it, in a task that is `Taught`
 

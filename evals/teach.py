@@ -70,9 +70,7 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
     seen: set[str] = set()
     for sample in samples:
         if sample.id in seen:
-            raise ConfigError(
-                f"two samples are called {sample.id!r}; give texts names of their own"
-            )
+            raise ConfigError(f"two samples are called {sample.id!r}; give texts names of their own")
         seen.add(sample.id)
     return samples
 
@@ -80,9 +78,7 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
 class Lesson:
     """A sample in class: its continuation, and the ordinary pass over its prompt."""
 
-    def __init__(
-        self, model: "Model", task: Taught, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, model: "Model", task: Taught, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]) -> None:
         self.model, self.task, self.sample, self.prompt = model, task, sample, prompt
         self.stop_ids = stop_ids
         self.forced = sample.forced

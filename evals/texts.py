@@ -98,9 +98,7 @@ def given_file(path: str) -> Path:
     """The file that the user named."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(
-            f"task.path={path} is no file; give a text file in UTF-8 or a .jsonl file, or null"
-        )
+        raise ConfigError(f"task.path={path} is no file; give a text file in UTF-8 or a .jsonl file, or null")
     return file
 
 

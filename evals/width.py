@@ -34,9 +34,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
     return [*found, slice(start, len(n_bytes))]
 
 
-def variant_bytes(
-    budget: Budget, shape: ModelShape, n_new: int, drops: bool, element_bytes: int
-) -> int:
+def variant_bytes(budget: Budget, shape: ModelShape, n_new: int, drops: bool, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     values = len(shape.full_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
     if budget.is_full:

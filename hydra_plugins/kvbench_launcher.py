@@ -26,16 +26,12 @@ class FusedLauncher(Launcher):
     def __init__(self, **where: Any) -> None:
         """The keys of the launcher's file; the runner finds them in each cell's `hydra` node."""
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader = hydra_context.config_loader
         self.task_function = task_function
         self.config = config
 
-    def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> Sequence[JobReturn]:
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Cells keep their `hydra` node: it says which files each of them was composed from."""
         HydraConfig.instance().set_config(self.config)
         cells = [self.loader.load_sweep_config(self.config, list(words)) for words in job_overrides]

@@ -103,9 +103,7 @@ def compile_library(name: str, at: str, path: Path) -> None:
             made.replace(path)
             return
     lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-    raise RuntimeError(
-        f"{compiler[0]} failed: {next((x for x in lines if 'error' in x), lines[-1])}"
-    )
+    raise RuntimeError(f"{compiler[0]} failed: {next((x for x in lines if 'error' in x), lines[-1])}")
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

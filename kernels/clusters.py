@@ -46,9 +46,7 @@ def cluster_order_torch(scores: Tensor) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
-def cluster_tokens_torch(
-    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
-) -> Tensor:
+def cluster_tokens_torch(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """All slots at once: each finds its cluster by bisection in the running sum of sizes."""
     n, heads, c = order.shape
     owner = torch.arange(len(sizes), device=order.device).repeat_interleave(heads // len(sizes))
@@ -65,19 +63,14 @@ def cluster_tokens_torch(
     return chosen.masked_fill(~found, -1)
 
 
-def cluster_tokens_ref(
-    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
-) -> Tensor:
+def cluster_tokens_ref(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Head by head and cluster by cluster."""
     n, heads, _ = order.shape
     chosen = torch.full((n, heads, k), -1)
     for i in range(n):
         for head in range(heads):
             owner = head // (heads // len(sizes))
-            parts = [
-                tokens[owner, ends[owner, c] - sizes[owner, c] : ends[owner, c]]
-                for c in order[i, head]
-            ]
+            parts = [tokens[owner, ends[owner, c] - sizes[owner, c] : ends[owner, c]] for c in order[i, head]]
             mine = torch.cat(parts)[:k]
             chosen[i, head, : len(mine)] = mine
     return chosen
@@ -103,15 +96,11 @@ def cluster_order_native(scores: Tensor) -> Tensor:
     scores = scores.contiguous()
     c = scores.shape[-1]
     order = torch.empty(scores.shape, dtype=torch.int64)
-    native().cluster_order(
-        scores.numel() // max(1, c), c, scores.data_ptr(), order.data_ptr(), torch.get_num_threads()
-    )
+    native().cluster_order(scores.numel() // max(1, c), c, scores.data_ptr(), order.data_ptr(), torch.get_num_threads())
     return order
 
 
-def cluster_tokens_native(
-    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
-) -> Tensor:
+def cluster_tokens_native(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Cluster by cluster, each a copy of what lies together."""
     n, heads, c = order.shape
     order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
@@ -129,9 +118,7 @@ def cluster_tokens_native(
 SLOTS = 32  # that one program fills
 
 
-def cluster_tokens_triton(
-    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int
-) -> Tensor:
+def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """A program for some slots of a head; each of them sums the sizes up anew."""
     n, heads, c = order.shape
     order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))

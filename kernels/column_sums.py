@@ -29,9 +29,7 @@ def column_sums(
     return column_sums_torch(q, k, scale, row_weights, lse)
 
 
-def column_sums_ref(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None
-) -> Tensor:
+def column_sums_ref(q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None) -> Tensor:
     """From the whole matrix, float64."""
     (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
     logits = q[0].double() @ k[0].double().repeat_interleave(h // h_kv, 0).mT * scale
@@ -55,9 +53,7 @@ def rows_per_block(g: int, s: int) -> int:
     return max(1, min(s, COLUMN_BLOCK_BYTES // (4 * g * s)))
 
 
-def column_sums_torch(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor | None = None
-) -> Tensor:
+def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor | None = None) -> Tensor:
     """In blocks of rows. With `lse` the weights are one exponential: seven tenths of the time of a softmax."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
@@ -114,9 +110,7 @@ def native() -> Any:
     return lib
 
 
-def column_sums_native(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor
-) -> Tensor:
+def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor) -> Tensor:
     """Products, exponentials and sums of a tile of keys stay in registers."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     q, k, lse, row_weights = (x.contiguous() for x in (q, k, lse.float(), row_weights.float()))

@@ -60,9 +60,7 @@ def kmeans(points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosi
     return kmeans_torch(points, centroids, n_rounds, metric)
 
 
-def kmeans_torch(
-    points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine"
-) -> Clustering:
+def kmeans_torch(points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine") -> Clustering:
     """All problems at once; those whose labels came to rest leave."""
     points, centroids = points.float().contiguous(), centroids.float().clone()
     labels = nearest(points, centroids, metric)
@@ -83,9 +81,7 @@ def kmeans_torch(
     return Clustering(centroids, labels, count_labels(labels, centroids.shape[1]), rounds)
 
 
-def kmeans_ref(
-    points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine"
-) -> Clustering:
+def kmeans_ref(points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine") -> Clustering:
     """The same, a problem at a time and always all rounds: after the labels came to rest nothing changes."""
     centroids = centroids.float().clone()
     for i, mine in enumerate(points.float()):
@@ -120,9 +116,7 @@ def nearest(points: Tensor, centroids: Tensor, metric: str, before: Tensor | Non
     return labels
 
 
-def similarities(
-    points: Tensor, weights: Tensor, bias: Tensor | None
-) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+def similarities(points: Tensor, weights: Tensor, bias: Tensor | None) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
     """Where in (p, n) a chunk of points lies, and their similarities to all centroids."""
     (p, n, _), c = points.shape, weights.shape[1]
     spare = -c % WIDTH  # copies of the first centroid: the first of equals is chosen
@@ -162,9 +156,7 @@ def nearest_ref(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
     """By the definition of each metric, all at once."""
     points, centroids = points.float(), centroids.float()
     if metric == "l2":
-        return torch.cdist(points, centroids, compute_mode="donot_use_mm_for_euclid_dist").argmin(
-            -1
-        )
+        return torch.cdist(points, centroids, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
     if metric == "cosine":
         points = points / points.norm(dim=-1, keepdim=True).clamp(min=EPS)
         centroids = centroids / centroids.norm(dim=-1, keepdim=True).clamp(min=EPS)
@@ -205,9 +197,7 @@ def count_labels(labels: Tensor, c: int) -> Tensor:
 
 def flat_labels(labels: Tensor, c: int) -> Tensor:
     """Labels (p, n) as clusters of all problems behind each other, (p * n,)."""
-    return (
-        labels + torch.arange(0, len(labels) * c, c, device=labels.device).unsqueeze(1)
-    ).flatten()
+    return (labels + torch.arange(0, len(labels) * c, c, device=labels.device).unsqueeze(1)).flatten()
 
 
 # On a CPU.
@@ -227,9 +217,7 @@ def native() -> Any:
     return lib.kmeans
 
 
-def kmeans_native(
-    points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine"
-) -> Clustering:
+def kmeans_native(points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine") -> Clustering:
     """A thread per problem."""
     points, centroids = points.float().contiguous(), centroids.float().contiguous().clone()
     (p, n, d), c = points.shape, centroids.shape[1]

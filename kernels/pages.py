@@ -153,9 +153,7 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 
 @jit
-def bound_page(
-    keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
+def bound_page(keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     page, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # Rows behind the page's end are its last row again.
@@ -170,9 +168,7 @@ def bound_page(
 
 
 @jit
-def score_pages(
-    q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: tl.constexpr, WIDTH: tl.constexpr
-):
+def score_pages(q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: tl.constexpr, WIDTH: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1)
     page, column = block * PAGES + tl.arange(0, PAGES), tl.arange(0, WIDTH)
     inside = column < d_h

@@ -130,9 +130,7 @@ def bit_shifts(device: torch.device) -> Tensor:
 class PackedCodes:
     """Codes of one layer, b <= 8 bits each, with room for `capacity` tokens."""
 
-    def __init__(
-        self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu") -> None:
         assert 1 <= b <= 8, b
         self.b, self.n, self.capacity = b, 0, capacity
         n_bytes = -(-capacity // GROUP) * 8 * b

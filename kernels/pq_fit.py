@@ -56,9 +56,7 @@ def pq_fit(
     """At most `n_rounds` rounds from the points at `init_idx`, or from `start`; on a CPU on so many threads."""
     assert empty in EMPTY, f"empty={empty!r}; one of {EMPTY}"
     if points.device.type == "cpu" and native() is not None:
-        return pq_fit_native(
-            points, init_idx, n_rounds, tol=tol, empty=empty, start=start, n_threads=n_threads
-        )
+        return pq_fit_native(points, init_idx, n_rounds, tol=tol, empty=empty, start=start, n_threads=n_threads)
     path = pq_fit_triton if points.is_cuda and triton is not None else pq_fit_torch
     return path(points, init_idx, n_rounds, tol=tol, empty=empty, start=start)
 
@@ -96,9 +94,7 @@ def pq_fit_ref(
         inertia = far.gather(-1, codes.unsqueeze(-1)).sum()
         found.append((centroids.float(), codes.to(code_dtype(len(centroids))), n_iter, inertia))
     centroids, codes, n_iter, inertia = zip(*found, strict=True)
-    return Fit(
-        torch.stack(centroids), torch.stack(codes), torch.tensor(n_iter), torch.stack(inertia)
-    )
+    return Fit(torch.stack(centroids), torch.stack(codes), torch.tensor(n_iter), torch.stack(inertia))
 
 
 def distances(x: Tensor, centroids: Tensor) -> Tensor:
@@ -124,9 +120,7 @@ def moved_centroids(x: Tensor, centroids: Tensor, codes: Tensor, empty: str) -> 
 # In torch.
 
 Assign = Callable[[Tensor, Tensor], Tensor]  # points, centroids -> labels (p, n) int64
-Means = Callable[
-    [Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
-]  # and labels -> means, sizes (p, c)
+Means = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # and labels -> means, sizes (p, c)
 
 
 def pq_fit_torch(

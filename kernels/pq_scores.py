@@ -152,9 +152,7 @@ def pq_logits_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
     return logits
 
 
-def pq_top_native(
-    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float
-) -> Tensor:
+def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float) -> Tensor:
     """No score is stored where there are fewer joint values than tokens. Ascending indices."""
     h_kv = len(centroids)
     if k >= n:
@@ -195,17 +193,13 @@ def pq_logits_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
     return logits
 
 
-def pq_top_triton(
-    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float
-) -> Tensor:
+def pq_top_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float) -> Tensor:
     """Codes are read twice, for the softmax's sums and for the scores, and logits are never stored."""
     scores = pq_scores_triton(q, centroids, codes, n, scale)
     return top_stable(scores, min(k, n))
 
 
-def pq_scores_triton(
-    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, scale: float
-) -> Tensor:
+def pq_scores_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, scale: float) -> Tensor:
     """Softmax over tokens per query head, summed over the heads of a group: (h_kv, n) float32."""
     entries = pq_tables(q, centroids).contiguous()
     (h, m, c), h_kv, n_blocks = entries.shape, len(centroids), cdiv(n, TOKENS)
@@ -255,9 +249,7 @@ def store_logits(
     block, head = tl.program_id(0), tl.program_id(1)
     token = block * TOKENS + tl.arange(0, TOKENS)
     mask = token < n
-    x = add_entries(
-        entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES
-    )
+    x = add_entries(entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES)
     tl.store(logits + head.to(tl.int64) * n + token, x, mask)
 
 
@@ -270,9 +262,7 @@ def store_lses(
     block, head = tl.program_id(0), tl.program_id(1)
     token = block * TOKENS + tl.arange(0, TOKENS)
     mask = token < n
-    x = add_entries(
-        entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES
-    )
+    x = add_entries(entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES)
     x = tl.where(mask, x * scale, float("-inf"))
     highest = tl.max(x, 0)
     lse = highest + tl.log(tl.sum(tl.exp(x - highest), 0))
@@ -291,8 +281,6 @@ def merge_weights(
     total = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):
         head = owner * g + i
-        x = add_entries(
-            entries, codes, head, owner, token, mask, c, head_stride, part_stride, M, PLANES
-        )
+        x = add_entries(entries, codes, head, owner, token, mask, c, head_stride, part_stride, M, PLANES)
         total += tl.exp(x * scale - tl.load(lse + head))
     tl.store(scores + owner.to(tl.int64) * n + token, total, mask)

@@ -88,9 +88,7 @@ def native_takes(q: Tensor, parts: Sequence[Rows]) -> bool:
     if q.device.type != "cpu" or q.dtype not in DTYPES or native() is None:
         return False
     tensors = [x for part in parts for x in (part.k, part.v, *(part.late or ()))]
-    return len(q) == 1 and all(
-        x.dtype == q.dtype and x.stride()[2:] == (q.shape[3], 1) for x in tensors
-    )
+    return len(q) == 1 and all(x.dtype == q.dtype and x.stride()[2:] == (q.shape[3], 1) for x in tensors)
 
 
 @cache
@@ -184,14 +182,10 @@ def attend_split(
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < d_h
     where = (head * G + row) * d_h
-    queries = tl.load(
-        q + where[:, None] + column[None], (row < G)[:, None] & inside[None], other=0.0
-    )
+    queries = tl.load(q + where[:, None] + column[None], (row < G)[:, None] & inside[None], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
-    highest = tl.full(
-        (ROWS,), -1e30, tl.float32
-    )  # finite: nothing minus nothing would be no number
+    highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(split * SPLIT, split * SPLIT + SPLIT, TILE):
@@ -200,12 +194,8 @@ def attend_split(
         is_late, real = token >= s, token >= 0
         early = tl.where(real & (token < s), token, 0) * d_h
         behind = tl.where(is_late, token - s, 0) * d_h
-        k_rows = tl.where(
-            is_late, k_late + owner * late_stride + behind, k + owner * k_stride + early
-        )
-        v_rows = tl.where(
-            is_late, v_late + owner * late_stride + behind, v + owner * v_stride + early
-        )
+        k_rows = tl.where(is_late, k_late + owner * late_stride + behind, k + owner * k_stride + early)
+        v_rows = tl.where(is_late, v_late + owner * late_stride + behind, v + owner * v_stride + early)
         mask = real[:, None] & inside[None]
         keys = tl.load(k_rows[:, None] + column[None], mask, other=0.0)
         if WIDE:

@@ -33,22 +33,14 @@ from engine.store import Store
 class SelectiveAttention(ABC):
     title: ClassVar[str]  # as tables print it
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
-    drops: ClassVar[
-        bool
-    ]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
-    Params: ClassVar[
-        type
-    ]  # frozen dataclass of the method's own parameters, checked in its __post_init__
-    wants_weights: bool = (
-        False  # True: `after_attention` gets the weights, at the price of slower attention
-    )
+    drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
+    Params: ClassVar[type]  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
-    search_is_free: ClassVar[bool] = (
-        False  # True: it reads more than any `comm` allows and is labelled so
-    )
+    search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
 
     def __init__(
         self,
@@ -133,9 +125,7 @@ class SelectiveAttention(ABC):
         return None
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[Tensor | None]:
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
@@ -160,9 +150,7 @@ class SelectiveAttention(ABC):
         asking = [i for i, row in enumerate(rows) if row.store.can_fetch(layer)]
         if asking:
             with span("search", layer):
-                asked = cls.select_rows(
-                    [rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking]
-                )
+                asked = cls.select_rows([rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking])
             with span("fetch", layer):
                 for i, idx in zip(asking, asked, strict=True):
                     if idx is not None:

@@ -78,9 +78,7 @@ class Clusters:
         return h_kv * (c * (2 * d_h + 8) + 4 * self.tokens.shape[-1])
 
 
-def cluster_keys(
-    keys: Tensor, c: int, metric: str, n_rounds: int, generator: torch.Generator
-) -> Clusters:
+def cluster_keys(keys: Tensor, c: int, metric: str, n_rounds: int, generator: torch.Generator) -> Clusters:
     """The clusters of keys (h_kv, n, d_h), each KV head apart, from `c` initial keys that are drawn without repeats."""
     start = perf_counter()
     done = kmeans(keys, draw_points(keys, c, generator), n_rounds, metric)
@@ -193,9 +191,7 @@ class ClusterKV(SelectiveAttention):
             ):  # fmt: skip
                 value = getattr(self, key)
                 if value is not None and value < lowest:
-                    raise ConfigError(
-                        f"method.{key}={value} is out of range; it is a whole number from {lowest}"
-                    )
+                    raise ConfigError(f"method.{key}={value} is out of range; it is a whole number from {lowest}")
             if (self.decode_clusters or 0) > self.decode_period:
                 raise ConfigError(
                     f"method.decode_clusters={self.decode_clusters} is more than the "
@@ -256,9 +252,7 @@ class ClusterKV(SelectiveAttention):
         else:
             asked, decode = budget.s_prompt // TOKENS_PER_CLUSTER, period // TOKENS_PER_CLUSTER
         decode = max(1, decode) if params.decode_clusters is None else params.decode_clusters
-        return Shares(
-            n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or asked)), decode
-        )
+        return Shares(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or asked)), decode)
 
     # While the prompt is read.
 
@@ -307,9 +301,7 @@ class ClusterKV(SelectiveAttention):
         return self.clusters[layer]
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
         mine = cast("Sequence[ClusterKV]", rows)
         chosen: list[Tensor | None] = [None] * len(mine)
@@ -321,9 +313,7 @@ class ClusterKV(SelectiveAttention):
             asking = q if len(group) == len(mine) else q[group]
             order = cluster_order(asking, clusters.centroids, agg)  # (n, heads, c)
             k = max(mine[i].plan.k for i in group)
-            tokens = cluster_tokens(
-                order, clusters.sizes, clusters.ends, clusters.tokens, k
-            )  # (n, heads, k)
+            tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k)  # (n, heads, k)
             short = order.to(torch.int32)
             for j, i in enumerate(group):
                 mine[i].note(layer, clusters, short[j])

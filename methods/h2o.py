@@ -132,9 +132,7 @@ class H2O(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         trace, store = self.trace, self.store
-        scores = reduce_group(
-            trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce
-        )
+        scores = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce)
         kept = kept_tokens(scores, self.plan)
         room = store.n_new
         if self.params.generated == "inside":

@@ -98,9 +98,7 @@ def foretold_logits(q: Tensor, proxy: Proxy, scale: float) -> tuple[Tensor, Tens
     h_kv = len(proxy.keys)
     n, h = q.shape[:2]
     grouped = q.reshape(n, h_kv, h // h_kv, -1).float().transpose(0, 1).flatten(1, 2)
-    partial = (
-        grouped @ proxy.basis * scale
-    )  # (h_kv, n * g, n_channels); the scale is that of whole queries
+    partial = grouped @ proxy.basis * scale  # (h_kv, n * g, n_channels); the scale is that of whole queries
     logits = partial @ proxy.keys.mT  # all rows at once: the keys are read once
     return tuple(x.view(h_kv, n, h // h_kv, -1).transpose(0, 1) for x in (partial, logits))  # type: ignore[return-value]
 
@@ -149,9 +147,7 @@ class InfiniGen(SelectiveAttention):
                     "as many tokens as the budget has"
                 )
             if self.full_layers < 0:
-                raise ConfigError(
-                    f"method.full_layers={self.full_layers} is out of range; it is a whole number from 0"
-                )
+                raise ConfigError(f"method.full_layers={self.full_layers} is out of range; it is a whole number from 0")
             if self.lookahead and self.full_layers == 0:
                 raise ConfigError(
                     "method.full_layers=0 has a first layer without a layer below to look ahead from; use "
@@ -232,14 +228,10 @@ class InfiniGen(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same partial keys are foretold in one product."""
         mine = cast("Sequence[InfiniGen]", rows)
-        asking = [
-            row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(mine)
-        ]
+        asking = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(mine)]
         alike: dict[int, list[int]] = {}
         for i, row in enumerate(mine):
             alike.setdefault(id(row.proxies[layer]), []).append(i)

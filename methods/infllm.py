@@ -68,9 +68,7 @@ class Layout:
         return max(0, (n - self.n_sink - self.n_local) // self.block_len)
 
 
-def representatives(
-    scores: Tensor, keys: Tensor, start: int, block_len: int, n_repr: int
-) -> tuple[Tensor, Tensor]:
+def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_repr: int) -> tuple[Tensor, Tensor]:
     """The best-scored keys of each block: (heads, n_blocks, n_repr, d_h) float32, and their positions without d_h.
 
     `scores` (heads, n_blocks * block_len) are those of the tokens from `start` on; `keys` (1, h_kv, s, d_h).
@@ -138,9 +136,7 @@ class InfLLM(SelectiveAttention):
         self.n_blocks, self.means, self.scores = {}, {}, {}
         s = trace.s_prompt
         # The last query stands behind all tokens but one.
-        self.grows = params.grow_blocks and self.plan.n_blocks(s + n_new - 1) > self.plan.n_blocks(
-            s
-        )
+        self.grows = params.grow_blocks and self.plan.n_blocks(s + n_new - 1) > self.plan.n_blocks(s)
         self.wants_weights = self.grows and params.repr_score == "prob"
         self.turns = params.position == "fixed" and not self.budget.is_full
         self.q_far: Tensor | None = None  # this step's query, at the distance of all far tokens
@@ -165,9 +161,7 @@ class InfLLM(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         if self.turns and self.trace.turn is None:
-            raise ConfigError(
-                "method.position=fixed needs a model with rotary positions; use method.position=true"
-            )
+            raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
         trace, plan, s = self.trace, self.plan, self.trace.s_prompt
         n_blocks = plan.n_blocks(s)
         n_middle = n_blocks * plan.block_len
@@ -189,9 +183,7 @@ class InfLLM(SelectiveAttention):
             self.scores[layer] = scores.new_zeros(len(scores), room)
             self.scores[layer][:, :n_past] = scores[:, s - n_past :]
 
-    def means_of(
-        self, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None
-    ) -> Tensor:
+    def means_of(self, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None) -> Tensor:
         """Mean of each block's representatives, (n_blocks, h or h_kv, d_h), by scores (h, n) of tokens from `start`.
 
         `keys` (1, h_kv, s, d_h) has the first of these tokens at `key_start`, at `start` where that is not given.

@@ -108,24 +108,17 @@ class Oracle(SelectiveAttention):
         return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """All rows score the same prompt, so its keys are read once for all of them."""
         oracles = cast("Sequence[Oracle]", rows)
         logits = all_logits([row.store for row in rows], layer, q, rows[0].trace.scales[layer])
-        scores = {
-            agg: token_scores(logits, agg)
-            for agg in dict.fromkeys(row.params.agg for row in oracles)
-        }
+        scores = {agg: token_scores(logits, agg) for agg in dict.fromkeys(row.params.agg for row in oracles)}
         chosen: list[Tensor | None] = []
         for i, row in enumerate(oracles):
             n = logits.shape[-1]
             row.store.count("searched_bytes", key_bytes(row.trace.shape, n))
             mine = scores[row.params.agg][i : i + 1]
-            chosen.append(
-                top_tokens(mine, row.plan.k, row.plan.n_sink, n - row.store.n_window(layer))
-            )
+            chosen.append(top_tokens(mine, row.plan.k, row.plan.n_sink, n - row.store.n_window(layer)))
             if row.params.lost_mass == "spread":
                 row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
         return chosen
@@ -151,9 +144,7 @@ def all_logits(stores: Sequence[Any], layer: int, q: Tensor, scale: float) -> Te
     h_kv, d_h = keys.shape[1], keys.shape[3]
     grouped = q.reshape(len(q), h_kv, -1, d_h).float()  # (n, h_kv, g, d_h)
     n, _, g, _ = grouped.shape
-    over_prompt = (
-        grouped.transpose(0, 1).reshape(h_kv, n * g, d_h) @ keys[0].float().mT
-    )  # (h_kv, n * g, s_prompt)
+    over_prompt = grouped.transpose(0, 1).reshape(h_kv, n * g, d_h) @ keys[0].float().mT  # (h_kv, n * g, s_prompt)
     over_prompt = over_prompt.view(h_kv, n, g, -1).transpose(0, 1)
     late = torch.cat([store.generated(layer)[0] for store in stores])  # (n, h_kv, t, d_h)
     over_late = grouped @ late.to(grouped).mT

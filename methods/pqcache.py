@@ -111,18 +111,12 @@ class PQCache(SelectiveAttention):
                             f"method.{key}={value} is not a number; use a whole number from {lowest}, or auto"
                         )
                 elif value < lowest:
-                    raise ConfigError(
-                        f"method.{key}={value} is out of range; it is a whole number from {lowest}"
-                    )
+                    raise ConfigError(f"method.{key}={value} is out of range; it is a whole number from {lowest}")
             if isinstance(self.b, int) and self.b > MOST_BITS:
-                raise ConfigError(
-                    f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits"
-                )
+                raise ConfigError(f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits")
             share("method.local_share", self.local_share)
             if not 0 <= self.tol < float("inf"):
-                raise ConfigError(
-                    f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more"
-                )
+                raise ConfigError(f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more")
 
     params: Params
     plan: Sizes
@@ -155,9 +149,7 @@ class PQCache(SelectiveAttention):
 
     @classmethod
     def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:
-        least = cache.block_len + centroid_tokens(
-            params.b if isinstance(params.b, int) else MOST_BITS
-        )
+        least = cache.block_len + centroid_tokens(params.b if isinstance(params.b, int) else MOST_BITS)
         if params.cache_includes_centroids and 0 < cache.tokens < least:
             raise ConfigError(
                 f"cache.tokens={cache.tokens} has no room for a block beside centroids; use {least} or more, or "
@@ -181,9 +173,7 @@ class PQCache(SelectiveAttention):
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         notes = ["official"] if params.budget_rule == "official" else []
-        given = [
-            (key, getattr(params, key)) for key in ("m", "b") if getattr(params, key) != "auto"
-        ]
+        given = [(key, getattr(params, key)) for key in ("m", "b") if getattr(params, key) != "auto"]
         notes += [f"{params.m}x{params.b}"] if len(given) == 2 else [f"{x}={y}" for x, y in given]
         notes += [] if params.group_merge == "softmax_sum" else [params.group_merge]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
@@ -392,9 +382,7 @@ def code_shape(params: Any, comm: Fraction, d_h: int) -> tuple[int, int]:
     b: int | None = None if params.b == "auto" else params.b
     if m is not None and d_h % m:
         divisors = [str(x) for x in range(1, d_h + 1) if d_h % x == 0]
-        raise ConfigError(
-            f"method.m={m} does not divide d_h={d_h}; use {', '.join(divisors[:-1])} or {divisors[-1]}"
-        )
+        raise ConfigError(f"method.m={m} does not divide d_h={d_h}; use {', '.join(divisors[:-1])} or {divisors[-1]}")
     fitting = [(x, y) for x, y in PAIRS if x * y <= bits and d_h % x == 0]
     if m is None and b is None:
         if fitting:

@@ -111,20 +111,13 @@ class Profile:
             return LOWEST
         tiny = 1e-12  # noise must not make a slope negative
         if two_lines:
-            few, many = (
-                {n: seconds for n, rounds, seconds in self.clustering if rounds == asked}
-                for asked in ROUNDS
-            )
+            few, many = ({n: seconds for n, rounds, seconds in self.clustering if rounds == asked} for asked in ROUNDS)
             lengths = sorted(few)
             three = fit_line(lengths, [few[n] for n in lengths])
             more = ROUNDS[1] - ROUNDS[0]
             each = fit_line(lengths, [(many[n] - few[n]) / more for n in lengths])
-            return clipped(
-                rounds_by_two_lines(s, layer_s, three, each) if each.at(s) > tiny else HIGHEST
-            )
-        line = fit_line(
-            [n * rounds for n, rounds, _ in self.clustering], [t for *_, t in self.clustering]
-        )
+            return clipped(rounds_by_two_lines(s, layer_s, three, each) if each.at(s) > tiny else HIGHEST)
+        line = fit_line([n * rounds for n, rounds, _ in self.clustering], [t for *_, t in self.clustering])
         line = Line(line.intercept, max(line.slope, tiny))
         return clipped(rounds_by_line(s, layer_s, line))
 
@@ -154,9 +147,7 @@ def profile_of(shape: ModelShape, device: torch.device, m: int, b: int, n_thread
     path = cache_home() / "profiles" / f"pqcache-{key}.json"
     if path.is_file():
         kept = json.loads(path.read_text())
-        return Profile(
-            path, [tuple(x) for x in kept["clustering"]], [tuple(x) for x in kept["layers"]]
-        )
+        return Profile(path, [tuple(x) for x in kept["clustering"]], [tuple(x) for x in kept["layers"]])
     made = Profile(path, clustering_times(shape.h_kv * m, shape.d_h // m, 1 << b))
     made.save()
     return made

@@ -63,9 +63,7 @@ class Course(Thinning):
 
     def share(self, layer: int) -> float:
         """How much of a layer's context goes on."""
-        return (
-            self.decay if self.schedule == "constant" else falling(layer, self.n_layers, self.decay)
-        )
+        return self.decay if self.schedule == "constant" else falling(layer, self.n_layers, self.decay)
 
     def n_going_on(self, layer: int, n: int) -> int:
         """Context tokens that go on after a layer of `n` tokens; where that is all of them, nobody votes."""
@@ -163,9 +161,7 @@ def fit_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: i
     return course
 
 
-def find_course(
-    params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int, n_tries: int
-) -> Course | None:
+def find_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int, n_tries: int) -> Course | None:
     """The first schedule that meets the budget, with the largest decay that does; None where there is none.
 
     The stop rule lets very small decays keep more than larger ones, so decays are tried from above, then refined.
@@ -231,9 +227,7 @@ class PyramidInfer(SelectiveAttention):
             for key, least in (("sinks", 0), ("interval", 1), ("min_context", 0)):
                 value = getattr(self, key)
                 if value is not None and value < least:
-                    raise ConfigError(
-                        f"method.{key}={value} is out of range; it is {least} or more"
-                    )
+                    raise ConfigError(f"method.{key}={value} is out of range; it is {least} or more")
             if self.distance_weight < 1:
                 raise ConfigError(
                     f"method.distance_weight={self.distance_weight:g} is out of range; 1 weighs all recent queries "
@@ -279,11 +273,7 @@ class PyramidInfer(SelectiveAttention):
         super().__init__(params, request, trace, n_new, cache)
         self.answered: dict[int, Answered] = {}
         # No block comes to be compressed before so many tokens: until then nothing has to be watched.
-        self.wants_weights = (
-            params.compress_generated
-            and self.plan is not None
-            and n_new >= self.plan.tail - 1 + BLOCK
-        )
+        self.wants_weights = params.compress_generated and self.plan is not None and n_new >= self.plan.tail - 1 + BLOCK
 
     @classmethod
     def observations(cls, params: Params, plan: Course | None) -> tuple[Observation, ...]:
@@ -294,9 +284,7 @@ class PyramidInfer(SelectiveAttention):
         if self.wants_weights and self.plan is not None:
             rows = self.trace.observed(MeanRows(self.plan.tail), layer)
             n_stay = n_of_block(BLOCK, BLOCK_SHARE, BLOCK_DECAY, layer, self.plan.n_layers)
-            self.answered[layer] = Answered(
-                rows, rows.shape[1], BLOCK, n_stay, self.plan.distance_weight
-            )
+            self.answered[layer] = Answered(rows, rows.shape[1], BLOCK, n_stay, self.plan.distance_weight)
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None or self.plan is None:
@@ -313,9 +301,7 @@ class PyramidInfer(SelectiveAttention):
         n = self.store.n_seen(layer)
         if self.plan is None:
             return range(n)
-        return range(
-            n - self.plan.tail if self.wants_weights else self.trace.s_prompt - self.plan.tail, n
-        )
+        return range(n - self.plan.tail if self.wants_weights else self.trace.s_prompt - self.plan.tail, n)
 
     def report(self) -> dict[str, Any]:
         if self.plan is None:

@@ -226,16 +226,10 @@ class Quest(SelectiveAttention):
         if not self.params.page_generated:
             return self.trace.s_prompt, self.plan.k(self.trace.s_prompt, variant)
         k = self.plan.k(n, variant)
-        return (
-            ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1)
-            if self.keeps_current
-            else (n, k)
-        )
+        return ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1) if self.keeps_current else (n, k)
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same pages score them in one product."""
         mine = cast("Sequence[Quest]", rows)
         alike: dict[tuple[int, int], list[int]] = {}
@@ -276,11 +270,7 @@ class Quest(SelectiveAttention):
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """A full page leaves the window, and competes with the others from now on."""
         paged = self.params.page_generated and self.keeps_current
-        if (
-            paged
-            and self.store.can_fetch(layer)
-            and self.store.n_seen(layer) % self.plan.page_len == 0
-        ):
+        if paged and self.store.can_fetch(layer) and self.store.n_seen(layer) % self.plan.page_len == 0:
             self.store.release(layer)
         return out
 

@@ -95,9 +95,7 @@ class SnapKV(SelectiveAttention):
 
         def __post_init__(self) -> None:
             if self.window < 1:
-                raise ConfigError(
-                    f"method.window={self.window} is out of range; it is a number of tokens, at least 1"
-                )
+                raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
             if self.kernel < 1 or self.kernel % 2 == 0:
                 raise ConfigError(
                     f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"

@@ -175,9 +175,7 @@ class SparQ(SelectiveAttention):
             self.means[layer] = mean + (newest - mean) / self.store.n_seen(layer)
 
     @classmethod
-    def select_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor
-    ) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with as many components read their columns together."""
         mine = cast("Sequence[SparQ]", rows)
         alike: dict[tuple[int, str, bool], list[int]] = {}
@@ -197,9 +195,7 @@ class SparQ(SelectiveAttention):
             logits = weights @ keys if reallocate else None  # (n, h_kv, g, s)
             for j, i in enumerate(group):
                 one = slice(j, j + 1)
-                chosen[i] = mine[i].choose(
-                    layer, scores[one], None if logits is None else logits[one]
-                )
+                chosen[i] = mine[i].choose(layer, scores[one], None if logits is None else logits[one])
         return chosen
 
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
@@ -207,9 +203,7 @@ class SparQ(SelectiveAttention):
         shape = self.trace.shape
         start, stop = self.plan.n_sink, scores.shape[-1] - self.store.n_window(layer)
         line = self.plan.r if self.params.layout == "columns" else shape.d_h
-        self.store.count(
-            "moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES
-        )
+        self.store.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
         idx = top_stable(scores[..., start:stop], self.plan.k) + start
         # With everything selected nothing is missing, which sums in half precision would not quite say.
         if logits is None or idx.shape[-1] == stop - start:
@@ -245,9 +239,7 @@ def n_components(comm: Fraction, d_h: int) -> int:
     """How many of `d_h` components `comm` pays for."""
     r = floor(comm * d_h)
     if r < 1:
-        raise ConfigError(
-            f"comm={show(comm)} pays for none of the {d_h} components of a key; use comm=1/{d_h} or more"
-        )
+        raise ConfigError(f"comm={show(comm)} pays for none of the {d_h} components of a key; use comm=1/{d_h} or more")
     return r
 
 
@@ -273,8 +265,7 @@ def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tenso
     of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
     t = rows[0].store.n_seen(layer) - s  # all rows are at the same position
     late = [
-        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, mine)
-        for row, mine in zip(rows, where, strict=True)
+        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, mine) for row, mine in zip(rows, where, strict=True)
     ]
     return torch.cat([of_prompt, torch.stack(late)], -1).view(n, h_kv, r, s + t)
 

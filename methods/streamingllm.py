@@ -49,9 +49,7 @@ class StreamingLLM(SelectiveAttention):
                     f"method.generated={self.generated} is unknown; use inside (rolling) or on_top (static)"
                 )
             if self.position not in ("original", "cache"):
-                raise ConfigError(
-                    f"method.position={self.position} is unknown; use original or cache"
-                )
+                raise ConfigError(f"method.position={self.position} is unknown; use original or cache")
 
     params: Params
     plan: Ends
@@ -67,9 +65,7 @@ class StreamingLLM(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         if self.params.position == "cache" and self.trace.turn is None:
-            raise ConfigError(
-                "method.position=cache needs a model with rotary positions; use method.position=original"
-            )
+            raise ConfigError("method.position=cache needs a model with rotary positions; use method.position=original")
         n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)
         rolls = self.params.generated == "inside"
         self.store.keep(layer, self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)

@@ -154,9 +154,7 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     return sizes
 
 
-def average_shares(
-    reports: Sequence[dict[str, Any]], seed: int, share: Fraction = SAMPLED_SHARE
-) -> list[float]:
+def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction = SAMPLED_SHARE) -> list[float]:
     """Mean of n_i / N over a seeded draw of the reports of an exact run, at least one."""
     some = [report["n"] for report in reports if sum(report["n"])]
     if not some:
@@ -214,9 +212,7 @@ class XKV(SelectiveAttention):
             ):
                 one_of(f"method.{key}", getattr(self, key), allowed)
             if self.ows < 1:
-                raise ConfigError(
-                    f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more"
-                )
+                raise ConfigError(f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more")
             if self.kernel < 1 or self.kernel % 2 == 0:
                 raise ConfigError(
                     f"method.kernel={self.kernel} is not possible; use an odd number of tokens, such as 7"
@@ -235,9 +231,7 @@ class XKV(SelectiveAttention):
                     "leave it out or set method.mode=quality"
                 )
             if self.mode == "quality" and self.r_avg is None:
-                raise ConfigError(
-                    "method.mode=quality needs a target; add method.r_avg=… above 0 and at most 1"
-                )
+                raise ConfigError("method.mode=quality needs a target; add method.r_avg=… above 0 and at most 1")
             if self.r_avg is not None and not 0 < self.r_avg <= 1:
                 raise ConfigError(
                     f"method.r_avg={show(self.r_avg)} is out of range; it is a retention above 0 and at most 1"
@@ -291,11 +285,7 @@ class XKV(SelectiveAttention):
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        return (
-            super().label(params, request)
-            if params.r_avg is None
-            else f"{cls.title} ({show(params.r_avg)} kept)"
-        )
+        return super().label(params, request) if params.r_avg is None else f"{cls.title} ({show(params.r_avg)} kept)"
 
     def arrange(self, layer: int) -> None:
         self.scores(layer)  # while the layer is at hand; its size is known after the last one
@@ -365,9 +355,7 @@ class XKV(SelectiveAttention):
         }
         if self.params.profile_bins:
             report["w"] = profile(self.weights, self.params.profile_bins).tolist()
-            report["n_at_retention"] = {
-                show(r): tokens_for(self.weights, float(r)) for r in RETENTIONS
-            }
+            report["n_at_retention"] = {show(r): tokens_for(self.weights, float(r)) for r in RETENTIONS}
         return report
 
 
@@ -375,9 +363,7 @@ def main(arguments: list[str]) -> int:
     """Print the averaged shares of a finished exact run, as `method.shares` takes them."""
     path = Path(arguments[0]) / "samples.jsonl" if arguments else None
     if path is None or not path.is_file() or not all(word.isdecimal() for word in arguments[1:2]):
-        sys.stderr.write(
-            "usage: python -m methods.xkv RUN [SEED], the folder of a finished run of method=xkv\n"
-        )
+        sys.stderr.write("usage: python -m methods.xkv RUN [SEED], the folder of a finished run of method=xkv\n")
         return 2
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     reports = [sample["method_report"] for sample in samples if "method_report" in sample]

@@ -46,8 +46,7 @@ def by_cache(group: Group) -> list[tuple[int, Group]]:
     """Runs with as large a cache on the device; full attention, which has none, is among all."""
     sizes = sorted({run.setting("cache", "tokens") or 0 for run in group.runs if not run.is_full})
     return [
-        (size, group.only(lambda r, s=size: r.is_full or (r.setting("cache", "tokens") or 0) == s))
-        for size in sizes
+        (size, group.only(lambda r, s=size: r.is_full or (r.setting("cache", "tokens") or 0) == s)) for size in sizes
     ]
 
 
@@ -55,9 +54,7 @@ def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[
     made = []
     for group in groups(runs, is_timed):
         for cache, here in by_cache(group):
-            figure, ax = style.new(
-                f"{title}{f', {cache} tokens cached' if cache else ''}", group.about
-            )
+            figure, ax = style.new(f"{title}{f', {cache} tokens cached' if cache else ''}", group.about)
             seen: list[str] = []
             tail = other_setting(here)
             for run in sorted(here.runs, key=lambda r: (not r.is_full, r.method, r.folder.name)):
@@ -101,9 +98,7 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
                 found.setdefault(int(run.setting("cache", "tokens") or 0), at[length])
         if len(found) < 2:
             continue
-        figure, ax = style.new(
-            f"PQCache's time per token by cache, {short(length)} tokens", group.about, height=2.2
-        )
+        figure, ax = style.new(f"PQCache's time per token by cache, {short(length)} tokens", group.about, height=2.2)
         sizes = sorted(found)
         for i, size in enumerate(sizes):
             y, (low, high) = 1000 * found[size]["tpot_s"], found[size]["tpot_s_q"]
@@ -187,9 +182,7 @@ def stacked(runs: Sequence[Run], key: str, title: str, whole: str) -> list[Figur
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--", "**", "||", "OO")
 
 
-def draw_stack(
-    ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Sequence[str]
-) -> None:
+def draw_stack(ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Sequence[str]) -> None:
     bottom = np.zeros(len(found))
     for i, name in enumerate(names):
         heights = np.array([float(each[key].get(name, 0.0)) for each in found.values()])

@@ -28,10 +28,7 @@ HEAD = (
 )  # fmt: skip
 ABSENT = "-"
 TIMES = tuple(
-    f"{name}_{unit}{tail}"
-    for name in ("ttft", "tt2t", "tpot")
-    for unit in ("s", "ratio")
-    for tail in ("", "_q")
+    f"{name}_{unit}{tail}" for name in ("ttft", "tt2t", "tpot") for unit in ("s", "ratio") for tail in ("", "_q")
 )
 
 

@@ -156,18 +156,14 @@ def main(argv: Sequence[str]) -> int:
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            return refuse(
-                f"{given.out} cannot be written ({error.strerror}); choose another file with --out"
-            )
+            return refuse(f"{given.out} cannot be written ({error.strerror}); choose another file with --out")
         print(f"{given.out}: the workspace's specification, since {said}")
         return 0
     try:
         print(workspace(spec, given.entity, given.project).save().url)
     except Exception as error:  # of the network or of W&B's server, as many kinds as both have
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return refuse(
-            f"W&B did not take the workspace for {given.entity}/{given.project} ({reason})", 1
-        )
+        return refuse(f"W&B did not take the workspace for {given.entity}/{given.project} ({reason})", 1)
     return 0
 
 

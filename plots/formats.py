@@ -108,9 +108,7 @@ def heading(table: "Table") -> str:
 
 def explanation(table: "Table") -> list[str]:
     """The sentences below a table."""
-    said = [
-        "Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."
-    ]
+    said = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
     if any(cell.over for cell in table.cells.values()):
         said.append("† A sample's ledger was over its budget; such runs are not ranked.")
     if any(cell.published for cell in table.cells.values()):
@@ -135,14 +133,10 @@ def costs(table: "Table") -> list[tuple[str, ...]]:
     for budget in table.budgets:
         for method in table.methods:
             cells = [
-                table.cells[d, method, budget]
-                for d in rows_of(table, budget)
-                if table.cells[d, method, budget].run
+                table.cells[d, method, budget] for d in rows_of(table, budget) if table.cells[d, method, budget].run
             ]
             if cells:
-                lines.append(
-                    (method, block_title(table, budget) or ABSENT, *cost_words(cells, table))
-                )
+                lines.append((method, block_title(table, budget) or ABSENT, *cost_words(cells, table)))
     return lines
 
 

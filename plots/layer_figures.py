@@ -20,11 +20,7 @@ N_REQUESTS = 8
 def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[Group]:
     return groups(
         runs,
-        lambda run: (
-            run.method == "xkv"
-            and scored(run)
-            and allocation in (None, run.result.params.get("allocation"))
-        ),
+        lambda run: run.method == "xkv" and scored(run) and allocation in (None, run.result.params.get("allocation")),
     )
 
 
@@ -66,16 +62,11 @@ def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
             [r["n_at_retention"] for r in reports(run) if r.get("n_at_retention")]
             for run in sorted(group.runs, key=lambda run: run.folder.name)
         )
-        said = next(
-            filter(None, per_run), None
-        )  # the prompts' needs do not depend on a run's budget
+        said = next(filter(None, per_run), None)  # the prompts' needs do not depend on a run's budget
         if not said:
             continue
         figure, ax = style.new("Tokens per layer for the same retention", group.about)
-        found = {
-            f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist()
-            for name in said[0]
-        }
+        found = {f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist() for name in said[0]}
         per_layer(ax, found, "tokens")
         style.legend(figure, ax)
         made.append(figure)
@@ -90,9 +81,7 @@ def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
             said = [report["n"] for report in reports(run)]
             if not said:
                 continue
-            figure, ax = style.new(
-                f"Tokens per layer, request by request, {budget_words(run)}", group.about
-            )
+            figure, ax = style.new(f"Tokens per layer, request by request, {budget_words(run)}", group.about)
             for i, counts in enumerate(said[:N_REQUESTS]):
                 ax.plot(
                     range(len(counts)), counts, color=style.PALETTE[5], linewidth=0.7, alpha=0.9,
@@ -119,9 +108,7 @@ def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
             continue
         weights = np.array(profiles[0])
         shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
-        figure, ax = style.new(
-            "Where the last tokens look, by layer", f"{group.about} · first sample", height=2.8
-        )
+        figure, ax = style.new("Where the last tokens look, by layer", f"{group.about} · first sample", height=2.8)
         image = ax.imshow(
             np.maximum(shares, 1e-2), cmap=style.HEAT, aspect="auto", norm="log",
             extent=(0, 100, len(shares) - 0.5, -0.5), interpolation="nearest",
@@ -148,9 +135,7 @@ def xkv_score_vs_retention(runs: Sequence[Run]) -> list[Figure]:
                 continue
             figure, ax = style.new(f"Score against mean retention, {budget}", group.about)
             for retention, (y, low, high) in sorted(points):
-                ax.errorbar(
-                    retention, y, [[y - low], [high - y]], capsize=2, **style.numbered(0, "")
-                )
+                ax.errorbar(retention, y, [[y - low], [high - y]], capsize=2, **style.numbered(0, ""))
             ax.set(xlabel="mean retention over layers", ylabel="score")
             made.append(figure)
     return made
@@ -176,10 +161,7 @@ def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
             continue
         xs = [100 * budget_of_ratio(run) for run in ordered]
         masses = np.array(
-            [
-                np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0)
-                for run in ordered
-            ]
+            [np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0) for run in ordered]
         )
         figure, ax = style.new("Attention on the heaviest tokens, by layer", group.about)
         n_layers = masses.shape[1]

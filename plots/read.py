@@ -57,9 +57,7 @@ class Run:
     @property
     def params(self) -> dict[str, Any]:
         """The method's parameters, and the prefill's."""
-        return self.result.params | {
-            f"prefill.{key}": value for key, value in self.result.prefill_params.items()
-        }
+        return self.result.params | {f"prefill.{key}": value for key, value in self.result.prefill_params.items()}
 
     @property
     def is_compensated(self) -> bool:
@@ -165,11 +163,7 @@ def by_conditions(runs: Iterable[Run]) -> dict[Conditions, list[Run]]:
         found.setdefault(conditions(run, "" if run.is_full else None), []).append(run)
     groups: dict[Conditions, list[Run]] = {}
     for key in found:
-        alike = [
-            other
-            for other in found
-            if replace(other, comm="", prefill="") == replace(key, comm="", prefill="")
-        ]
+        alike = [other for other in found if replace(other, comm="", prefill="") == replace(key, comm="", prefill="")]
         for prefill in {other.prefill for other in alike} - {""} or {""}:
             here = sorted(
                 (other for other in alike if other.prefill in ("", prefill)),

@@ -90,13 +90,9 @@ def describe(run: Run, runs: Sequence[Run], root: Path, baselines: "Baselines") 
     result = run.result
     label = " ".join([result.method_label, *varied(run, runs)])
     return {
-        "folder": run.folder.relative_to(root).as_posix()
-        if run.folder != root
-        else run.folder.name,
+        "folder": run.folder.relative_to(root).as_posix() if run.folder != root else run.folder.name,
         "label": label,
-        "variant": label
-        if run.is_full
-        else " · ".join([label, budget(run), f"comm {result.comm_exact}"]),
+        "variant": label if run.is_full else " · ".join([label, budget(run), f"comm {result.comm_exact}"]),
         "full": run.is_full and run.is_exact,
         "method": result.method,
         "task": result.task,
@@ -137,9 +133,7 @@ def varied(run: Run, runs: Iterable[Run]) -> list[str]:
     same = run.result.method, run.result.prefill
     others = [o.params for o in runs if (o.result.method, o.result.prefill) == same]
     mine = run.params
-    return [
-        f"{key}={mine[key]}" for key in mine if any(other.get(key) != mine[key] for other in others)
-    ]
+    return [f"{key}={mine[key]}" for key in mine if any(other.get(key) != mine[key] for other in others)]
 
 
 def asked(run: Run, runs: Sequence[Run]) -> dict[str, float | None]:
@@ -163,9 +157,7 @@ def part(run: Run, name: str, rows: Sequence[SampleRow], baselines: "Baselines")
         "n": len(ok),
         "score": combined(ok, metric),
         "ci": combined_ci95(ok, metric),
-        "paired": None
-        if run.is_full and run.is_exact
-        else baselines.compare(run, name, metric, ok),
+        "paired": None if run.is_full and run.is_exact else baselines.compare(run, name, metric, ok),
         "heat": heat(ok),
         "over": any(row.ledger.get("within_budget") is False for row in ok),
     }
@@ -197,15 +189,11 @@ class Baselines:
                 "device")  # fmt: skip
         return json.dumps([run.setting(key) for key in keys], sort_keys=True)
 
-    def compare(
-        self, run: Run, name: str, metric: str, rows: Iterable[SampleRow]
-    ) -> dict[str, Any] | None:
+    def compare(self, run: Run, name: str, metric: str, rows: Iterable[SampleRow]) -> dict[str, Any] | None:
         """Sample by sample, where both were asked the same prompt; None without such a sample."""
         full = self.rows.get(self.key(run), {})
         pairs = [
-            (row, full[row.id])
-            for row in rows
-            if row.id in full and full[row.id].prompt_sha256 == row.prompt_sha256
+            (row, full[row.id]) for row in rows if row.id in full and full[row.id].prompt_sha256 == row.prompt_sha256
         ]
         if not pairs:
             return None
@@ -249,11 +237,7 @@ def heat(rows: Iterable[SampleRow]) -> list[list[float]] | None:
     cells: dict[tuple[float, float], list[float]] = {}
     for row in rows:
         length, depth = row.fields.get("length"), row.fields.get("depth")
-        if (
-            isinstance(length, int | float)
-            and isinstance(depth, int | float)
-            and row.score is not None
-        ):
+        if isinstance(length, int | float) and isinstance(depth, int | float) and row.score is not None:
             cells.setdefault((length, depth), []).append(row.score)
     return [[*cell, fsum(s) / len(s), len(s)] for cell, s in sorted(cells.items())] or None
 
@@ -332,9 +316,7 @@ def question(run: Run, row: SampleRow) -> dict[str, Any]:
 
 def answer(row: SampleRow) -> list[Any]:
     """In the order that page.js reads: the ledger's null and the report's absence are both null."""
-    fields = {
-        key: v for key, v in row.fields.items() if key not in ("dataset", "metric", "method_report")
-    }
+    fields = {key: v for key, v in row.fields.items() if key not in ("dataset", "metric", "method_report")}
     report = row.fields.get("method_report")
     return [
         row.score,

@@ -16,9 +16,7 @@ COST = "@cost"  # title of the axis of bytes or tokens
 
 def pareto_chart() -> dict[str, Any]:
     """Scores over what they cost: `points` with their intervals, and the `front` that no other point beats."""
-    x = alt.X(
-        "cost:Q", title=COST, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(format="~s")
-    )
+    x = alt.X("cost:Q", title=COST, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(format="~s"))
     y = alt.Y("score:Q", title=SCORE, scale=alt.Scale(zero=False, nice=True))
     legend = alt.selection_point(name="legend", fields=["method"], bind="legend")
     tooltip = [
@@ -50,9 +48,7 @@ def pareto_chart() -> dict[str, Any]:
 
 def colour() -> alt.Color:
     """One colour per method, whatever the filters leave; the order is Okabe and Ito's without black."""
-    return alt.Color(
-        "method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@colours"])
-    )
+    return alt.Color("method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@colours"]))
 
 
 def heatmap_chart() -> dict[str, Any]:
@@ -63,9 +59,7 @@ def heatmap_chart() -> dict[str, Any]:
         .encode(
             x=alt.X("length:O", title="context length in tokens", axis=alt.Axis(labelAngle=-45)),
             y=alt.Y("depth:O", title="depth in %"),
-            color=alt.Color(
-                "score:Q", title="score", scale=alt.Scale(domain=[0, 1], scheme="cividis")
-            ),
+            color=alt.Color("score:Q", title="score", scale=alt.Scale(domain=[0, 1], scheme="cividis")),
             tooltip=[
                 alt.Tooltip("variant:N", title="variant"),
                 alt.Tooltip("length:O", title="length"),
@@ -77,9 +71,7 @@ def heatmap_chart() -> dict[str, Any]:
         .properties(width=190, height=130)
     )
     header = alt.Header(title=None, labelLimit=235, labelFontSize=10)
-    return plain(
-        cells.facet(facet=alt.Facet("variant:N", header=header, sort=["@variants"]), columns=3)
-    )
+    return plain(cells.facet(facet=alt.Facet("variant:N", header=header, sort=["@variants"]), columns=3))
 
 
 def plain(chart: Any) -> dict[str, Any]:

@@ -122,9 +122,7 @@ def score_vs_ratio(runs: Sequence[Run]) -> list[Figure]:
         for group in groups(runs, lambda run: scored(run)):
             for comm in comms(group):
                 here = group.only(
-                    lambda run, c=comm, r=by_ratio: (
-                        run.is_full or (run.result.comm_exact == c and is_ratio(run) == r)
-                    )
+                    lambda run, c=comm, r=by_ratio: run.is_full or (run.result.comm_exact == c and is_ratio(run) == r)
                 )
                 figure = panels(
                     here, f"Score by budget, comm {comm}", xlabel, budget_of, other_setting(here),
@@ -167,9 +165,7 @@ def mxb_bars(runs: Sequence[Run]) -> list[Figure]:
                     found[size] = (point, nominal)
             if len(found) < 2:
                 continue
-            figure, ax = style.new(
-                f"PQCache on {dataset} by parts x bits, ratio {budgets[0]}", group.about, height=2.4
-            )
+            figure, ax = style.new(f"PQCache on {dataset} by parts x bits, ratio {budgets[0]}", group.about, height=2.4)
             order = sorted(found, key=lambda size: (size[0] * size[1], size))
             for i, size in enumerate(order):
                 (y, low, high), nominal = found[size]
@@ -182,9 +178,7 @@ def mxb_bars(runs: Sequence[Run]) -> list[Figure]:
                     edgecolor="white",
                     label="codes cost more than 1/128" if dear else "codes cost 1/128 at most",
                 )
-                ax.errorbar(
-                    i, y, [[y - low], [high - y]], color="black", capsize=1.5, linewidth=0.7
-                )
+                ax.errorbar(i, y, [[y - low], [high - y]], color="black", capsize=1.5, linewidth=0.7)
             if (full := full_score(group, dataset)) is not None:
                 ax.axhline(full, color="black", linestyle="--", linewidth=0.9, label="Full")
             ax.set_xticks(range(len(order)), [f"{m}x{b}" for m, b in order], rotation=45)
@@ -237,12 +231,7 @@ def heatmaps(group: Group, chosen: dict[str, Run], budget: float | None, comm: f
     for ax in axes.ravel()[len(chosen) :]:
         ax.set_visible(False)
     for i, (ax, (label, run)) in enumerate(zip(axes.ravel(), chosen.items(), strict=False)):
-        table = pivot(
-            [
-                {"depth": r.fields["depth"], "length": r.fields["length"], "score": r.score}
-                for r in run.rows
-            ]
-        )
+        table = pivot([{"depth": r.fields["depth"], "length": r.fields["length"], "score": r.score} for r in run.rows])
         image = ax.imshow(table.scores, cmap=style.HEAT, vmin=0, vmax=1, aspect="auto")
         size = len(table.lengths) * len(table.depths)
         if size <= 60:
@@ -279,9 +268,7 @@ def perplexity_vs_length(runs: Sequence[Run]) -> list[Figure]:
         figure, ax = style.new("Perplexity by length", group.about)
         tail = other_setting(group)
         seen: list[str] = []
-        for run in sorted(
-            group.runs, key=lambda run: (not run.is_full, run.method, run.folder.name)
-        ):
+        for run in sorted(group.runs, key=lambda run: (not run.is_full, run.method, run.folder.name)):
             at: dict[int, list[tuple[float, int]]] = {}
             for row in run.rows:
                 if row.score is not None:
@@ -309,11 +296,7 @@ def recall_vs_budget(runs: Sequence[Run]) -> list[Figure]:
     for group in groups(runs, lambda run: run.result.task == "fidelity" and not run.is_full):
         for by_ratio, xlabel in ((True, "ratio"), (False, "budget in tokens")):
             here = group.only(lambda run, r=by_ratio: is_ratio(run) == r)
-            found = [
-                line
-                for line in lines(here, budget_of, recall_of, other_setting(here))
-                if len(line.points) > 1
-            ]
+            found = [line for line in lines(here, budget_of, recall_of, other_setting(here)) if len(line.points) > 1]
             if len(found) < 2:
                 continue
             figure, ax = style.new("Share of the true top tokens that are attended to", group.about)
@@ -409,9 +392,7 @@ def iterations(runs: Sequence[Run]) -> list[Figure]:
                     found[word] = (timed[word], point)
             if len(found) < 2:
                 continue
-            figure, ax = style.new(
-                "Rounds of clustering: score against time", group.about, height=2.4
-            )
+            figure, ax = style.new("Rounds of clustering: score against time", group.about, height=2.4)
             for i, (word, (x, (y, low, high))) in enumerate(sorted(found.items(), key=by_rounds)):
                 looks = style.numbered(i, "")
                 ax.errorbar(x, y, [[y - low], [high - y]], label=f"T = {word}", capsize=2, **looks)

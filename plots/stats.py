@@ -126,7 +126,5 @@ def finite(values: Sequence[float] | Array) -> Array:
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"expected a list of numbers, got an array of shape {array.shape}")
     if not np.isfinite(array).all():
-        raise ValueError(
-            f"{int((~np.isfinite(array)).sum())} of {len(array)} numbers are not finite"
-        )
+        raise ValueError(f"{int((~np.isfinite(array)).sum())} of {len(array)} numbers are not finite")
     return array

@@ -47,9 +47,7 @@ SPECIAL = {"full": ("#000000", "", "--"), "oracle": ("#777777", "X", ":")}
 HEAT = "cividis"  # even in lightness, and nearly the same for all colour vision
 
 
-def new(
-    title: str, about: str, width: float = COLUMN, height: float = 2.6, **grid: Any
-) -> tuple[Figure, Any]:
+def new(title: str, about: str, width: float = COLUMN, height: float = 2.6, **grid: Any) -> tuple[Figure, Any]:
     """A figure and its axes; below the title, in small print, what was run."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -99,9 +97,7 @@ def legend(figure: Figure, axes: Sequence[Axes] | Axes, columns: int = 4) -> Non
         # The axes keep their height, whatever stands below them.
         n_more = max(0, -(-len(entries) // n_columns) - FREE_ROWS)
         figure.set_figheight(figure.get_figheight() + ROW_INCHES * n_more)
-        figure.legend(
-            list(entries.values()), list(entries), loc="outside lower center", ncols=n_columns
-        )
+        figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=n_columns)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -355,11 +355,7 @@ def alike(runs: Iterable[Run]) -> list[tuple[str, Conditions, list[Run]]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(asked_of(run), []).append(run)
-    return [
-        (asked, where, group)
-        for asked in sorted(found)
-        for where, group in by_conditions(found[asked]).items()
-    ]
+    return [(asked, where, group) for asked in sorted(found) for where, group in by_conditions(found[asked]).items()]
 
 
 def asked_of(run: Run) -> str:
@@ -502,10 +498,7 @@ def differences(
             changed[key] = replace(ours, vs_full=result.difference)
             p_values.append(result.p)
     adjusted = holm(p_values).tolist() if p_values else []
-    return {
-        key: replace(each, vs_full_p=p)
-        for (key, each), p in zip(changed.items(), adjusted, strict=True)
-    }
+    return {key: replace(each, vs_full_p=p) for (key, each), p in zip(changed.items(), adjusted, strict=True)}
 
 
 def averages(
@@ -516,10 +509,7 @@ def averages(
     """The papers' average of each column, and where datasets are missing the mean of the common ones."""
     made: dict[tuple[str, str, str], Cell] = {}
     for budget in paper.budgets:
-        has = {
-            m: {d for d in paper.datasets if cells[d, m, budget].score is not None}
-            for m in paper.methods
-        }
+        has = {m: {d for d in paper.datasets if cells[d, m, budget].score is not None} for m in paper.methods}
         some = [found for found in has.values() if found]
         common = [d for d in paper.datasets if some and all(d in found for found in some)]
         for method in paper.methods:
@@ -536,11 +526,7 @@ def averages(
                 known = [float(v) for v in theirs if v is not None]
                 mean = f"{fsum(known) / len(known):.2f}" if len(known) == len(common) else None
                 key = (row, method, budget)
-                made[key] = (
-                    average(key, common, cells, samples, mean)
-                    if has[method]
-                    else Cell(*key, published=mean)
-                )
+                made[key] = average(key, common, cells, samples, mean) if has[method] else Cell(*key, published=mean)
     return made
 
 
@@ -596,9 +582,7 @@ def bold(cells: Mapping[tuple[str, str, str], Cell]) -> dict[tuple[str, str, str
     return {
         key: replace(
             each,
-            best=key in ranked
-            and len(best[key[0], key[2]]) > 1
-            and ranked[key] == max(best[key[0], key[2]]),
+            best=key in ranked and len(best[key[0], key[2]]) > 1 and ranked[key] == max(best[key[0], key[2]]),
         )
         for key, each in cells.items()
     }
@@ -630,9 +614,7 @@ def build_efficiency(runs: Sequence[Run]) -> list[Table]:
                 cells[metric, method, ""] = replace(base, published=paper[method][metric])
         if any(each.n for each in cells.values()):
             rows = list(paper["FullKV"])
-            tables.append(
-                Table(layout, where, rows, list(layout.methods), [""], cells, notes, asked)
-            )
+            tables.append(Table(layout, where, rows, list(layout.methods), [""], cells, notes, asked))
     return in_order(tables)
 
 
@@ -655,9 +637,7 @@ def n_shared(rows: Iterable[SampleRow]) -> int:
     return sum(row.batch_rows != 1 for row in rows)
 
 
-def efficiency(
-    layout: Layout, group: Sequence[Run], method: str, notes: list[str]
-) -> dict[str, Cell]:
+def efficiency(layout: Layout, group: Sequence[Run], method: str, notes: list[str]) -> dict[str, Cell]:
     wanted = layout.methods[method]
     assert wanted is not None, method
     there = {canonical(name) for run in group for name in run.datasets()}
@@ -698,11 +678,7 @@ def efficiency(
         )
 
     alone = [row for row in done if row.batch_rows == 1]
-    seconds = [
-        row.prefill_s + row.decode_s
-        for row in alone
-        if row.prefill_s is not None and row.decode_s is not None
-    ]
+    seconds = [row.prefill_s + row.decode_s for row in alone if row.prefill_s is not None and row.decode_s is not None]
     if len(alone) < len(done):
         notes.append(
             f"{method}: {len(done) - len(alone)} of {len(done)} samples were decoded beside other "
@@ -738,9 +714,7 @@ def smoke(layout: Layout) -> str:
 def main(arguments: list[str]) -> int:
     from plots.formats import write
 
-    parser = argparse.ArgumentParser(
-        prog="python -m plots.tables", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m plots.tables", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
     options = parser.parse_args(arguments)

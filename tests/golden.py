@@ -70,11 +70,7 @@ RUNNERS: dict[str, Runner] = {
 def find_runner(path: Path) -> Runner | None:
     """Who runs a file, by the names of its folder and itself."""
     return next(
-        (
-            run
-            for pattern, run in RUNNERS.items()
-            if fnmatch(f"{path.parent.name}/{path.name}", pattern)
-        ),
+        (run for pattern, run in RUNNERS.items() if fnmatch(f"{path.parent.name}/{path.name}", pattern)),
         None,
     )
 
@@ -117,9 +113,7 @@ def main(arguments: list[str]) -> int:
         return 2
     counts = run(Path(arguments[0]))
     for folder, count in counts.items():
-        print(
-            f"{folder}: " + ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
-        )
+        print(f"{folder}: " + ", ".join(f"{number} {what}" for what, number in sorted(count.items())))
     if not counts:
         print(f"no vectors below {arguments[0]}", file=sys.stderr)
     return int(not counts or any(count["FAILS"] for count in counts.values()))

@@ -61,20 +61,14 @@ def read(model: Model, ids: list[int]) -> Trace:
 
 
 @pytest.mark.parametrize(("start", "n"), [(0, 300), (9000, 1100), (20_000, 3000)])
-def test_full_attention_says_what_generate_says(
-    model: Model, text: list[int], start: int, n: int
-) -> None:
+def test_full_attention_says_what_generate_says(model: Model, text: list[int], start: int, n: int) -> None:
     ids = text[start : start + n]
     with torch.inference_mode():
-        out = model.hf.generate(
-            torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None, do_sample=False
-        )
+        out = model.hf.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None, do_sample=False)
     assert say(model, read(model, ids), (Full, Full.Params(), "1")) == [out[0, n:].tolist()]
 
 
-def test_eight_variants_say_beside_each_other_what_they_say_alone(
-    model: Model, text: list[int]
-) -> None:
+def test_eight_variants_say_beside_each_other_what_they_say_alone(model: Model, text: list[int]) -> None:
     trace = read(model, text[5000:6200])
     per_head = Oracle.Params("query_head", 32, Fraction(1, 2), "inside", "fair", "renormalise")
     kinds: list[Kind] = [
@@ -104,9 +98,7 @@ def cell(out: Path, *words: str) -> Settings:
 def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_ends(
     tmp_path: Path,
 ) -> None:
-    cells = [
-        cell(tmp_path, f"method={name}", "ratio=0.1") for name in ("full", "oracle", "streamingllm")
-    ]
+    cells = [cell(tmp_path, f"method={name}", "ratio=0.1") for name in ("full", "oracle", "streamingllm")]
     (_, full), (folder, oracle), (streamed, streaming) = run_cells(cells)
     assert full.score == oracle.score == 1
     assert [(row.fields["depth"], row.score) for row in read_samples(streamed)] == [

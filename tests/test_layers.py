@@ -71,12 +71,8 @@ def test_this_module_imports_without_torch(module: str) -> None:
 def test_this_file_sees_a_stray_import() -> None:
     assert strays("engine", "def f():\n    import methods.full\n") == ["methods.full"]
     assert strays("engine", "if TYPE_CHECKING:\n    from methods.base import X\n") == []
-    assert strays("engine", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import methods\n") == [
-        "methods"
-    ]
-    assert strays("plots", "from evals.results import X\nfrom evals import runner\n") == [
-        "evals.runner"
-    ]
+    assert strays("engine", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import methods\n") == ["methods"]
+    assert strays("plots", "from evals.results import X\nfrom evals import runner\n") == ["evals.runner"]
     assert strays("plots", "import evals.results_of_others\n") == ["evals.results_of_others"]
     assert strays("kernels", "import torch\nfrom engine import store\n") == ["engine.store"]
     assert strays("evals", "from tests.conftest import x\nimport run\n") == [

@@ -27,9 +27,7 @@ COMMANDS = sorted({
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_docs_composes(command: str) -> None:
     words = check_overrides(command.replace("…", "DATA").split()[2:])
-    first = [
-        re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words if word != "-m"
-    ]  # a sweep's first cell
+    first = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words if word != "-m"]  # a sweep's first cell
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", first, return_hydra_config=True)
     settings(cfg, cfg.hydra.runtime.choices)
@@ -69,9 +67,7 @@ def test_the_example_method_does_what_its_page_says() -> None:
     assert config.pop("_target_") == "methods.largekeys.LargeKeys"
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 201, 16, generator=draw) for heads in (4, 2, 2))
-    row = row_of(
-        kind, build_params(kind, config, "method"), trace_of(k, v, 4, 200), request(tokens=80)
-    )
+    row = row_of(kind, build_params(kind, config, "method"), trace_of(k, v, 4, 200), request(tokens=80))
     step(row, q[:, :, 200:], k[:, :, 200:], v[:, :, 200:])
     attended = row.store.attended(0)
     assert attended.sum(-1).tolist() == [81] * 4

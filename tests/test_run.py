@@ -28,9 +28,7 @@ def shell(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
 def result_of(cell: Settings, **changes: Any) -> RunResult:
     """What a runner would say of this cell; what is not named was not measured."""
     named = {"schema_version", "notes", "prefill", "prefill_params"}  # have defaults
-    facts: dict[str, Any] = {
-        field.name: None for field in fields(RunResult) if field.name not in named
-    }
+    facts: dict[str, Any] = {field.name: None for field in fields(RunResult) if field.name not in named}
     facts |= {"method": cell.method.name, "method_label": cell.method.name.title(), "params": {}}
     facts |= {"task": cell.task.name, "task_version": 1, "dataset": "d", "data_source": "embedded"}
     facts |= {
@@ -93,9 +91,7 @@ def test_help_answers_at_once_and_lists_what_there_is() -> None:
 
 
 def test_help_imports_neither_torch_nor_hydra() -> None:
-    code = (
-        "import sys, run; run.main(['--help']); assert not {'torch', 'hydra'} & sys.modules.keys()"
-    )
+    code = "import sys, run; run.main(['--help']); assert not {'torch', 'hydra'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=RUN.parent, check=True, capture_output=True)
 
 
@@ -177,9 +173,7 @@ def test_a_model_needs_no_file(calls: list[list[Settings]]) -> None:
 
 
 @pytest.mark.usefixtures("calls")
-def test_hydra_leaves_nothing_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydra_leaves_nothing_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert code("ratio=0.1") == 0
     assert code("-m", "ratio=0.1,0.2") == 0
@@ -204,26 +198,20 @@ def test_the_table_shows_the_score_beside_its_price(capsys: pytest.CaptureFixtur
         assert word in shown
 
 
-def test_printing_a_configuration_runs_nothing(
-    calls: list[list[Settings]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printing_a_configuration_runs_nothing(calls: list[list[Settings]], capsys: pytest.CaptureFixture[str]) -> None:
     assert code("--cfg", "job", "method=full") == 0
     assert calls == []
     assert "_target_: methods.full.Full" in capsys.readouterr().out
 
 
-def test_out_of_memory_is_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory_is_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     oom = {"status": "oom", "n_oom": 4, "n_samples": 0, "score": None, "score_ci95": None}
     replace_runner(monkeypatch, lambda cells: [(Path("x"), result_of(cells[0], **oom))])
     assert code() == 1
     assert "Oracle (out of memory)" in capsys.readouterr().out
 
 
-def test_what_the_runner_refuses_is_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_runner_refuses_is_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run_cells(cells: list[Settings]) -> Any:
         raise ConfigError("the model's window is too short")
 

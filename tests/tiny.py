@@ -34,17 +34,13 @@ def tiny(kind: str = "llama", seed: int = 0) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # transformers draws initial weights from the global generator
         hf = transformers.AutoModelForCausalLM.from_config(config)
-        for weight in (
-            hf.parameters()
-        ):  # larger than the usual initial weights, so that attention is not uniform
+        for weight in hf.parameters():  # larger than the usual initial weights, so that attention is not uniform
             if weight.ndim > 1:
                 weight.data.normal_(std=0.25)
     hf.eval()
     hf.generation_config.eos_token_id = None  # answers have the length that was asked for
     transformers.AttentionInterface.register(NAME, _attention)
-    return Model(
-        hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny", _turner(hf)
-    )
+    return Model(hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny", _turner(hf))
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

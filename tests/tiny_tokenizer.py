@@ -22,9 +22,7 @@ CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
 
 
 def tiny_tokenizer(template: str | None, adds_bos: bool) -> Any:

@@ -38,9 +38,7 @@ def trace_of(k: Tensor, v: Tensor, h: int, s_prompt: int | None = None) -> Trace
 def request(
     ratio: str | None = None, tokens: int | None = None, comm: str = "0", compensate: bool = True
 ) -> BudgetRequest:
-    return BudgetRequest(
-        None if ratio is None else Fraction(ratio), tokens, Fraction(comm), compensate
-    )
+    return BudgetRequest(None if ratio is None else Fraction(ratio), tokens, Fraction(comm), compensate)
 
 
 def row_of(
@@ -62,9 +60,7 @@ def built(row: SelectiveAttention) -> Any:
     return row
 
 
-def step(
-    row: SelectiveAttention, q: Tensor, k: Tensor, v: Tensor, t: int = 1, layer: int = 0
-) -> Tensor:
+def step(row: SelectiveAttention, q: Tensor, k: Tensor, v: Tensor, t: int = 1, layer: int = 0) -> Tensor:
     """One decode step of one layer, (1, h, 1, d_h)."""
     return attend_group(type(row), [row], layer, q, k, v, row.trace.scales[layer], t)[0]
 

@@ -28,9 +28,7 @@ def some_parts(dtype: torch.dtype, h: int = 6, h_kv: int = 2, d_h: int = 16) -> 
     k, v = draw(1, h_kv, 40, d_h, seed=1, dtype=dtype), draw(1, h_kv, 40, d_h, seed=2, dtype=dtype)
     return [
         Part(k[:, :, :9], v[:, :, :9]),  # a view with strides of another tensor
-        Part(
-            draw(1, h, 7, d_h, seed=3, dtype=dtype), draw(1, h, 7, d_h, seed=4, dtype=dtype)
-        ),  # per query head
+        Part(draw(1, h, 7, d_h, seed=3, dtype=dtype), draw(1, h, 7, d_h, seed=4, dtype=dtype)),  # per query head
         Part(k[:, :, 20:21], v[:, :, 20:21]),  # a single token
         Part(k[:, :, 30:], v[:, :, 30:], mask=torch.arange(20).view(1, 2, 10) % 3 > 0),
         Part(k[:, :, 12:18], v[:, :, 12:18], q=draw(1, h, 1, d_h, seed=5, dtype=dtype)),
@@ -39,15 +37,11 @@ def some_parts(dtype: torch.dtype, h: int = 6, h_kv: int = 2, d_h: int = 16) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(0, 3), slice(3, 4), slice(0, 5)])
-def test_attention_over_parts_is_attention_over_their_union(
-    dtype: torch.dtype, which: slice
-) -> None:
+def test_attention_over_parts_is_attention_over_their_union(dtype: torch.dtype, which: slice) -> None:
     """Error at most twice that of plain torch in the same dtype, both against float64, plus a floor."""
     q, parts = draw(1, 6, 1, 16, dtype=dtype), some_parts(dtype)[which]
     exact = reference(q, parts, 0.25)
-    allowed = (
-        2 * (reference(q, parts, 0.25).to(dtype) - exact).abs().max() + 4 * torch.finfo(dtype).eps
-    )
+    allowed = 2 * (reference(q, parts, 0.25).to(dtype) - exact).abs().max() + 4 * torch.finfo(dtype).eps
     assert (attend(q, parts, 0.25) - exact).abs().max() <= allowed
     out, weights = attend_weights(q, parts, 0.25)
     assert (out - exact).abs().max() <= allowed
@@ -57,20 +51,14 @@ def test_attention_over_parts_is_attention_over_their_union(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("turned", [False, True])
-def test_chosen_rows_are_attended_to_as_if_they_were_copied(
-    dtype: torch.dtype, heads: int, turned: bool
-) -> None:
+def test_chosen_rows_are_attended_to_as_if_they_were_copied(dtype: torch.dtype, heads: int, turned: bool) -> None:
     q, others = draw(1, 6, 1, 16, dtype=dtype), some_parts(dtype)
     k, v = draw(1, 2, 40, 16, seed=6, dtype=dtype), draw(1, 2, 40, 16, seed=7, dtype=dtype)
-    idx = torch.stack(
-        [torch.randperm(45, generator=torch.Generator().manual_seed(i))[:11] for i in range(heads)]
-    )
+    idx = torch.stack([torch.randperm(45, generator=torch.Generator().manual_seed(i))[:11] for i in range(heads)])
     idx[1, 4:] = -1
     idx = idx.unsqueeze(0)
     late = (draw(1, 2, 5, 16, seed=8, dtype=dtype), draw(1, 2, 5, 16, seed=9, dtype=dtype))
-    chosen = Part(
-        k, v, idx >= 0, draw(1, 6, 1, 16, seed=5, dtype=dtype) if turned else None, idx, late
-    )
+    chosen = Part(k, v, idx >= 0, draw(1, 6, 1, 16, seed=5, dtype=dtype) if turned else None, idx, late)
     copied = chosen.gathered()
     owner = torch.arange(heads) // (heads // 2)
     rows = torch.cat([k, late[0]], 2)[0][owner.unsqueeze(1), idx[0].clamp(min=0)]
@@ -89,9 +77,7 @@ def test_chosen_rows_are_attended_to_as_if_they_were_copied(
 
 def test_a_part_that_is_all_padding_changes_nothing() -> None:
     q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
-    nothing = Part(
-        draw(1, 2, 3, 16), draw(1, 2, 3, 16), mask=torch.zeros(1, 2, 3, dtype=torch.bool)
-    )
+    nothing = Part(draw(1, 2, 3, 16), draw(1, 2, 3, 16), mask=torch.zeros(1, 2, 3, dtype=torch.bool))
     torch.testing.assert_close(attend(q, [*parts, nothing], 0.25), attend(q, parts, 0.25))
 
 
@@ -114,19 +100,13 @@ def test_causal_attention_sees_its_window_and_nothing_ahead(window: int | None) 
     logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.25
     distance = torch.arange(33).unsqueeze(1) - torch.arange(33)
     hidden = (distance < 0) | (distance >= (window or 33))
-    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double().repeat_interleave(
-        3, 1
-    )
-    torch.testing.assert_close(
-        causal(q, k, v, 0.25, window).double(), expected, atol=1e-6, rtol=1e-5
-    )
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double().repeat_interleave(3, 1)
+    torch.testing.assert_close(causal(q, k, v, 0.25, window).double(), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("h", "h_kv", "s"), [(4, 4, 1), (6, 2, 77), (9, 3, 700)])
-def test_keeping_log_sum_exps_changes_no_bit_of_the_output(
-    h: int, h_kv: int, s: int, dtype: torch.dtype
-) -> None:
+def test_keeping_log_sum_exps_changes_no_bit_of_the_output(h: int, h_kv: int, s: int, dtype: torch.dtype) -> None:
     # Laid out as models hand them over: (1, s, heads, d_h), transposed.
     q, k, v = (draw(1, s, n, 16, seed=n + 1, dtype=dtype).transpose(1, 2) for n in (h, h_kv, h_kv))
     out, lse = causal_lse(q, k, v, 0.25)

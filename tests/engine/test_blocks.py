@@ -18,9 +18,7 @@ def run_vectors(path: Path) -> list[Check]:
 
 
 def run_policy(policy: str, meta: dict, x: dict[str, np.ndarray]) -> str | None:
-    spec = BlockCacheSpec(
-        meta["capacity_blocks"] * meta["block"], meta["block"], meta["k_cache"], policy
-    )
+    spec = BlockCacheSpec(meta["capacity_blocks"] * meta["block"], meta["block"], meta["k_cache"], policy)
     cache = BlockCache(spec)
     for t, indices in enumerate(x["middle_indices"]):
         middle = torch.from_numpy(indices.astype(np.int64))
@@ -31,9 +29,7 @@ def run_policy(policy: str, meta: dict, x: dict[str, np.ndarray]) -> str | None:
         problem = first(
             differs(f"hits at step {t}", per_head, x[f"{policy}_hits"][t]),
             differs(f"sum of hits at step {t}", hits, x[f"{policy}_hits"][t].sum()),
-            differs(
-                f"updates at step {t}", order, x["update_blocks"][t][x["update_blocks"][t] >= 0]
-            ),
+            differs(f"updates at step {t}", order, x["update_blocks"][t][x["update_blocks"][t] >= 0]),
             differs(f"residents after step {t}", _padded(cache, x), x[f"{policy}_cached_after"][t]),
         )
         if problem:

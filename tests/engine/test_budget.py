@@ -47,9 +47,7 @@ def check_row(row: dict[str, int]) -> str | None:
         resolve(asked, row["s"], drops=True),
     )
     parts = split(budget.tokens, row["sinks"])
-    oracle = Oracle.Params(
-        "group_sum", row["sinks"], Fraction(1, 2), "inside", "official", "renormalise"
-    )
+    oracle = Oracle.Params("group_sum", row["sinks"], Fraction(1, 2), "inside", "official", "renormalise")
     official = Oracle.plan_for(oracle, budget, shape)
     h2o = H2O.Params(row["sinks"], Fraction(1, 2), "sum", "inside", "official")
     shares = H2O.plan_for(h2o, budget, shape)
@@ -70,24 +68,16 @@ def test_budgets_agree_with_the_table(path: Path) -> None:
     assert [problem for _, problem in cases] == [None] * len(cases)
 
 
-def ask(
-    ratio: str | None, tokens: int | None = None, comm: str = "1/64", compensate: bool = True
-) -> BudgetRequest:
-    return BudgetRequest(
-        None if ratio is None else Fraction(ratio), tokens, Fraction(comm), compensate
-    )
+def ask(ratio: str | None, tokens: int | None = None, comm: str = "1/64", compensate: bool = True) -> BudgetRequest:
+    return BudgetRequest(None if ratio is None else Fraction(ratio), tokens, Fraction(comm), compensate)
 
 
 def test_ratios_are_exact() -> None:
-    assert (
-        resolve(ask("0.29"), 100, False).tokens == 29
-    )  # floor(0.29 * 100) is 28 in floating point
+    assert resolve(ask("0.29"), 100, False).tokens == 29  # floor(0.29 * 100) is 28 in floating point
 
 
 def test_a_number_of_tokens_never_exceeds_the_prompt() -> None:
-    assert resolve(ask(None, 500), 100, False) == Budget(
-        100, 100, 100, Fraction(1, 64), Fraction(1)
-    )
+    assert resolve(ask(None, 500), 100, False) == Budget(100, 100, 100, Fraction(1, 64), Fraction(1))
 
 
 @given(
@@ -149,9 +139,7 @@ def test_the_whole_prompt_is_full_attention() -> None:
         ("0.2", None, "2", "comm=2"),
     ],
 )
-def test_impossible_budgets_name_their_key(
-    ratio: str | None, tokens: int | None, comm: str, key: str
-) -> None:
+def test_impossible_budgets_name_their_key(ratio: str | None, tokens: int | None, comm: str, key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         ask(ratio, tokens, comm)
 

@@ -37,15 +37,11 @@ def rows_for(
     return [built(row) for row in rows]
 
 
-def say(
-    model: Model, ids: list[int], *kinds: tuple[type[SelectiveAttention], Any, str], **options: Any
-) -> Decoded:
+def say(model: Model, ids: list[int], *kinds: tuple[type[SelectiveAttention], Any, str], **options: Any) -> Decoded:
     with model.hooked():
         trace = prefill(model, ids)
         n_new = NEW + len(options.get("feed", ()))
-        return decode(
-            model, trace, rows_for(trace, *kinds, n_new=n_new), max_new_tokens=NEW, **options
-        )
+        return decode(model, trace, rows_for(trace, *kinds, n_new=n_new), max_new_tokens=NEW, **options)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -104,9 +100,7 @@ def test_a_question_read_through_a_whole_cache_changes_nothing() -> None:
     """context_only with full attention is full attention over both parts."""
     model, ids = tiny(), prompt(60)
     expected = generated(model, ids)
-    answers = say(
-        model, ids[:45], (Full, Full.Params(), "1"), (Oracle, ORACLE, "1"), feed=ids[45:]
-    ).answers
+    answers = say(model, ids[:45], (Full, Full.Params(), "1"), (Oracle, ORACLE, "1"), feed=ids[45:]).answers
     assert [answer.ids for answer in answers] == [expected, expected]
 
 
@@ -118,9 +112,7 @@ def test_a_question_is_read_through_the_compressed_cache() -> None:
         decode(model, trace, rows, max_new_tokens=NEW, feed=ids[45:])
     entries = [entry for entry in rows[0].store.ledger.entries if entry.layer == 0]
     assert [entry.step for entry in entries] == list(range(1, 15 + NEW))
-    assert {entry.attended // 6 for entry in entries} == {
-        9 + 1
-    }  # ratio 0.2 of 45 tokens, and the current one
+    assert {entry.attended // 6 for entry in entries} == {9 + 1}  # ratio 0.2 of 45 tokens, and the current one
 
 
 def test_answers_do_not_depend_on_who_else_is_in_the_batch() -> None:

@@ -10,11 +10,7 @@ BUDGET = Budget(100, 20, 20, Fraction(1, 10), Fraction(1, 5))
 
 def entry(step: int, layer: int, attended: int, **fields: int) -> Entry:
     zeros = dict.fromkeys(Entry._fields, 0)
-    return Entry(
-        **zeros
-        | {"step": step, "layer": layer, "tokens": 100 + step, "attended": 4 * attended}
-        | fields
-    )
+    return Entry(**zeros | {"step": step, "layer": layer, "tokens": 100 + step, "attended": 4 * attended} | fields)
 
 
 def ledger(*entries: Entry) -> Ledger:
@@ -42,12 +38,12 @@ def test_exempt_layers_are_left_out_of_the_check_but_not_of_the_means() -> None:
 
 def test_finding_bytes_beyond_comm_break_the_budget() -> None:
     limit = find_bytes(SHAPE, BUDGET)
-    assert ledger(
-        entry(1, 0, 21, moved_meta_bytes=limit), entry(1, 1, 21, moved_meta_bytes=limit)
-    ).within(BUDGET, SHAPE)
-    assert not ledger(
-        entry(1, 0, 21, moved_meta_bytes=limit + 1), entry(1, 1, 21, moved_meta_bytes=limit)
-    ).within(BUDGET, SHAPE)
+    assert ledger(entry(1, 0, 21, moved_meta_bytes=limit), entry(1, 1, 21, moved_meta_bytes=limit)).within(
+        BUDGET, SHAPE
+    )
+    assert not ledger(entry(1, 0, 21, moved_meta_bytes=limit + 1), entry(1, 1, 21, moved_meta_bytes=limit)).within(
+        BUDGET, SHAPE
+    )
 
 
 def test_a_summary_is_per_step_and_over_all_layers() -> None:

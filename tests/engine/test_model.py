@@ -31,16 +31,12 @@ def converter(calls: list[Path], seconds: float = 0.2) -> object:
     return convert
 
 
-def test_two_at_once_convert_a_file_once_and_see_it_whole(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once_convert_a_file_once_and_see_it_whole(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
     monkeypatch.setattr(model, "_convert_gguf", converter(calls))
     seen: list[str] = []
     threads = [
-        threading.Thread(
-            target=lambda: seen.append((model.from_gguf(gguf) / "model.safetensors").read_text())
-        )
+        threading.Thread(target=lambda: seen.append((model.from_gguf(gguf) / "model.safetensors").read_text()))
         for _ in range(3)
     ]
     for thread in threads:
@@ -51,9 +47,7 @@ def test_two_at_once_convert_a_file_once_and_see_it_whole(
     assert len(calls) == 1
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_that_fails_leaves_nothing_behind(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(file: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_text("half")
         raise OSError("no space left")
@@ -68,9 +62,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
-def test_another_file_under_the_same_name_is_converted_anew(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_file_under_the_same_name_is_converted_anew(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
     monkeypatch.setattr(model, "_convert_gguf", converter(calls, 0))
     first = model.from_gguf(gguf)

@@ -36,9 +36,7 @@ def test_window_scores_are_the_weights_of_full_attention_whatever_the_chunk(
 def test_window_scores_of_a_smaller_window_need_only_the_last_of_the_kept_queries() -> None:
     q, k = draw(4, 2, 40)
     kept = LastQueries(16).observe(q, k, 0.25)
-    torch.testing.assert_close(
-        window_scores(kept[:, :, -5:], k, 0.25), window_scores(q[:, :, -5:], k, 0.25)
-    )
+    torch.testing.assert_close(window_scores(kept[:, :, -5:], k, 0.25), window_scores(q[:, :, -5:], k, 0.25))
 
 
 def test_window_scores_are_float32_for_models_in_half_precision() -> None:
@@ -52,9 +50,7 @@ def test_window_scores_of_a_prompt_that_is_all_window_are_empty() -> None:
     assert window_scores(LastQueries(32).observe(q, k, 0.25), k, 0.25).shape == (1, 4, 0)
 
 
-def plain_band(
-    q: torch.Tensor, k: torch.Tensor, scale: float, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_band(q: torch.Tensor, k: torch.Tensor, scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights at distances below `window`, and logits at distances 1 to `window`, summed over queries in float64."""
     s = q.shape[2]
     logits = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale

@@ -85,9 +85,7 @@ def test_spans_of_a_pass_add_up_to_it(kind: type) -> None:
         whole = sum(at.stop - at.start for at in record.stretches() if at.depth == 0)
         assert sum(record.seconds().values()) == pytest.approx(whole)
         assert whole <= measured
-    wanted = {"step", "attention", "append", "after"} | (
-        set() if kind is Full else {"search", "fetch"}
-    )
+    wanted = {"step", "attention", "append", "after"} | (set() if kind is Full else {"search", "fetch"})
     assert set(said.seconds()) == wanted
     assert {"prefill", "attention", "build"} <= set(read.seconds())
 

@@ -108,9 +108,7 @@ def test_in_half_precision_it_errs_no_more_than_plain_attention_over_the_mask() 
 
 @pytest.mark.parametrize("n", [1, 5, 40])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 25])
-def test_votes_are_sums_over_the_last_queries(
-    n: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_votes_are_sums_over_the_last_queries(n: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "CHUNK_BYTES", chunk_bytes)
     q, k, _ = draw(40, 6, 2)
     found = votes(q[:, :, -n:], k, 0.25)

@@ -87,9 +87,7 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
         return
     heads = data.draw(st.sampled_from([H_KV, H]))
     k = data.draw(st.integers(1, len(on_host)))
-    idx = torch.stack(
-        [torch.tensor(data.draw(st.permutations(on_host)))[:k] for _ in range(heads)]
-    ).unsqueeze(0)
+    idx = torch.stack([torch.tensor(data.draw(st.permutations(on_host)))[:k] for _ in range(heads)]).unsqueeze(0)
     part = store.fetch(0, idx).gathered()
     owner = torch.arange(heads) // (heads // H_KV)
     assert torch.equal(part.k[0, :, :, 0], idx[0] + 1000.0 * owner.unsqueeze(1))
@@ -153,17 +151,13 @@ def test_dropped_tokens_are_nowhere() -> None:
     feed(store, 2, 20)
     assert [entry.resident_host_bytes for entry in store.ledger.entries] == [0, 0]
     assert store.ledger.entries[-1].resident_kv_bytes == 3 * H_KV * D * 2 * 2
-    assert (
-        store.allocated_bytes() == 2 * H_KV * 3 * D * 4
-    )  # K and V of one kept and two new tokens, float32
+    assert store.allocated_bytes() == 2 * H_KV * 3 * D * 4  # K and V of one kept and two new tokens, float32
 
 
 def test_cached_blocks_are_hits_and_move_nothing() -> None:
     store = Store(counting_trace(40), 4, BlockCacheSpec(8, 4, 2, "lru"))
     store.offload(0, 2, 6)
-    idx = torch.tensor(
-        [[[2, 3, 10], [2, 4, 11]]]
-    )  # middle indices 0, 1, 8 and 0, 2, 9: blocks 0 and 2
+    idx = torch.tensor([[[2, 3, 10], [2, 4, 11]]])  # middle indices 0, 1, 8 and 0, 2, 9: blocks 0 and 2
     for t in range(2):
         store.append(0, token(40 + t), -token(40 + t))
         store.fetch(0, idx)
@@ -229,7 +223,5 @@ def test_placing_a_layer_twice_is_our_mistake() -> None:
 def test_gathered_rows_are_those_of_their_head(heads: int) -> None:
     tokens = torch.randn(1, H_KV, 15, D)
     idx = torch.randint(0, 15, (1, heads, 6))
-    expected = tokens.repeat_interleave(heads // H_KV, 1).gather(
-        2, idx.unsqueeze(-1).expand(-1, -1, -1, D)
-    )
+    expected = tokens.repeat_interleave(heads // H_KV, 1).gather(2, idx.unsqueeze(-1).expand(-1, -1, -1, D))
     assert torch.equal(gather_tokens(tokens, idx), expected)

@@ -26,9 +26,7 @@ def test_an_explicit_folder_must_exist() -> None:
         data.data_roots("/nowhere/at/all")
 
 
-def test_the_variable_wins_over_the_sibling_folder_and_the_cache_comes_last(
-    no_home: Path, monkeypatch
-) -> None:
+def test_the_variable_wins_over_the_sibling_folder_and_the_cache_comes_last(no_home: Path, monkeypatch) -> None:
     monkeypatch.setenv("KVBENCH_DATA", str(no_home / "mine"))
     mine, sibling, cache = data.data_roots(None)
     assert mine == no_home / "mine"

@@ -77,9 +77,7 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(len(content) - start))
             if wanted:
-                self.send_header(
-                    "Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}"
-                )
+                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
             self.end_headers()
             if is_head:
                 return
@@ -148,9 +146,7 @@ def test_all_files_arrive_where_the_loader_looks(site, sources, tmp_path: Path) 
     assert not list(tmp_path.rglob("*.zip"))
 
 
-def test_what_is_here_is_not_asked_for_again_and_what_was_deleted_is(
-    site, sources, tmp_path
-) -> None:
+def test_what_is_here_is_not_asked_for_again_and_what_was_deleted_is(site, sources, tmp_path) -> None:
     fetch.fetch("bench", tmp_path)
     site.asked.clear()
     fetch.fetch("bench", tmp_path)
@@ -192,9 +188,7 @@ def made(folder: Path) -> Path:
     return folder / "bench" / fetch.RECORD
 
 
-def test_a_download_that_broke_off_goes_on_where_it_stopped(
-    site, sources, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_download_that_broke_off_goes_on_where_it_stopped(site, sources, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     site.break_at = 3 * len(BIG) // 4
     piece, record = sources["bench"][2], made(tmp_path)
@@ -212,9 +206,7 @@ def test_without_a_network_one_sentence_says_what_to_do(sources, monkeypatch, tm
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("KVBENCH_GITHUB", "http://127.0.0.1:9")
     for piece in sources["bench"][::2]:
-        with pytest.raises(
-            ConfigError, match=rf"cannot be fetched from http.*{piece.target}.*data_dir"
-        ):
+        with pytest.raises(ConfigError, match=rf"cannot be fetched from http.*{piece.target}.*data_dir"):
             fetch.fetch("bench", tmp_path, only=[piece.target])
     assert fetch.main(["bench", "--into", str(tmp_path)]) == 2
     said = capsys.readouterr()

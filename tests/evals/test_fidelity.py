@@ -69,9 +69,7 @@ class Recording(Comparison):
         self.shown: list[tuple[int, int, int, Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         self.logits: list[Tensor] = []  # of each step, in the order of the rows
 
-    def attended(
-        self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         super().attended(layer, order, q, k, v, out)
         for place, row in enumerate(order):
             if row < len(self.rows):
@@ -101,16 +99,12 @@ def lesson(k: int | None = None) -> tuple[Model, Trace, Recording, list[int]]:
     observations = [
         what
         for kind, params in made
-        for what in kind.observations(
-            params, kind.plan_for(params, kind.budget_for(asked, S), model.shape)
-        )
+        for what in kind.observations(params, kind.plan_for(params, kind.budget_for(asked, S), model.shape))
     ]
     with model.hooked():
         trace = prefill(model, ids[:S], observations)
         rows = [built(kind(params, asked, trace, STEPS)) for kind, params in made]
-        full = built(
-            Full(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), trace, STEPS)
-        )
+        full = built(Full(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), trace, STEPS))
         watch = Recording(trace, rows, STEPS, values(k=k))
         decode(model, trace, [*rows, full], max_new_tokens=0, feed=ids[S:], watch=watch)
     return model, trace, watch, ids
@@ -155,10 +149,7 @@ def test_divergence_and_agreement_are_from_one_plain_pass_over_the_same_tokens()
         own = logits.double().log_softmax(-1)
         assert torch.allclose(own[4], full[step], atol=1e-4)
         for row in range(4):
-            kl = sum(
-                math.exp(p) * (p - q)
-                for p, q in zip(full[step].tolist(), own[row].tolist(), strict=True)
-            )
+            kl = sum(math.exp(p) * (p - q) for p, q in zip(full[step].tolist(), own[row].tolist(), strict=True))
             assert watch.by_step["kl"][step, row].item() == pytest.approx(kl, abs=1e-4)
             agrees = own[row].argmax() == full[step].argmax()
             assert watch.by_step["agreement"][step, row] == agrees
@@ -173,9 +164,7 @@ def test_a_sample_is_marked_with_means_over_the_layers_that_count() -> None:
     assert clusters.score == pytest.approx(recalls[2, :, 1].mean().item(), abs=1e-6)
     assert oracle.score == pytest.approx(recalls[:, :, 0].mean().item(), abs=1e-6)
     assert clusters.fields["by_layer"]["recall"][:2] == [1, 1]
-    assert oracle.fields["by_step"]["recall"] == pytest.approx(
-        recalls[:, :, 0].mean(0).tolist(), abs=1e-6
-    )
+    assert oracle.fields["by_step"]["recall"] == pytest.approx(recalls[:, :, 0].mean(0).tolist(), abs=1e-6)
     watch.params = values(skip_layers=[0])
     assert watch.marks()[0].score == pytest.approx(recalls[1:, :, 0].mean().item(), abs=1e-6)
 
@@ -187,8 +176,7 @@ def test_equal_logits_at_the_border_count_for_the_variant(k: int | None) -> None
         logits = torch.randint(0, 4, (3, 30), generator=generator).float()
         seen = torch.rand(3, 30, generator=generator) < 0.4
         wanted = [
-            share_of_best(row, mask, min(k or int(mask.sum()), 30))
-            for row, mask in zip(logits, seen, strict=True)
+            share_of_best(row, mask, min(k or int(mask.sum()), 30)) for row, mask in zip(logits, seen, strict=True)
         ]
         assert recall(logits, seen, k).item() == pytest.approx(sum(wanted) / 3)
 
@@ -196,18 +184,14 @@ def test_equal_logits_at_the_border_count_for_the_variant(k: int | None) -> None
 # --- whole runs ---
 
 
-def test_full_attention_and_the_whole_prompt_are_perfect_and_less_is_not(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_full_attention_and_the_whole_prompt_are_perfect_and_less_is_not(checkpoint: Path, tmp_path: Path) -> None:
     perfect = [["method=full"], *([f"method={name}", "ratio=1"] for name in ("oracle", "snapkv"))]
     less = [["method=oracle"], ["method=streamingllm"], ["method=pyramidinfer", "ratio=0.7"]]
     done = sweep(words(checkpoint), [*perfect, *less], tmp_path / "sweep")
     for result, rows in done[:3]:
         assert result.metric == "recall" and result.score == 1
         measures = result.measures or {}
-        assert measures == pytest.approx(
-            {"recall": 1, "mass": 1, "output_error": 0, "kl": 0, "agreement": 1}, abs=1e-5
-        )
+        assert measures == pytest.approx({"recall": 1, "mass": 1, "output_error": 0, "kl": 0, "agreement": 1}, abs=1e-5)
         assert len(rows) == 2
     for result, rows in done[3:]:
         assert result.score == pytest.approx(number(result, "recall"))
@@ -251,9 +235,7 @@ def test_variants_side_by_side_are_measured_as_alone(checkpoint: Path, tmp_path:
         assert alone.measures == pytest.approx(together[i][0].measures, abs=2e-5)
 
 
-def test_a_finished_run_is_read_again_and_has_a_table_of_its_layers(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_read_again_and_has_a_table_of_its_layers(checkpoint: Path, tmp_path: Path) -> None:
     result, rows = run(words(checkpoint, "method=quest", "comm=1/8"), tmp_path / "run")
     assert read_runs(tmp_path) == [(tmp_path / "run", result)]
     with (tmp_path / "run" / "layers.csv").open() as file:
@@ -284,9 +266,7 @@ def write(file: Path, *rows: Any) -> Path:
     return file
 
 
-def test_lines_hold_texts_prompts_and_prompts_with_a_continuation(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_lines_hold_texts_prompts_and_prompts_with_a_continuation(checkpoint: Path, tmp_path: Path) -> None:
     prose = embedded_prose()
     file = write(
         tmp_path / "my.jsonl",
@@ -371,9 +351,7 @@ def test_a_bad_line_is_named_and_refused_or_skipped_as_asked(
         ("a.txt", None, r"a\.txt is no file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(
-    tmp_path: Path, name: str, content: bytes | None, said: str
-) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=said):

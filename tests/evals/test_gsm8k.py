@@ -190,9 +190,7 @@ def run_vectors(path: Path) -> list[tuple[str, str | None]]:
         results += [(f"samples[{i}].{name}", differs(*pair)) for name, pair in ours.items()]
     for j, name in enumerate(("cot", "hash4")):
         mean = sum(pair[j] for pair in pairs) / len(pairs)
-        results.append(
-            (f"aggregate.{name}", differs(mean, vectors["aggregate"][f"{name}_accuracy"]))
-        )
+        results.append((f"aggregate.{name}", differs(mean, vectors["aggregate"][f"{name}_accuracy"])))
     return results
 
 
@@ -200,9 +198,7 @@ def differs(ours: object, official: object) -> str | None:
     return None if ours == official else f"{ours} instead of {official}"
 
 
-def test_a_finished_run_says_both_accuracies_and_the_length_after_the_cut(
-    tokenizer, folder
-) -> None:
+def test_a_finished_run_says_both_accuracies_and_the_length_after_the_cut(tokenizer, folder) -> None:
     made, _ = samples(folder, tokenizer)
     rows = [
         {"prediction": "5\nQuestion: 9?", "references": ["#### 5"], "score": 1.0},

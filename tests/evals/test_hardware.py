@@ -31,9 +31,7 @@ def test_a_step_without_attention_reads_all_weights_once() -> None:
     assert found.tpot_s == pytest.approx(LAYERS.weight_bytes / 1e9)
     # Weights are read once for the whole batch, K and V once per request.
     counts = replace(NOTHING, attended_bytes=1e6)
-    assert predict(counts, LAYERS, PLAIN, 16, 3).tpot_s == pytest.approx(
-        LAYERS.weight_bytes / 1e9 + 2 * 3 * 1e6 / 1e9
-    )
+    assert predict(counts, LAYERS, PLAIN, 16, 3).tpot_s == pytest.approx(LAYERS.weight_bytes / 1e9 + 2 * 3 * 1e6 / 1e9)
 
 
 def test_a_fetch_is_waited_for_and_finding_is_hidden_behind_a_layer() -> None:
@@ -79,9 +77,7 @@ def test_counts_lie_on_a_line_through_two_lengths(name: str) -> None:
     # A dropping method gets what 1/64 of the keys' bytes would have moved as tokens: 1/128 of the prompt.
     share += 1 / 128 if name == "snapkv" else 0
     whole_pages = 0.1 if name == "quest" else 0.01
-    assert far.attended_bytes == pytest.approx(
-        share * 3072 * shape.h_kv * 4 * shape.d_h, rel=whole_pages
-    )
+    assert far.attended_bytes == pytest.approx(share * 3072 * shape.h_kv * 4 * shape.d_h, rel=whole_pages)
     assert (far.moved_kv_bytes > 0) == (name == "quest") == (far.offloaded_bytes > 0)
 
 
@@ -106,14 +102,10 @@ def test_every_hardware_file_is_whole(name: str) -> None:
 
 def test_the_command_says_that_it_simulates(capsys, tmp_path) -> None:
     words = ["--model", "smollm2-135m", "--methods", "full", "snapkv", "--lengths", "4096", "8192"]
-    assert (
-        main([*words, "--on", "laptop", "rtx4090-pcie1", "--csv", str(tmp_path / "rows.csv")]) == 0
-    )
+    assert main([*words, "--on", "laptop", "rtx4090-pcie1", "--csv", str(tmp_path / "rows.csv")]) == 0
     assert "simulated, not measured" in capsys.readouterr().out
     lines = (tmp_path / "rows.csv").read_text().splitlines()
-    assert (
-        len(lines) == 1 + 8 and lines[0].startswith("simulated,") and lines[1].startswith("True,")
-    )
+    assert len(lines) == 1 + 8 and lines[0].startswith("simulated,") and lines[1].startswith("True,")
 
 
 @pytest.mark.parametrize(

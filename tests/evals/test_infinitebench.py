@@ -486,9 +486,7 @@ def test_a_finished_run_says_each_tasks_mean_and_where_the_official_scorer_raise
 # --- sources and refusals ----------------------------------------------------------------------
 
 
-def test_files_are_fetched_where_none_is_there_and_none_was_named(
-    monkeypatch, tokenizer, folder: Path
-) -> None:
+def test_files_are_fetched_where_none_is_there_and_none_was_named(monkeypatch, tokenizer, folder: Path) -> None:
     asked = []
 
     def fetch(name: str, root: Path | None, *, only):
@@ -549,9 +547,7 @@ GOOD = json.dumps(published("passkey"))
         ("passkey", GOOD, "id=0 stands in line 1 already"),
     ],
 )
-def test_a_bad_row_is_named_and_refused_or_skipped(
-    tokenizer, folder: Path, name: str, bad: str, message: str
-) -> None:
+def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder: Path, name: str, bad: str, message: str) -> None:
     write(folder, name, json.dumps(published(name)), bad, json.dumps(published(name, id=2)))
     with pytest.raises(ConfigError, match=rf"{name}\.jsonl, line 2: .*{message}"):
         task(folder, datasets=[name]).check(shape())

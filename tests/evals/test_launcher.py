@@ -40,8 +40,7 @@ def sweep(model: Path, tmp_path: Path) -> Callable[..., dict[str, list[dict[str,
         ]
         cells = [cell([*given, f"method={m}", *words], tmp_path / out, True) for m in METHODS]
         return {
-            result.method: [row.to_dict() for row in read_samples(folder)]
-            for folder, result in runner.run_cells(cells)
+            result.method: [row.to_dict() for row in read_samples(folder)] for folder, result in runner.run_cells(cells)
         }
 
     return run
@@ -49,8 +48,7 @@ def sweep(model: Path, tmp_path: Path) -> Callable[..., dict[str, list[dict[str,
 
 def said(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     return {
-        method: [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
-        for method, rows in found.items()
+        method: [{k: v for k, v in row.items() if k not in TIMES} for row in rows] for method, rows in found.items()
     }
 
 

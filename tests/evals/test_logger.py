@@ -58,8 +58,7 @@ def read_back(folder: Path) -> dict[str, Any]:
             )
         elif kind == "summary":
             found["summary"] |= {
-                "/".join(u.nested_key) or u.key: json.loads(u.value_json)
-                for u in record.summary.update
+                "/".join(u.nested_key) or u.key: json.loads(u.value_json) for u in record.summary.update
             }
         elif kind == "exit":
             found["exit"] = record.exit.exit_code
@@ -118,9 +117,7 @@ def test_a_run_is_copied_once_and_a_copy_that_was_cut_off_is_made_again(
     assert read_back(folder)["summary"]["score"] == 1.0  # which finds one folder only
 
 
-def test_runs_survive_a_logger_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_runs_survive_a_logger_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     done = dict(write_run(tmp_path, "quest", [1.0], ratio=ratio) for ratio in ("1/5", "1/10"))
     monkeypatch.setattr(Wandb, "copy", fail)
     words = ["method=full", "task=needle", "logger=wandb"]
@@ -130,9 +127,7 @@ def test_runs_survive_a_logger_that_fails(
     assert capsys.readouterr().err.count("the disk is full") == 1
 
 
-def test_no_account_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_account_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ConfigError, match="WANDB_MODE=offline"):
         run_cells([cell(["method=full", "task=needle", "logger=wandb"], tmp_path / "run")])

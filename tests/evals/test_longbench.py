@@ -138,9 +138,7 @@ def test_fields_are_put_in_once_and_braces_in_them_stay(tokenizer, folder) -> No
     assert first.fields["was_cut"] is False
 
 
-@pytest.mark.parametrize(
-    ("name", "wrapped"), [("qasper", True), ("samsum", False), ("trec", False), ("lcc", False)]
-)
+@pytest.mark.parametrize(("name", "wrapped"), [("qasper", True), ("samsum", False), ("trec", False), ("lcc", False)])
 def test_only_instructions_are_wrapped_and_there_is_one_bos(tokenizer, folder, name, wrapped) -> None:  # fmt: skip
     _, (first, *_) = samples(folder, tokenizer, name)
     for scope in ("full_prompt", "context_only"):
@@ -489,9 +487,7 @@ def test_the_hub_is_asked_where_the_source_says_so(folder, monkeypatch, tokenize
     assert (made.data_source, made.whose) == ("hub", "official")
 
 
-def test_named_datasets_are_taken_from_a_folder_and_then_from_the_hub(
-    folder, tmp_path, monkeypatch, tokenizer
-) -> None:
+def test_named_datasets_are_taken_from_a_folder_and_then_from_the_hub(folder, tmp_path, monkeypatch, tokenizer) -> None:
     asked = []
     roots = [tmp_path / "empty"]
     monkeypatch.setattr(data, "data_roots", lambda data_dir: roots)

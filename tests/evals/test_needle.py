@@ -290,9 +290,7 @@ def test_instruct_is_the_same_text_as_a_users_turn(tokenizer, folder: Path) -> N
     assert (turn.use_chat, turn.stop_at_newline, turn.max_new_tokens) == (True, False, 128)
 
 
-def test_kamradts_context_and_question_are_one_turn_after_its_system_turn(
-    tokenizer, folder
-) -> None:
+def test_kamradts_context_and_question_are_one_turn_after_its_system_turn(tokenizer, folder) -> None:
     sample = only(task(folder, style="kamradt").samples(tokenizer))
     assert sample.system_prompt == "Answer from the text."
     assert sample.question == "\n\nWhich walk is the nicest? Be short."
@@ -309,9 +307,7 @@ def test_a_magic_number_is_hidden_and_asked_for_by_its_city(tokenizer, folder: P
 
 
 @pytest.mark.parametrize("style", ["own", "own_name", "magic_number"])
-def test_several_needles_are_all_hidden_asked_for_and_counted(
-    tokenizer, folder: Path, style: str
-) -> None:
+def test_several_needles_are_all_hidden_asked_for_and_counted(tokenizer, folder: Path, style: str) -> None:
     made = task(folder, style=style, needles=3, depths=[10])
     sample = only(made.samples(tokenizer))
     assert len(set(sample.references)) == len(sample.fields["needle_index"]) == 3

@@ -155,9 +155,7 @@ def test_an_experiment_needs_no_plus() -> None:
 
 @pytest.mark.usefixtures("conf")
 def test_a_misspelt_experiment_is_named() -> None:
-    assert refused("-m", "+experiment=papre").startswith(
-        "no experiment 'papre'; did you mean 'paper'"
-    )
+    assert refused("-m", "+experiment=papre").startswith("no experiment 'papre'; did you mean 'paper'")
 
 
 @pytest.mark.usefixtures("conf")
@@ -167,17 +165,13 @@ def test_an_experiment_that_sweeps_asks_for_the_flag() -> None:
 
 @pytest.mark.usefixtures("conf")
 def test_keys_are_looked_up_in_every_file_that_the_experiment_sweeps() -> None:
-    assert refused("-m", "+experiment=paper", "method.agg=x").endswith(
-        "method=full has no keys to set"
-    )
+    assert refused("-m", "+experiment=paper", "method.agg=x").endswith("method=full has no keys to set")
     assert check_overrides(["-m", "+experiment=paper", "method=oracle", "method.agg=x"])
 
 
 def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
     file = conf / "experiment" / "paper.yaml"
     file.write_text(EXPERIMENT.replace("full,oracle", "full,orcale"))
-    assert refused("-m", "+experiment=paper").startswith(
-        "no method 'orcale'; did you mean 'oracle'"
-    )
+    assert refused("-m", "+experiment=paper").startswith("no method 'orcale'; did you mean 'oracle'")
     file.write_text(EXPERIMENT.replace("ratio: 0.1", "rato: 0.1"))
     assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")

@@ -42,9 +42,7 @@ def words(checkpoint: Path, book: Path, *more: str) -> list[str]:
 def task(data_dir: Path | None = None, **changes: Any) -> PG19:
     values = yaml.safe_load((CONF / "task" / "pg19.yaml").read_text())
     assert values.pop("_target_") == "evals.pg19.PG19"
-    made = PG19(
-        build_params(PG19, values | changes, "task"), None if data_dir is None else str(data_dir), 0
-    )
+    made = PG19(build_params(PG19, values | changes, "task"), None if data_dir is None else str(data_dir), 0)
     made.check(shape())
     return made
 
@@ -63,15 +61,11 @@ def plain_losses(checkpoint: Path, ids: list[int]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
 
 
-@pytest.mark.parametrize(
-    ("protocol", "n_targets"), [((), 20), (("task.protocol=reprefill", "task.targets=7"), 1)]
-)
+@pytest.mark.parametrize(("protocol", "n_targets"), [((), 20), (("task.protocol=reprefill", "task.targets=7"), 1)])
 def test_full_attention_has_the_perplexity_of_one_plain_forward_pass(
     checkpoint: Path, book: Path, tmp_path: Path, protocol: tuple[str, ...], n_targets: int
 ) -> None:
-    result, rows = run(
-        words(checkpoint, book, "method=full", *protocol), tmp_path / f"run-{n_targets}"
-    )
+    result, rows = run(words(checkpoint, book, "method=full", *protocol), tmp_path / f"run-{n_targets}")
     assert result.metric == "perplexity"
     bos, *ids = tiny_tokenizer(None, adds_bos=True).encode(book.read_text())
     total, seen = 0.0, 0
@@ -95,9 +89,7 @@ def test_with_the_whole_prompt_every_method_equals_full_attention_and_else_none_
     methods = ("oracle", "streamingllm", "snapkv", "quest", "clusterkv", "pyramidinfer")
     whole = [[f"method={name}", "ratio=1"] for name in methods]
     less = [[f"method={name}", "ratio=0.3", "comm=1/8"] for name in ("oracle", "streamingllm")]
-    (full, _), *others = sweep(
-        words(checkpoint, book), [["method=full"], *whole, *less], tmp_path / "sweep"
-    )
+    (full, _), *others = sweep(words(checkpoint, book), [["method=full"], *whole, *less], tmp_path / "sweep")
     scores = [result.score for result, _ in others]
     assert scores[: len(whole)] == pytest.approx([full.score] * len(whole), rel=1e-5)
     for score in scores[len(whole) :]:
@@ -107,9 +99,7 @@ def test_with_the_whole_prompt_every_method_equals_full_attention_and_else_none_
     assert alone.score == pytest.approx(scores[-1], rel=1e-6)
 
 
-def test_the_curve_of_a_run_can_be_merged_from_its_losses(
-    checkpoint: Path, book: Path, tmp_path: Path
-) -> None:
+def test_the_curve_of_a_run_can_be_merged_from_its_losses(checkpoint: Path, book: Path, tmp_path: Path) -> None:
     result, rows = run(words(checkpoint, book, "method=full"), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "perplexity.json").read_text())
     assert [(each["length"], each["targets"]) for each in found["lengths"]] == [(60, 40), (150, 40)]
@@ -118,9 +108,7 @@ def test_the_curve_of_a_run_can_be_merged_from_its_losses(
         (length + 1 + first, n, 2 * n) for length in (60, 150) for first, n in [(0, 8), (8, 8), (16, 4)]
     ]  # fmt: skip
     assert found["bins"][-1]["running"] == pytest.approx(result.score, rel=1e-5)
-    assert sum(b["nll_sum"] for b in found["bins"]) == pytest.approx(
-        sum(row.fields["nll_sum"] for row in rows)
-    )
+    assert sum(b["nll_sum"] for b in found["bins"]) == pytest.approx(sum(row.fields["nll_sum"] for row in rows))
 
 
 def line(score: float | None, n: int) -> SampleRow:
@@ -225,9 +213,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("bad", "said"), BAD, ids=[said for _, said in BAD])
-def test_a_bad_line_is_named_and_refused_or_skipped_as_asked(
-    tmp_path: Path, bad: bytes, said: str
-) -> None:
+def test_a_bad_line_is_named_and_refused_or_skipped_as_asked(tmp_path: Path, bad: bytes, said: str) -> None:
     file = tmp_path / "books.jsonl"
     last = b'{"text": "Another line that can be read, to the end."}'
     file.write_bytes(b"\n".join([GOOD, bad, last]) + b"\n")

@@ -128,9 +128,7 @@ def test_cells_share_a_pass_by_prefill_and_say_what_they_say_alone(
 
     monkeypatch.setattr(runner, "prefill", counting)
     variants = [
-        [*prefill, f"method={method}"]
-        for prefill in (["prefill=exact"], SPARSE)
-        for method in ("full", "snapkv")
+        [*prefill, f"method={method}"] for prefill in (["prefill=exact"], SPARSE) for method in ("full", "snapkv")
     ]
     together = sweep([*model, *NEEDLE, "ratio=0.3"], variants, tmp_path / "sweep")
     assert len(passes) == 4 and sum(sparsity is not None for sparsity in passes) == 2
@@ -156,9 +154,7 @@ def test_the_printed_table_tells_two_sparsities_apart(model: list[str], tmp_path
     assert cells == ["MInference prefill.n_slash=8", "MInference prefill.n_slash=16"]
 
 
-def test_fidelity_is_to_full_attention_behind_an_exact_prefill(
-    model: list[str], tmp_path: Path
-) -> None:
+def test_fidelity_is_to_full_attention_behind_an_exact_prefill(model: list[str], tmp_path: Path) -> None:
     words = [*model, "task=fidelity", "task.prompt_tokens=200", "task.windows=1", "task.steps=4"]
     done = sweep(words, [["method=full"], ["method=full", *SPARSE]], tmp_path)
     exact, rough = (result.measures or {} for result, _ in done)
@@ -166,9 +162,7 @@ def test_fidelity_is_to_full_attention_behind_an_exact_prefill(
     assert (exact["output_error"] or 0) < 1e-3 < (rough["output_error"] or 0)
 
 
-def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(
-    model: list[str], tmp_path: Path
-) -> None:
+def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(model: list[str], tmp_path: Path) -> None:
     words = [*model, "task=pg19", "task.source=embedded", "task.lengths=[200]", "task.targets=8",
              "task.offsets=1", "method=full"]  # fmt: skip
     (exact, _), (rough, rows) = sweep(words, [[], SPARSE], tmp_path)
@@ -195,9 +189,7 @@ def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
     assert rows[0].fields["timing"]["ttft_ratio"] > 0
 
 
-def test_defaults_of_the_paper_are_exact_on_a_short_prompt(
-    model: list[str], tmp_path: Path
-) -> None:
+def test_defaults_of_the_paper_are_exact_on_a_short_prompt(model: list[str], tmp_path: Path) -> None:
     words = [*model, *NEEDLE, "limit=1", "method=full"]
     (_, full), (_, paper) = sweep(words, [[], ["prefill=minference"]], tmp_path)
     assert full[0].prediction == paper[0].prediction and paper[0].fields["prefill_share"] == 1.0

@@ -161,9 +161,7 @@ def test_newlines_may_be_looked_up_once_for_many_samples() -> None:
     sample = edit(SAMPLE, stop_at_newline=True)
     config = SimpleNamespace(eos_token_id=None)
     known = prompt.newline_ids(tokenizer)
-    assert prompt.stop_ids(tokenizer, config, sample, False, known) == prompt.stop_ids(
-        tokenizer, config, sample, False
-    )
+    assert prompt.stop_ids(tokenizer, config, sample, False, known) == prompt.stop_ids(tokenizer, config, sample, False)
 
 
 def test_a_one_line_answer_is_cut_at_its_newline_and_others_are_not() -> None:

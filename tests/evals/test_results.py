@@ -135,9 +135,7 @@ def run(
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file below a folder, less the lock's."""
-    files = [
-        file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".lock")
-    ]
+    files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".lock")]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
@@ -159,11 +157,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 texts = st.text(st.characters())  # every code point, lone surrogates included
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=5,
 )
@@ -190,15 +184,11 @@ def test_a_sample_survives_its_line(
     line = row.to_json()
     assert line.isascii() and line.splitlines() == [line]
     back = SampleRow.from_json(line)
-    assert back == replace(
-        row, **{k: joined(getattr(row, k)) for k in ("id", "prediction", "references", "fields")}
-    )
+    assert back == replace(row, **{k: joined(getattr(row, k)) for k in ("id", "prediction", "references", "fields")})
     assert back.to_json() == SampleRow.from_json(back.to_json()).to_json()
 
 
-@pytest.mark.parametrize(
-    "text", ["\u2028\u2029\x85\x0b", "\ud800", "a\r\nb\n", "\x00", '"\\', "🙂"]
-)
+@pytest.mark.parametrize("text", ["\u2028\u2029\x85\x0b", "\ud800", "a\r\nb\n", "\x00", '"\\', "🙂"])
 def test_text_that_breaks_lines_elsewhere_breaks_none_here(text: str, tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         folder.append(ok_row(0, prediction=text), ledger_of(0))
@@ -443,9 +433,7 @@ def test_a_sample_is_not_appended_twice(tmp_path: Path) -> None:
             folder.append(ok_row(0))
 
 
-def test_a_line_that_cannot_be_written_leaves_no_half_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_cannot_be_written_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(descriptor: int) -> None:
         raise OSError("no space left")
 
@@ -459,9 +447,7 @@ def test_a_line_that_cannot_be_written_leaves_no_half_line(
 
 
 @pytest.mark.parametrize("tail", [b'{"id": "needle/9", "promp', b"\x00\x00\n", b"\xff\xfe", b"\n"])
-def test_a_torn_last_line_is_cut_off_and_run_again(
-    tail: bytes, copied: Path, finished: Path
-) -> None:
+def test_a_torn_last_line_is_cut_off_and_run_again(tail: bytes, copied: Path, finished: Path) -> None:
     for name in ("result.json", "env.json", "ledger.parquet"):
         (copied / name).unlink()
     samples = copied / "samples.jsonl"
@@ -473,9 +459,7 @@ def test_a_torn_last_line_is_cut_off_and_run_again(
 
 
 @pytest.mark.parametrize("missing", [1, 2, 50])
-def test_a_finished_run_with_a_torn_line_is_completed_again(
-    missing: int, copied: Path, finished: Path
-) -> None:
+def test_a_finished_run_with_a_torn_line_is_completed_again(missing: int, copied: Path, finished: Path) -> None:
     samples = copied / "samples.jsonl"
     samples.write_bytes(samples.read_bytes()[:-missing])
     with pytest.raises(ValueError, match=r"samples\.jsonl ends within a line"):
@@ -514,9 +498,7 @@ def test_a_repeated_sample_is_refused_with_its_line(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "\x00" * 50])
-def test_a_corrupt_result_is_moved_aside_and_made_again(
-    text: str, copied: Path, finished: Path
-) -> None:
+def test_a_corrupt_result_is_moved_aside_and_made_again(text: str, copied: Path, finished: Path) -> None:
     (copied / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json is not the result of a run"):
         read_runs(copied)
@@ -536,9 +518,7 @@ def test_a_missing_result_is_made_again(copied: Path, finished: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [0, 3])
-def test_a_result_that_counts_lost_lines_is_made_again(
-    lines: int, copied: Path, finished: Path
-) -> None:
+def test_a_result_that_counts_lost_lines_is_made_again(lines: int, copied: Path, finished: Path) -> None:
     samples = copied / "samples.jsonl"
     kept = samples.read_text().splitlines(keepends=True)[:lines]
     samples.write_text("".join(kept))
@@ -577,9 +557,7 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(copied: Path
         "seed": 1,
         "method": {"name": "snapkv", "params": {"window": 16, "new": None}},
     }
-    with pytest.raises(
-        ConfigError, match=r"another method\.params\.new, method\.params\.window, seed;"
-    ):
+    with pytest.raises(ConfigError, match=r"another method\.params\.new, method\.params\.window, seed;"):
         open_folder(copied, other)
     run(copied, config=CONFIG | {"out": "elsewhere"})
 
@@ -608,9 +586,7 @@ def test_a_changed_prompt_is_refused(copied: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "run", tmp_path / "file"):
-        with pytest.raises(
-            ConfigError, match=r"cannot be used .*; choose another one with out=DIR"
-        ):
+        with pytest.raises(ConfigError, match=r"cannot be used .*; choose another one with out=DIR"):
             open_folder(path)
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"cannot be used .*config\.yaml"):
@@ -807,9 +783,7 @@ def commit(root: Path) -> None:
         subprocess.run(["git", "-C", str(root), *command], check=True)
 
 
-def test_the_commit_is_marked_when_code_differs_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_marked_when_code_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "repo" / "evals" / "results.py"
     module.parent.mkdir(parents=True)
     module.write_text("")
@@ -825,9 +799,7 @@ def test_the_commit_is_marked_when_code_differs_from_it(
     assert git_sha() == sha + "-dirty"
 
 
-def test_a_copy_within_another_checkout_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_within_another_checkout_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "lib" / "evals" / "results.py"
     module.parent.mkdir(parents=True)
     module.write_text("")
@@ -837,9 +809,6 @@ def test_a_copy_within_another_checkout_has_no_commit(
 
 
 def test_the_reader_needs_neither_torch_nor_pandas() -> None:
-    code = (
-        "import sys, evals.results\n"
-        "print([name for name in ('torch', 'pandas', 'pyarrow') if name in sys.modules])"
-    )
+    code = "import sys, evals.results\nprint([name for name in ('torch', 'pandas', 'pyarrow') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

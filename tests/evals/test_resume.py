@@ -50,10 +50,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def lines(out: Path) -> dict[str, list[bytes]]:
     """Whole lines of every samples.jsonl."""
-    return {
-        file.parent.name: file.read_bytes().split(b"\n")[:-1]
-        for file in sorted(out.glob("*/samples.jsonl"))
-    }
+    return {file.parent.name: file.read_bytes().split(b"\n")[:-1] for file in sorted(out.glob("*/samples.jsonl"))}
 
 
 def told(out: Path) -> dict[str, Any]:

@@ -77,9 +77,7 @@ def test_a_file_without_a_good_row_is_refused_either_way(tmp_path: Path, line) -
     path = write(tmp_path, *line)
     with pytest.raises(ConfigError, match=r"rows\.jsonl"):
         read_rows(path, FIELDS, "refuse")
-    with pytest.raises(
-        ConfigError, match="the file is empty" if not line else "no row can be used"
-    ):
+    with pytest.raises(ConfigError, match="the file is empty" if not line else "no row can be used"):
         read_rows(path, FIELDS, "skip")
 
 

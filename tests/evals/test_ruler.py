@@ -115,9 +115,7 @@ def test_a_chain_hands_one_value_through_five_variables_in_order() -> None:
     (value,) = re.findall(r"value (\d{5}) in", made.question)
     steps = re.findall(r"VAR (\w+) = (\w+ ?\w*)", test)
     names = [name for name, _ in steps]
-    assert steps[0][1] == value and [source for _, source in steps[1:]] == [
-        f"VAR {name}" for name in names[:-1]
-    ]
+    assert steps[0][1] == value and [source for _, source in steps[1:]] == [f"VAR {name}" for name in names[:-1]]
     assert tuple(names) == made.outputs and all(re.fullmatch("[A-Z]{5}", one) for one in names)
     assert test.count(OWN_TEMPLATES["noise"]) == 60
     assert "5 variables" in made.answer_prefix
@@ -126,9 +124,7 @@ def test_a_chain_hands_one_value_through_five_variables_in_order() -> None:
     assert len(set(shown)) == 5 and example.endswith(": " + " ".join(shown))
 
 
-@pytest.mark.parametrize(
-    ("length", "repeats", "shown"), [(4096, (30, 3), (40, 10, 3)), (4095, (6, 1), (20, 3, 1))]
-)
+@pytest.mark.parametrize(("length", "repeats", "shown"), [(4096, (30, 3), (40, 10, 3)), (4095, (6, 1), (20, 3, 1))])
 def test_ten_words_of_a_list_come_up_most_often(length, repeats, shown) -> None:
     made = row("cwe", 60, length=length)
     example, test = made.context.split("\n\nSome words")
@@ -139,10 +135,7 @@ def test_ten_words_of_a_list_come_up_most_often(length, repeats, shown) -> None:
         return Counter(word for _, word in entries)
 
     found = counts(test)
-    assert (
-        found == {word: repeats[0] if word in made.outputs else repeats[1] for word in found}
-        and len(found) == 60
-    )
+    assert found == {word: repeats[0] if word in made.outputs else repeats[1] for word in found} and len(found) == 60
     assert len(made.outputs) == len(set(made.outputs)) == 10 and set(made.outputs) <= set(found)
     before = counts(example)
     assert len(before) == shown[0] and sorted(before.values())[-10:] == [shown[1]] * 10
@@ -224,9 +217,7 @@ def test_the_context_of_context_only_ends_before_the_question(tokenizer, tmp_pat
     assert tokenizer.decode(prompt.question_ids).startswith("\n\nReply with the answer alone.")
 
 
-def test_essays_and_templates_of_the_data_folder_are_used_and_named(
-    tokenizer, tmp_path: Path
-) -> None:
+def test_essays_and_templates_of_the_data_folder_are_used_and_named(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "needle" / "PaulGrahamEssays").mkdir(parents=True)
     essay = tmp_path / "needle" / "PaulGrahamEssays" / "one.txt"
     essay.write_text("A short essay, about nothing. " * 9)

@@ -64,9 +64,7 @@ def cell(checkpoint: Path, tmp_path: Path) -> Any:
     """Settings of one run, by the words of a command line."""
 
     def make(*words: str, out: str = "run") -> Settings:
-        method = next(
-            (word.removeprefix("method=") for word in words if word.startswith("method=")), "oracle"
-        )
+        method = next((word.removeprefix("method=") for word in words if word.startswith("method=")), "oracle")
         names = {"method": method, "task": "needle"}
         overrides = [
             "model=any", f"model.id={checkpoint}", "dtype=float32", "device=cpu", f"out={tmp_path / out}", *GRID, *words
@@ -85,9 +83,7 @@ def run(*cells: Settings) -> list[tuple[Path, RunResult]]:
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The samples without their timings and with nothing that says who else was in the batch."""
     timing = {"prefill_s", "decode_s", "tpot_s", "batch_rows"}
-    return [
-        {k: v for k, v in row.to_dict().items() if k not in timing} for row in read_samples(folder)
-    ]
+    return [{k: v for k, v in row.to_dict().items() if k not in timing} for row in read_samples(folder)]
 
 
 def test_a_run_leaves_everything_in_its_folder(cell: Any) -> None:
@@ -118,9 +114,7 @@ def test_a_run_leaves_everything_in_its_folder(cell: Any) -> None:
     assert set(ledger.sample_id) == {row.id for row in rows}
 
 
-def test_the_report_of_a_method_stands_in_its_samples(
-    cell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_a_method_stands_in_its_samples(cell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ((exact, _),) = run(cell("method=xkv", out="exact"))
     ((oracle, _),) = run(cell("method.n_sink=4", out="oracle"))
     reports = [row.fields["method_report"] for row in read_samples(exact)]
@@ -145,9 +139,7 @@ def test_a_budget_with_room_for_fewer_sinks_says_so_in_the_samples(cell: Any) ->
 
 def test_the_same_command_again_loads_nothing(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(cell())
-    monkeypatch.setattr(
-        runner, "load", lambda *_, **__: pytest.fail("a finished run loaded the model")
-    )
+    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a finished run loaded the model"))
     assert run(cell()) == first
 
 
@@ -166,9 +158,7 @@ def test_cells_side_by_side_say_what_they_say_alone(cell: Any) -> None:
         assert result.batch_rows_mean == 4
         assert single.batch_rows_mean == 1
         assert result.score_ci95 == single.score_ci95
-    assert (
-        lines(together[0][0])[0]["prediction"] == lines(together[3][0])[0]["prediction"]
-    )  # full, and ratio=1
+    assert lines(together[0][0])[0]["prediction"] == lines(together[3][0])[0]["prediction"]  # full, and ratio=1
 
 
 def test_a_question_outside_of_the_compression_is_fed_token_by_token(cell: Any) -> None:
@@ -191,9 +181,7 @@ def number(value: float | None) -> float:
 def test_full_attention_does_not_care_where_the_prompt_is_cut(cell: Any, scope: str) -> None:
     ((folder, _),) = run(cell("method=oracle", "ratio=1", f"compression_scope={scope}"))
     ((full, _),) = run(cell("method=full", f"compression_scope={scope}", out="full"))
-    assert [row["prediction"] for row in lines(folder)] == [
-        row["prediction"] for row in lines(full)
-    ]
+    assert [row["prediction"] for row in lines(folder)] == [row["prediction"] for row in lines(full)]
 
 
 def test_limit_takes_the_first_samples(cell: Any) -> None:
@@ -202,9 +190,7 @@ def test_limit_takes_the_first_samples(cell: Any) -> None:
     assert [row.id for row in read_samples(folder)] == ["400-0-0", "400-50-0", "500-0-0"]
 
 
-def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(
-    cell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match=r"task.lengths.*4000"):
         run(cell("task.lengths=[4000]"))
@@ -241,9 +227,7 @@ def out_of_memory_when(condition: Any) -> Any:
     return failing
 
 
-def test_a_lack_of_memory_marks_the_sample_and_keeps_the_others(
-    cell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_marks_the_sample_and_keeps_the_others(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def long(trace: Trace) -> bool:
         return trace.s_prompt > 320
 
@@ -261,21 +245,15 @@ def test_a_lack_of_memory_marks_the_sample_and_keeps_the_others(
     assert failed.score is None
 
 
-def test_only_the_cell_that_does_not_fit_is_marked(
-    cell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_cell_that_does_not_fit_is_marked(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Oracle, "arrange", out_of_memory_when(lambda trace: True))
-    cells = [
-        replace(cell(word, out="sweep"), is_sweep=True) for word in ("method=full", "method=oracle")
-    ]
+    cells = [replace(cell(word, out="sweep"), is_sweep=True) for word in ("method=full", "method=oracle")]
     (_, full), (_, oracle) = run(*cells)
     assert (full.status, full.n_samples) == ("ok", 4)
     assert (oracle.status, oracle.n_samples, oracle.n_oom, oracle.score) == ("oom", 0, 4, None)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(
-    cell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_memory(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Oracle, layer: int) -> None:
         raise RuntimeError("a mistake of ours")
 
@@ -314,9 +292,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_loaded(
         run(cell(out="file/run"))
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
-    cell: Any, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(cell: Any, checkpoint: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of real runs of run.py, until one of them comes through."""
     ((whole, expected),) = run(cell("task.depths=[0,20,50,80,100]", out="whole"))
     out = tmp_path / "killed"
@@ -326,9 +302,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     ]  # fmt: skip
     samples, kills = out / "samples.jsonl", 0
     for wanted in (2, 5):
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             if samples.exists() and samples.read_bytes().count(b"\n") >= wanted:

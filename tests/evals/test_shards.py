@@ -132,9 +132,7 @@ def test_a_lost_worker_and_a_killed_command_leave_what_they_answered(
     assert len(again) == len(set(again)) == len(VARIANTS) * 6 - len(answered)
 
 
-def test_a_retried_shard_asks_only_what_is_missing(
-    cells: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retried_shard_asks_only_what_is_missing(cells: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.run_cells(cells("alone"))
     keep, kept = runner.Group.keep, []
 
@@ -238,9 +236,7 @@ def kill_a_worker(process: subprocess.Popen[bytes], out: Path) -> int:
         ("submitit", ["hydra/launcher=submitit_slurm", "hydra.launcher.cluster=local"]),
     ],
 )
-def test_a_killed_worker_changes_nothing(
-    package: str, words: list[str], model: Path, tmp_path: Path
-) -> None:
+def test_a_killed_worker_changes_nothing(package: str, words: list[str], model: Path, tmp_path: Path) -> None:
     """Two workers on this machine, one of them killed in its work."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -249,9 +245,7 @@ def test_a_killed_worker_changes_nothing(
         words = [*words, f"hydra.launcher.folder={tmp_path / 'logs'}", "hydra.launcher.cpus=1"]
     out = tmp_path / "shards"
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command(model, out, *words, "hydra.launcher.shards=2"), stdout=log, stderr=log
-        )
+        process = subprocess.Popen(command(model, out, *words, "hydra.launcher.shards=2"), stdout=log, stderr=log)
         killed = kill_a_worker(process, out)
         assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
     assert told(out) == told(tmp_path / "alone")

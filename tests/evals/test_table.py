@@ -20,9 +20,7 @@ FACTS |= {"status": "ok", "n_samples": 4, "n_oom": 0}
 
 def result(**changes: Any) -> RunResult:
     """Nothing measured, unless said otherwise."""
-    nothing: dict[str, Any] = {
-        field.name: None for field in fields(RunResult) if field.name not in FACTS
-    }
+    nothing: dict[str, Any] = {field.name: None for field in fields(RunResult) if field.name not in FACTS}
     for name in ("schema_version", "notes", "prefill", "prefill_params"):
         del nothing[name]
     return RunResult(**nothing | FACTS | changes)

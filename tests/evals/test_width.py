@@ -34,9 +34,7 @@ def test_waves_keep_order_and_overflow_only_with_a_single_variant(
     if limit is None:
         assert all(sum(wave) <= room or len(wave) == 1 for wave in found)
         pairs = pairwise(found)
-        assert all(sum(wave) + after[0] > room for wave, after in pairs), (
-            "a wave ended with room left"
-        )
+        assert all(sum(wave) + after[0] > room for wave, after in pairs), "a wave ended with room left"
     else:
         assert all(len(wave) == limit for wave in found[:-1])
 

@@ -16,15 +16,11 @@ from kernels.clusters import (
 )
 from kernels.jit import triton
 
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 
 
-def problem(
-    seed: int, n: int, h_kv: int, group: int, c: int, n_tokens: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(seed: int, n: int, h_kv: int, group: int, c: int, n_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Clusters of random sizes, some of them empty: order, sizes, ends, tokens."""
     draws = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, c, (h_kv, n_tokens), generator=draws)
@@ -61,12 +57,8 @@ def test_triton_fills_the_same_slots(k: int) -> None:
 def test_the_reference_trims_the_last_cluster_and_pads() -> None:
     sizes, tokens = torch.tensor([[2, 0, 3]]), torch.tensor([[4, 1, 0, 2, 3]])
     order = torch.tensor([[[2, 1, 0]]])
-    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 4).tolist() == [
-        [[0, 2, 3, 4]]
-    ]
-    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 7).tolist() == [
-        [[0, 2, 3, 4, 1, -1, -1]]
-    ]
+    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 4).tolist() == [[[0, 2, 3, 4]]]
+    assert cluster_tokens_ref(order, sizes, sizes.cumsum(-1), tokens, 7).tolist() == [[[0, 2, 3, 4, 1, -1, -1]]]
 
 
 @has_native

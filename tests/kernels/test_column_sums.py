@@ -35,9 +35,7 @@ def row_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
 def test_native_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
     q, k, row_weights = make(case, dtype)
     found = column_sums_native(q, k, 0.125, row_weights, row_lse(q, k, 0.125))
-    torch.testing.assert_close(
-        found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7
-    )
+    torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
@@ -46,9 +44,7 @@ def test_torch_sums_equal_those_of_the_whole_matrix(case, with_lse) -> None:
     q, k, row_weights = make(case, torch.float32)
     lse = row_lse(q, k, 0.125) if with_lse else None
     found = column_sums_torch(q, k, 0.125, row_weights, lse)
-    torch.testing.assert_close(
-        found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7
-    )
+    torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
 
 
 @needs_native

@@ -40,9 +40,7 @@ def similarity(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
     if metric == "l2":
         return -torch.cdist(points, centroids)
     if metric == "cosine":
-        return torch.nn.functional.cosine_similarity(
-            points.unsqueeze(2), centroids.unsqueeze(1), dim=-1
-        )
+        return torch.nn.functional.cosine_similarity(points.unsqueeze(2), centroids.unsqueeze(1), dim=-1)
     return points @ centroids.mT
 
 
@@ -148,9 +146,7 @@ def test_means_are_of_raw_points_and_empty_clusters_keep_their_centroid(
 @pytest.mark.parametrize("n_rounds", [0, 1, 3, 20])
 def test_the_fast_path_ends_where_the_reference_ends(metric: str, n_rounds: int) -> None:
     points = problems(4, 250)
-    ours, theirs = (
-        run(points, initial(points, 11), n_rounds, metric) for run in (kmeans, kmeans_ref)
-    )
+    ours, theirs = (run(points, initial(points, 11), n_rounds, metric) for run in (kmeans, kmeans_ref))
     assert torch.equal(ours.labels, theirs.labels)
     assert torch.equal(ours.sizes, theirs.sizes)
     torch.testing.assert_close(ours.centroids, theirs.centroids)
@@ -248,12 +244,8 @@ def test_cosine_ignores_length_and_inner_product_does_not() -> None:
 
 @pytest.mark.skipif(native() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize(
-    ("p", "n", "d", "c"), [(1, 1, 1, 1), (2, 37, 5, 7), (3, 700, 64, 33), (2, 5000, 36, 120)]
-)
-def test_the_native_path_ends_where_the_others_end(
-    p: int, n: int, d: int, c: int, metric: str
-) -> None:
+@pytest.mark.parametrize(("p", "n", "d", "c"), [(1, 1, 1, 1), (2, 37, 5, 7), (3, 700, 64, 33), (2, 5000, 36, 120)])
+def test_the_native_path_ends_where_the_others_end(p: int, n: int, d: int, c: int, metric: str) -> None:
     points = problems(p, n, max(d, 4))
     start = initial(points, min(c, n))
     ours, theirs = (run(points, start, 6, metric) for run in (kmeans_native, kmeans_torch))

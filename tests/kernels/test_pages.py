@@ -19,9 +19,7 @@ from kernels.pages import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 SHAPES = [(2, 40, 16), (3, 100, 64), (1, 17, 20), (2, 1, 7), (2, 70, 128)]  # h_kv, s, d_h
 PATHS = [
     "torch",
@@ -86,9 +84,7 @@ def test_scores_are_sums_of_the_larger_products(path: str, dtype: torch.dtype, g
         assert got.shape == right.shape
         allowed = 2 * (plain - right).abs().max() + 2e-6 * right.abs().max()
         assert (got - right).abs().max() <= allowed
-        torch.testing.assert_close(
-            page_scores_ref(q, kmin, kmax), right.float(), rtol=1e-5, atol=1e-4
-        )
+        torch.testing.assert_close(page_scores_ref(q, kmin, kmax), right.float(), rtol=1e-5, atol=1e-4)
 
 
 def test_no_key_of_a_page_scores_above_its_bound() -> None:

@@ -22,9 +22,7 @@ from kernels.pq_fit import assign_triton
 from tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 PATHS = [
     "torch",

@@ -21,9 +21,7 @@ from kernels.pq_fit import (
 from tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 PATHS = [
     "ref",
@@ -61,9 +59,7 @@ def drawn(n: int, c: int, seed: int = 1) -> Tensor:
 
 def far_from_own(points: Tensor, fit: Fit) -> Tensor:
     """By how much a point's centroid is farther than the nearest, (p, n)."""
-    far = torch.stack(
-        [distances(x.double(), c.double()) for x, c in zip(points, fit.centroids, strict=True)]
-    )
+    far = torch.stack([distances(x.double(), c.double()) for x, c in zip(points, fit.centroids, strict=True)])
     return far.gather(-1, fit.codes.long().unsqueeze(-1)).squeeze(-1) - far.amin(-1)
 
 

@@ -22,9 +22,7 @@ from kernels.pq_scores import (
 from tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 PATHS = [
     "ref",
@@ -44,9 +42,7 @@ FORMS = ["packed", "bytes"]
 class Case:
     """A query, centroids and codes; `spread` is the size of logits."""
 
-    def __init__(
-        self, case: tuple[int, ...], form: str, spread: float = 3.0, seed: int = 0
-    ) -> None:
+    def __init__(self, case: tuple[int, ...], form: str, spread: float = 3.0, seed: int = 0) -> None:
         h, self.h_kv, d_h, self.n, m, b, self.k = case
         draw = torch.Generator().manual_seed(seed)
         self.q = torch.randn(h, d_h, generator=draw) * spread
@@ -96,9 +92,7 @@ LOGITS: dict[str, Callable[..., Tensor]] = {
 def test_the_authors_select_the_same_tokens(path: str, form: str) -> None:
     meta, arrays = load(GOLDEN / "search_gqa_8q2kv_m2b4_t203.npz")
     q, centroids = torch.from_numpy(arrays["q"]), torch.from_numpy(arrays["centroids"])
-    codes = held(
-        torch.from_numpy(arrays["codes"]).permute(1, 2, 0).to(torch.uint8), meta["b"], form
-    )
+    codes = held(torch.from_numpy(arrays["codes"]).permute(1, 2, 0).to(torch.uint8), meta["b"], form)
     n, scale = len(arrays["codes"]), meta["d"] ** -0.5
     logits = LOGITS[path](q, centroids, codes, n) * scale
     right = torch.from_numpy(arrays["approx_logits_scaled"])
@@ -112,9 +106,7 @@ def test_the_authors_select_the_same_tokens(path: str, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 @needs_native
-def test_native_selects_what_the_reference_does(
-    case: tuple[int, ...], form: str, spread: float
-) -> None:
+def test_native_selects_what_the_reference_does(case: tuple[int, ...], form: str, spread: float) -> None:
     for seed in range(3):
         x = Case(case, form, spread, seed)
         idx = pq_top_native(x.q, x.centroids, x.codes, x.n, x.k, x.scale)
@@ -199,9 +191,7 @@ def test_merges_are_what_they_are_called() -> None:
     for merge, score in scores.items():
         idx = pq_top(x.q, x.centroids, x.codes, x.n, x.k, x.scale, merge).sort(-1).values
         lowest = score.gather(-1, idx).amin(-1)
-        assert torch.equal(
-            (score > lowest.unsqueeze(-1) * (1 + 1e-6)).sum(-1) <= x.k, lowest == lowest
-        )
+        assert torch.equal((score > lowest.unsqueeze(-1) * (1 + 1e-6)).sum(-1) <= x.k, lowest == lowest)
         found[merge] = idx
     assert found["per_query_head"].shape == (len(x.q), x.k)
     assert not torch.equal(found["softmax_sum"], found["logit_sum"])

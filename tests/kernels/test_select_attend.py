@@ -19,9 +19,7 @@ from kernels.select_attend import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-GPU = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # where Triton runs; on a CPU its interpreter does
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 has_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 # h, h_kv, d_h, s, n_chosen
@@ -109,9 +107,7 @@ def in_triton(q: Tensor, part: Rows, scale: float) -> tuple[Tensor, Tensor]:
     assert part.idx is not None
     assert part.late is not None
     late = (part.late[0].to(GPU), part.late[1].to(GPU))
-    out, lse = select_attend_triton(
-        q.to(GPU), part.k.to(GPU), part.v.to(GPU), part.idx.to(GPU), scale, late
-    )
+    out, lse = select_attend_triton(q.to(GPU), part.k.to(GPU), part.v.to(GPU), part.idx.to(GPU), scale, late)
     return out.cpu(), lse.cpu()
 
 

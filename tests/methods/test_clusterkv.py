@@ -65,31 +65,20 @@ def run_vectors(path: Path) -> list[Check]:
 
 
 def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
-    q, k, v, centroids = (
-        torch.from_numpy(x[name]).unsqueeze(0) for name in ("q", "k", "v", "centroids")
-    )
+    q, k, v, centroids = (torch.from_numpy(x[name]).unsqueeze(0) for name in ("q", "k", "v", "centroids"))
     s, n_sink, n = meta["prompt_len"], meta["sink"], k.shape[2]
     agg = {"group_mean": "group_mean", "avg": "group_mean"}.get(str(meta.get("gqa")), "query_head")
-    clusters = clusters_of(
-        nearest(k[0, :, n_sink:s], centroids[0], meta.get("metric", "cosine")), centroids[0]
-    )
+    clusters = clusters_of(nearest(k[0, :, n_sink:s], centroids[0], meta.get("metric", "cosine")), centroids[0])
     labels = torch.zeros_like(clusters.tokens)
-    for c, (start, stop) in enumerate(
-        zip((clusters.ends - clusters.sizes).T, clusters.ends.T, strict=True)
-    ):
+    for c, (start, stop) in enumerate(zip((clusters.ends - clusters.sizes).T, clusters.ends.T, strict=True)):
         for head in range(len(labels)):
             labels[head, clusters.tokens[head, start[head] : stop[head]]] = c
     tokens = min(s, meta["budget"])
     order = cluster_order(q.unsqueeze(2), centroids[0], agg)
     sizes = clusters.sizes.repeat_interleave(order.shape[1] // len(clusters.sizes), 0)
     needed = touched(order[0], sizes, tokens - n_sink).gather(-1, order[0])
-    last = (
-        torch.arange(1, needed.shape[-1] + 1).mul(needed).amax(-1)
-    )  # empty clusters between are touched too
-    selected = (
-        cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, tokens - n_sink)[0]
-        + n_sink
-    )
+    last = torch.arange(1, needed.shape[-1] + 1).mul(needed).amax(-1)  # empty clusters between are touched too
+    selected = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, tokens - n_sink)[0] + n_sink
     problem = first(
         differs("labels", labels, x["labels"]), differs("sizes", clusters.sizes, x["cluster_sizes"]),
         differs("ends", clusters.ends, x["cluster_sizes_cumsum"]),
@@ -212,13 +201,9 @@ def trace(n: int = 400, s: int = S, seed: int = 0) -> Trace:
     return trace_of(k, v, H, s)
 
 
-def row(
-    tokens: int = 40, n_new: int = 64, on: Trace | None = None, comm: str = "0", **changes: Any
-) -> Any:
+def row(tokens: int = 40, n_new: int = 64, on: Trace | None = None, comm: str = "0", **changes: Any) -> Any:
     on = trace() if on is None else on
-    return row_of(
-        ClusterKV, replace(PARAMS, **changes), on, request(tokens=tokens, comm=comm), n_new=n_new
-    )
+    return row_of(ClusterKV, replace(PARAMS, **changes), on, request(tokens=tokens, comm=comm), n_new=n_new)
 
 
 def fetched(row: Any) -> Tensor:
@@ -431,10 +416,7 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(clusterkv, "cluster_keys", counted)
     on = trace()
-    same = [
-        row(n, on=on, agg=agg, overlap=o)
-        for n, agg, o in ((20, "query_head", True), (80, "group_mean", False))
-    ]
+    same = [row(n, on=on, agg=agg, overlap=o) for n, agg, o in ((20, "query_head", True), (80, "group_mean", False))]
     others = [
         row(on=on, seed=1),
         row(on=on, metric="l2"),
@@ -508,9 +490,7 @@ def test_only_tokens_that_recent_steps_did_not_bring_move(n_steps: int, agg: str
         held = [set().union(*(past[kv] for past in recent)) for kv in range(H_KV)]
         hits = sum(len(a & b) for a, b in zip(asked, held, strict=True))
         distinct = sum(len(a) for a in asked)
-        misses_of_heads = sum(
-            len(set(head.tolist()) - held[kv]) for kv in range(H_KV) for head in idx[kv]
-        )
+        misses_of_heads = sum(len(set(head.tolist()) - held[kv]) for kv in range(H_KV) for head in idx[kv])
         history.append(asked)
         kept = history[-n_steps:] if n_steps else []
         on_device = sum(len(set().union(*(past[kv] for past in kept))) for kv in range(H_KV))
@@ -620,9 +600,7 @@ def test_a_budget_is_sinks_and_selection_and_clusters_follow_the_prompt(
     ("comm", "n_clusters", "n_late"),
     [("0", 1, 1), ("1/128", 2, 2), ("1/64", 3, 5), ("1/16", 12, 20), ("1", 196, 320)],
 )
-def test_matched_makes_as_many_clusters_as_comm_says(
-    comm: str, n_clusters: int, n_late: int
-) -> None:
+def test_matched_makes_as_many_clusters_as_comm_says(comm: str, n_clusters: int, n_late: int) -> None:
     mine = row(comm=comm, comm_mode="matched")
     assert (mine.plan.n_clusters, mine.plan.n_decode_clusters) == (n_clusters, n_late)
     assert mine.ready(0).centroids.shape == (H_KV, n_clusters, D)
@@ -688,9 +666,7 @@ def test_no_layer_to_compress_is_refused() -> None:
         if allowed:
             ClusterKV.check(params, request(ratio="0.2"), ANY_SHAPE)
         else:
-            with pytest.raises(
-                ConfigError, match=r"method\.full_layers=6 leaves no layer .* use at most 5"
-            ):
+            with pytest.raises(ConfigError, match=r"method\.full_layers=6 leaves no layer .* use at most 5"):
                 ClusterKV.check(params, request(ratio="0.2"), ANY_SHAPE)
 
 

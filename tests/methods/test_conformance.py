@@ -176,10 +176,7 @@ def test_answers_are_the_same_alone_and_beside_others(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_fork_never_alters_its_source(name: str) -> None:
     trace = read(name)
-    before = {
-        layer: (trace.keys(layer).clone(), trace.values(layer).clone())
-        for layer in trace.shape.full_layers
-    }
+    before = {layer: (trace.keys(layer).clone(), trace.values(layer).clone()) for layer in trace.shape.full_layers}
     assert trace.logits is not None
     logits = trace.logits.clone()
     say(trace, row_for(name, trace, "0.2"))

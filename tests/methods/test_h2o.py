@@ -55,9 +55,7 @@ def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: int) -> Trace:
     return trace
 
 
-def check_colsum(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str, np.ndarray]
-) -> str | None:
+def check_colsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str, np.ndarray]) -> str | None:
     """The sums by themselves, and from the log-sum-exps that a prefill leaves on a CPU."""
     trace = watched(q, k, v, q.shape[2])
     alone = check_sums(trace, x["col_sum_f64"], 1)
@@ -82,9 +80,7 @@ def plan_differs(meta: dict[str, Any], plan: Shares) -> str | None:
     return None if ours == plan else f"plan: {ours}, expected {plan}"
 
 
-def check_sums(
-    trace: Trace, expected: np.ndarray, g: int, meta: dict[str, Any] | None = None
-) -> str | None:
+def check_sums(trace: Trace, expected: np.ndarray, g: int, meta: dict[str, Any] | None = None) -> str | None:
     grouped = trace.observed(ColumnSums(), 0).unflatten(1, (-1, g))
     is_max = meta is not None and meta.get("agg") == "max"
     sums = (grouped.amax(2) if is_max else grouped.sum(2)).numpy()
@@ -185,9 +181,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
     return [(path.stem, problem)]
 
 
-def tokens(
-    n: int, h: int = 4, h_kv: int = 2, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens(n: int, h: int = 4, h_kv: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, n, 16, generator=draw) for heads in (h, h_kv, h_kv))
     return q, k, v

@@ -29,9 +29,7 @@ from methods.oracle import Oracle, Regions
 from tests.tiny import CONFIGS, prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_of, step, trace_of
 
-PARAMS = InfiniGen.Params(
-    "matched", Fraction(1, 5), True, "query_key", None, "query_head", "stay", 0, 0
-)
+PARAMS = InfiniGen.Params("matched", Fraction(1, 5), True, "query_key", None, "query_head", "stay", 0, 0)
 AHEAD = replace(PARAMS, lookahead=1, full_layers=2)
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "infinigen").glob("*.npz"))
 
@@ -90,8 +88,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     """One step through a row of the harness; samples of a batch are heads of it, since their count is common."""
     d_h, h = meta["head_dim"], meta["n_head"]
     k, v = (
-        torch.from_numpy(x[name]).transpose(0, 1).unsqueeze(0)
-        for name in ("key_cache", "value_cache")
+        torch.from_numpy(x[name]).transpose(0, 1).unsqueeze(0) for name in ("key_cache", "value_cache")
     )  # (1, n * h, s, d_h)
     n, s = k.shape[1] // h, k.shape[2]
     w_q = torch.from_numpy(x["w_q"])
@@ -173,9 +170,7 @@ class Checking:
         self.true: dict[int, Tensor] = {}
         self.foretold: dict[int, Tensor] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         call = self.calls[layer]
         self.true[layer] = q[self.rows]
         self.foretold[layer] = self.model.speculate(layer, call.x[self.rows], call.beside)
@@ -284,17 +279,13 @@ def test_each_row_is_foretold_from_its_own_input_also_when_others_leave() -> Non
     said = say(model, [alone], n=10)[0]
     answers = say(model, [*others(), make("0.1")], n=10)
     assert answers[-1] == said
-    stops = {
-        token for answer in answers[:-1] for token in answer[1:6] if token not in said
-    }  # someone leaves
+    stops = {token for answer in answers[:-1] for token in answer[1:6] if token not in said}  # someone leaves
     assert stops, "choose another seed: no neighbour says anything of its own"
     beside = make("0.1")
     answers = say(model, [*others(), beside], n=10, stop_ids=stops)
     assert answers[-1] == said and min(map(len, answers)) < 10
     assert len(beside.foretold) == len(alone.foretold) == 9
-    torch.testing.assert_close(
-        torch.cat(beside.foretold), torch.cat(alone.foretold), atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(torch.cat(beside.foretold), torch.cat(alone.foretold), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.cat(beside.true), torch.cat(alone.true), atol=1e-4, rtol=1e-4)
 
 
@@ -383,9 +374,7 @@ def test_where_layers_change_little_the_layer_below_foretells_the_true_selection
 # --- One layer, made of arrays ----------------------------------------------------------------
 
 
-def random_tokens(
-    h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def random_tokens(h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, n, d_h, generator=draw) for heads in (h, h_kv, h_kv))
     return q, k, v
@@ -459,9 +448,7 @@ def test_selection_by_brute_force(agg: str, alpha: float | None, generated: str)
 def test_the_count_is_common_and_the_tokens_are_each_heads_own() -> None:
     logits = torch.tensor([[0.0, 9.0, 8.5, 8.0, 1.0], [7.0, 0.0, 1.0, 2.0, 3.0]])
     assert common_count(logits, 1.5) == 2  # three and one
-    assert (
-        common_count(logits, 1.0) == 1
-    )  # two and one, rounded down; what is alpha away does not count
+    assert common_count(logits, 1.0) == 1  # two and one, rounded down; what is alpha away does not count
     assert common_count(logits, 1e-12) == 1
     assert common_count(logits, 99.0) == 5
     q, k, v = random_tokens(6, 2, 41)
@@ -508,9 +495,7 @@ def test_a_rotation_makes_few_channels_tell_more() -> None:
     recall = {}
     for skew in (True, False):
         proxy = make_proxy(ChannelSums(skew).observe(q, k, 1.0), k, 3, "query_key")
-        found = top_stable(
-            merged(foretold_logits(q[:, :, -1:], proxy, 1.0)[1][0], "query_head"), 30
-        )
+        found = top_stable(merged(foretold_logits(q[:, :, -1:], proxy, 1.0)[1][0], "query_head"), 30)
         hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), best.tolist(), strict=True)]
         recall[skew] = sum(hits) / 120
     assert recall[True] > 0.9 > 0.6 > recall[False]
@@ -530,12 +515,8 @@ def test_channel_sums_by_their_definition_whatever_the_blocks(
         singular = torch.linalg.svd(stacked).Vh.mT.flip(1)
         found = whole[kv_head]
         torch.testing.assert_close(found[:8].abs(), singular.abs(), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            found[8], (stacked @ singular).abs().sum(0), atol=1e-2, rtol=1e-4
-        )
-        torch.testing.assert_close(
-            found[9], (k[0, kv_head] @ singular).abs().sum(0), atol=1e-2, rtol=1e-4
-        )
+        torch.testing.assert_close(found[8], (stacked @ singular).abs().sum(0), atol=1e-2, rtol=1e-4)
+        torch.testing.assert_close(found[9], (k[0, kv_head] @ singular).abs().sum(0), atol=1e-2, rtol=1e-4)
     plain = ChannelSums(False).observe(q, k, 1.0)
     assert torch.equal(plain[:, :8], torch.eye(8).expand(h_kv, 8, 8))
     torch.testing.assert_close(plain[:, 9], k[0].abs().sum(1))
@@ -563,10 +544,7 @@ def test_variants_share_partial_keys_and_new_ones_are_their_own() -> None:
         other = row_of(InfiniGen, params, trace, request(tokens=12, comm=comm))
         assert (other.proxies[0] is base.proxies[0]) == shared
     competing = [
-        row_of(
-            InfiniGen, replace(PARAMS, generated="compete"), trace, request(tokens=8, comm="1/4")
-        )
-        for _ in range(2)
+        row_of(InfiniGen, replace(PARAMS, generated="compete"), trace, request(tokens=8, comm="1/4")) for _ in range(2)
     ]
     before = base.proxies[0].keys.clone()
     for t in range(4):
@@ -609,18 +587,14 @@ def test_the_books_hold_under_every_budget(ratio: str, comm: str, generated: str
 def test_query_weights_are_resident_where_they_foretell() -> None:
     model = tiny()
     rows = [
-        built(InfiniGen(params, ask(), read(model, prompt(60)), 4))
-        for params in (AHEAD, replace(AHEAD, lookahead=0))
+        built(InfiniGen(params, ask(), read(model, prompt(60)), 4)) for params in (AHEAD, replace(AHEAD, lookahead=0))
     ]
     entries = []
     for row in rows:
         say(model, [row], n=2)
         entries.append(next(e for e in row.store.ledger.entries if e.layer == 2))
     h, d_model, n_channels = 6, 48, 2
-    assert (
-        entries[0].resident_meta_bytes - entries[1].resident_meta_bytes
-        == 2 * h * n_channels * d_model
-    )
+    assert entries[0].resident_meta_bytes - entries[1].resident_meta_bytes == 2 * h * n_channels * d_model
     assert entries[1].resident_meta_bytes == 2 * 2 * (60 * n_channels + 8 * 8)
 
 
@@ -635,8 +609,7 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
 
     def rows() -> list[InfiniGen]:
         made = [
-            row_of(InfiniGen, replace(PARAMS, **change), trace, request(tokens=9, comm="1/4"))
-            for change in changes
+            row_of(InfiniGen, replace(PARAMS, **change), trace, request(tokens=9, comm="1/4")) for change in changes
         ]
         for row in made:
             row.store.append(0, *at_all(60, q, k, v)[1:])

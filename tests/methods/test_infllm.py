@@ -55,9 +55,7 @@ def params_of(meta: dict[str, Any]) -> InfLLM.Params:
 
 
 def layout_of(meta: dict[str, Any]) -> Layout:
-    return Layout(
-        meta["n_init"], meta["n_local"], meta["block_size"], meta["topk"], meta["repr_topk"]
-    )
+    return Layout(meta["n_init"], meta["n_local"], meta["block_size"], meta["topk"], meta["repr_topk"])
 
 
 def planned(layout: Layout, *kinds: type) -> type[InfLLM]:
@@ -108,9 +106,7 @@ def check_harness(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     return problem
 
 
-def check_representatives(
-    row: InfLLM, scores: Tensor, tokens: np.ndarray, means: np.ndarray
-) -> str | None:
+def check_representatives(row: InfLLM, scores: Tensor, tokens: np.ndarray, means: np.ndarray) -> str | None:
     """Of the prompt's blocks: `tokens` (heads, n_blocks, n_repr), `means` (n_blocks, heads, d_h)."""
     plan, n_blocks = row.plan, row.n_blocks[0]
     middle = scores[:, plan.n_sink : plan.n_sink + n_blocks * plan.block_len]
@@ -194,12 +190,8 @@ def check_streaming(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | Non
             differs(f"output of step {t}", out[0, :, 0], x["decode_out"][t], 1e-5),
         )
     for block, ours in kind.own.items():  # type: ignore[attr-defined]
-        n_seen = max(
-            0, s - layout.n_sink - block * layout.block_len
-        )  # generated: scored by us alone
-        problem = problem or differs(
-            f"scores of block {block}", ours[:, n_seen:], theirs[block][:, n_seen:], 1e-5
-        )
+        n_seen = max(0, s - layout.n_sink - block * layout.block_len)  # generated: scored by us alone
+        problem = problem or differs(f"scores of block {block}", ours[:, n_seen:], theirs[block][:, n_seen:], 1e-5)
         mean = row.means[0][block]
         problem = problem or differs(f"mean of block {block}", mean, means[block], 1e-5)
     return problem
@@ -210,9 +202,7 @@ def test_infllm_agrees_with_reference_vectors(path: Path) -> None:
     assert [problem for _, problem in run_vectors(path)] == [None]
 
 
-def tokens(
-    n: int, h: int = 4, h_kv: int = 2, d_h: int = 16, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def tokens(n: int, h: int = 4, h_kv: int = 2, d_h: int = 16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, n, d_h, generator=draw) for heads in (h, h_kv, h_kv))
     return q, k, v
@@ -274,9 +264,7 @@ def test_steps_and_blocks_formed_on_the_way_are_those_of_a_plain_run(
 ) -> None:
     q, k, v = tokens(s + 60, h=6, h_kv=2, seed=1)
     layout = Layout(4, 21, 8, 3, 2)
-    params = replace(
-        PARAMS, block_len=8, repr_score=score, per_head=per_head, repr_granularity=granularity
-    )
+    params = replace(PARAMS, block_len=8, repr_score=score, per_head=per_head, repr_granularity=granularity)
     trace = watched(q, k, v, s, BandSums(21), BandLogits(21))
     row = row_of(planned(layout), params, trace, request(tokens=1))
     for t, (attended, expected) in enumerate(plain_run(q, k, v, s, layout, params)):
@@ -288,9 +276,7 @@ def test_steps_and_blocks_formed_on_the_way_are_those_of_a_plain_run(
     assert row.n_blocks[0] == layout.n_blocks(s + 60) > layout.n_blocks(s) + 4
     entries = row.store.ledger.entries
     heads = 2 if granularity == "kv_head" else 6
-    assert [e.resident_meta_bytes for e in entries] == [
-        layout.n_blocks(s + t) * heads * 16 * 2 for t in range(60)
-    ]
+    assert [e.resident_meta_bytes for e in entries] == [layout.n_blocks(s + t) * heads * 16 * 2 for t in range(60)]
     assert {e.moved_meta_bytes for e in entries} == {0}
     released = (row.n_blocks[0] - layout.n_blocks(s)) * 8  # tokens
     assert sum(e.released_bytes for e in entries) == released * 2 * 16 * 2 * 2
@@ -356,9 +342,7 @@ def test_with_all_blocks_it_is_full_attention(grow: bool) -> None:
     row = row_of(planned(Layout(4, 21, 8, 13, 2)), params, trace, request(tokens=1))
     full = row_of(Full, Full.Params(), trace_of(k, v, 4, 100), request(ratio="1"))
     for t in range(30):
-        torch.testing.assert_close(
-            take(row, t, q, k, v), take(full, t, q, k, v), atol=1e-6, rtol=1e-5
-        )
+        torch.testing.assert_close(take(row, t, q, k, v), take(full, t, q, k, v), atol=1e-6, rtol=1e-5)
         assert row.store.attended(0).all()
 
 
@@ -398,9 +382,7 @@ def fitted(params: InfLLM.Params, s: int, ratio: str, comm: str) -> tuple[Any, s
 @pytest.mark.parametrize("comm", ["1/128", "1/64", "1/16"])
 @pytest.mark.parametrize("ratio", ["0.05", "0.1", "0.2", "0.5"])
 @pytest.mark.parametrize("s", [2000, 3001, 4096])
-def test_every_budget_is_met_or_refused_with_one_that_is(
-    s: int, ratio: str, comm: str, block_len: int
-) -> None:
+def test_every_budget_is_met_or_refused_with_one_that_is(s: int, ratio: str, comm: str, block_len: int) -> None:
     params = replace(PARAMS, block_len=block_len)
     if Fraction(comm) * block_len < 1:
         with pytest.raises(ConfigError, match=f"use comm=1/{block_len} or more"):

@@ -27,9 +27,7 @@ def run_vectors(path: Path) -> list[Check]:
     params = replace(PARAMS, agg=agg, lost_mass=spread)
     last = meta["T"] - 1
     trace = trace_of(torch.from_numpy(x["k"]), torch.from_numpy(x["v"]), meta["Hq"], last)
-    row = row_of(
-        Oracle, params, trace, request(tokens=1), Regions(meta["sinks"], n_local, meta["topk"])
-    )
+    row = row_of(Oracle, params, trace, request(tokens=1), Regions(meta["sinks"], n_local, meta["topk"]))
     out = step(row, torch.from_numpy(queries), at(x["k"], last), at(x["v"], last))
     per_kv_head = x["attended"].shape[0] != meta["Hq"]
     attended = row.store.attended(0)[:: meta["Hq"] // meta["Hkv"] if per_kv_head else 1]
@@ -97,9 +95,7 @@ def test_oracle_agrees_with_reference_vectors(path: Path) -> None:
     assert [problem for _, problem in run_vectors(path)] == [None]
 
 
-def random_tokens(
-    h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0
-) -> tuple[torch.Tensor, ...]:
+def random_tokens(h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(1, heads, n, d_h, generator=draw) for heads in (h, h_kv, h_kv))
 
@@ -111,9 +107,7 @@ def test_group_sum_keeps_more_mass_than_any_other_shared_selection(seed: int) ->
     row = row_of(Oracle, PARAMS, trace, request(tokens=24))
     step(row, q[:, :, 79:], k[:, :, 79:], v[:, :, 79:])
     best = kept_mass(row, q[:, :, 79:], k.numpy()).view(2, 3).sum(-1)
-    weights = (
-        q[:, :, 79:].double() @ k.double().repeat_interleave(3, 1).mT * trace.scales[0]
-    ).softmax(-1)[0, :, 0]
+    weights = (q[:, :, 79:].double() @ k.double().repeat_interleave(3, 1).mT * trace.scales[0]).softmax(-1)[0, :, 0]
     fixed = torch.zeros(80, dtype=torch.bool)
     fixed[[*row.protected(0)]] = True
     draw = torch.Generator().manual_seed(seed)
@@ -149,8 +143,7 @@ def test_aggregates_differ_where_heads_of_a_group_differ_in_sharpness() -> None:
     # One head has a sharp peak on token 2, the other two prefer token 1 a little.
     logits = torch.tensor([[[[0.0, 1.0, 9.0, 0.0], [0.0, 5.0, 0.0, 4.9], [0.0, 5.0, 0.0, 4.9]]]])
     best = {
-        agg: token_scores(logits, agg)[0, 0].argmax().item()
-        for agg in ("group_sum", "group_max", "group_logit_mean")
+        agg: token_scores(logits, agg)[0, 0].argmax().item() for agg in ("group_sum", "group_max", "group_logit_mean")
     }
     assert best == {"group_sum": 1, "group_max": 2, "group_logit_mean": 1}
 
@@ -172,9 +165,7 @@ def test_without_selected_tokens_it_is_streamingllm() -> None:
 
 def test_spreading_the_lost_mass_gives_dropped_tokens_their_mean() -> None:
     q, k, v = random_tokens(2, 1, 40)
-    row = row_of(
-        Oracle, replace(PARAMS, lost_mass="spread"), trace_of(k, v, 2, 39), request(tokens=12)
-    )
+    row = row_of(Oracle, replace(PARAMS, lost_mass="spread"), trace_of(k, v, 2, 39), request(tokens=12))
     out = step(row, q[:, :, 39:], k[:, :, 39:], v[:, :, 39:])
     weights = (q[:, :, 39:] @ k.repeat_interleave(2, 1).mT * 0.25).softmax(-1)[0, :, 0]  # (h, n)
     kept = row.store.attended(0)

@@ -69,9 +69,7 @@ def packed(codes: np.ndarray, b: int) -> PackedCodes:
     return made
 
 
-def row_with(
-    meta: dict[str, Any], x: dict[str, np.ndarray], codes: np.ndarray, k: Tensor, v: Tensor
-) -> Any:
+def row_with(meta: dict[str, Any], x: dict[str, np.ndarray], codes: np.ndarray, k: Tensor, v: Tensor) -> Any:
     """A variant that has the vector's sizes, centroids and codes."""
     sizes = Sizes(meta["sinks"], meta["local"], meta["k"], meta["m"], meta["b"])
     trace = trace_of(k, v, meta["H"], meta["s"])
@@ -252,9 +250,7 @@ def token(tokens: Tokens, at: int) -> Tokens:
     return q, k, v
 
 
-def by_definition(
-    q: Tensor, k: Tensor, sizes: Sizes, centroids: Tensor, codes: Tensor, merge: str
-) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, sizes: Sizes, centroids: Tensor, codes: Tensor, merge: str) -> Tensor:
     """What a step attends to, (h, n) bool: every head and token by itself in float64."""
     (h, d_h), (h_kv, n, _) = q[0, :, 0].shape, k[0].shape
     g, stop = h // h_kv, n - sizes.n_local - 1
@@ -274,9 +270,7 @@ def by_definition(
                 seen[kv * g + i, best(mine, sizes.k) + sizes.n_sink] = True
             continue
         soft = weights.softmax(-1)
-        score = {"softmax_sum": soft.sum(0), "max": soft.amax(0), "logit_sum": weights.sum(0)}[
-            merge
-        ]
+        score = {"softmax_sum": soft.sum(0), "max": soft.amax(0), "logit_sum": weights.sum(0)}[merge]
         seen[kv * g : (kv + 1) * g, best(score, sizes.k) + sizes.n_sink] = True
     return seen
 
@@ -335,9 +329,7 @@ def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -
     q, k, v = (x.to(dtype) for x in random_tokens(90))
     row = variant((q, k, v), 60, Sizes(3, 4, 200, 2, 4))
     full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 60), 64))
-    for (out, attended), (expected, _) in zip(
-        run(row, (q, k, v), 60, 90), run(full, (q, k, v), 60, 90), strict=True
-    ):
+    for (out, attended), (expected, _) in zip(run(row, (q, k, v), 60, 90), run(full, (q, k, v), 60, 90), strict=True):
         assert attended.all()
         atol = 1e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(out, expected, atol=atol, rtol=0)
@@ -449,9 +441,7 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     rows = [variant(tokens, 110, Sizes(4, 9, k, 2, 4), trace=trace) for k in (12, 30)]
     rows.append(variant(tokens, 110, Sizes(4, 9, 12, 2, 4), trace=trace, overlap=False))
     assert len(made) == 1
-    alone = [
-        outs(variant(tokens, 110, Sizes(4, 9, k, 2, 4)), tokens, 110, 140) for k in (12, 30, 12)
-    ]
+    alone = [outs(variant(tokens, 110, Sizes(4, 9, k, 2, 4)), tokens, 110, 140) for k in (12, 30, 12)]
     made.clear()
     together: list[list[Tensor]] = [[] for _ in rows]
     for at in range(110, 140):  # step by step, long enough for generated tokens to be coded
@@ -539,9 +529,7 @@ def test_centroids_may_take_their_room_out_of_the_cache() -> None:
         row = variant(tokens, 290, ask=ask, cache=cache, m=2, b=6, **changes)
         assert row.store.cache_spec.tokens == left
     with pytest.raises(ConfigError, match=r"cache.tokens=200 has no room .* use 256 or more"):
-        PQCache.check_cache(
-            replace(PARAMS, cache_includes_centroids=True), replace(cache, tokens=200)
-        )
+        PQCache.check_cache(replace(PARAMS, cache_includes_centroids=True), replace(cache, tokens=200))
 
 
 @pytest.mark.parametrize("fit", ["all_but_sinks", "middle"])

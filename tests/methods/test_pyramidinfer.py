@@ -151,9 +151,7 @@ class Hiding:
         mask |= torch.eye(self.s, dtype=torch.bool)  # whoever left still needs a row
         g = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def test_votes_are_the_mean_over_heads_of_weighted_attention() -> None:
@@ -179,9 +177,7 @@ def test_weighted_sums_of_the_last_rows_do_not_depend_on_the_blocks(
     q, k = (torch.randn(1, heads, 64, 8, generator=draw) for heads in (4, 2))
     weights = torch.rand(30, generator=draw)
     whole = column_sums(q[:, :, -30:], k, 0.3, weights)
-    monkeypatch.setattr(
-        "kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7
-    )  # blocks of 7 rows
+    monkeypatch.setattr("kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
     torch.testing.assert_close(column_sums(q[:, :, -30:], k, 0.3, weights), whole)
     assert whole.sum(-1).allclose(weights.sum().double(), rtol=1e-5)
 

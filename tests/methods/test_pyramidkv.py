@@ -55,14 +55,10 @@ def check_layers(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
     )
 
 
-def layered(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_layers: int, w: int, skipped: int = 0
-) -> Trace:
+def layered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_layers: int, w: int, skipped: int = 0) -> Trace:
     """A trace whose layers are all alike; the first `skipped` of the model are none of ours."""
     layers = tuple(range(skipped, skipped + n_layers))
-    shape = ModelShape(
-        "vectors", skipped + n_layers, q.shape[1], k.shape[1], k.shape[3], 1 << 20, layers
-    )
+    shape = ModelShape("vectors", skipped + n_layers, q.shape[1], k.shape[1], k.shape[3], 1 << 20, layers)
     trace = Trace(shape, k.shape[2], k.device)
     for layer in layers:
         trace.add(layer, k, v, k.shape[3] ** -0.5)
@@ -109,9 +105,7 @@ def test_a_short_prompt_flattens_the_slope_until_its_first_layer_keeps_everythin
     assert (flatter[0], flatter[-1]) == (880, 32 + (880 - 32) % 10)
 
 
-PROMPTS = st.integers(2, 9000).flatmap(
-    lambda s: st.tuples(st.just(s), st.integers(1, s - 1))
-)  # tokens, budget
+PROMPTS = st.integers(2, 9000).flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s - 1)))  # tokens, budget
 
 
 @given(PROMPTS, st.integers(1, 64), st.integers(1, 40), st.integers(1, 80))
@@ -126,9 +120,7 @@ def test_the_mean_is_within_the_budget_and_counts_never_increase(
 
 
 @given(PROMPTS, st.integers(1, 64), st.integers(1, 40), st.integers(1, 80))
-def test_no_larger_cap_would_fit(
-    prompt: tuple[int, int], window: int, beta: int, n_layers: int
-) -> None:
+def test_no_larger_cap_would_fit(prompt: tuple[int, int], window: int, beta: int, n_layers: int) -> None:
     s, n_tokens = prompt
     plan = fit_pyramid(s, n_tokens, window, beta, n_layers)
     for cap in range(plan.cap + 1, n_tokens + 1):

@@ -59,9 +59,7 @@ def check_step(variant: str, meta: dict[str, Any], x: dict[str, np.ndarray]) -> 
     n_pages, bounds = ceil(n / page_len), row.bounds[0]
     scores = scores_of_rows(q, bounds, n_pages)[0].reshape(h, n_pages)
     attended = row.store.attended(0)
-    pages = (
-        torch.nn.functional.pad(attended, (0, n_pages * page_len - n)).view(h, n_pages, -1).any(-1)
-    )
+    pages = torch.nn.functional.pad(attended, (0, n_pages * page_len - n)).view(h, n_pages, -1).any(-1)
     problem = first(
         differs("page scores", scores, x["page_scores"], 1e-4),
         differs("attended", attended, x["token_mask"]),
@@ -95,9 +93,7 @@ def random_tokens(h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0) -> tu
     return tuple(torch.randn(1, heads, n, d_h, generator=draw) for heads in (h, h_kv, h_kv))
 
 
-def run(
-    row: Any, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int
-) -> list[tuple[Tensor, Tensor]]:
+def run(row: Any, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
     """Output and attended tokens of every step."""
     steps = []
     for t in range(start, stop):
@@ -107,9 +103,7 @@ def run(
     return steps
 
 
-def by_definition(
-    q: Tensor, k: Tensor, s: int, tokens: int, params: Quest.Params
-) -> Tensor:  # (h, n) bool
+def by_definition(q: Tensor, k: Tensor, s: int, tokens: int, params: Quest.Params) -> Tensor:  # (h, n) bool
     """The tokens that each query head attends to, a page at a time in float64."""
     q, k = q[0, :, 0].double(), k[0].double()
     h, (h_kv, n, _), p = len(q), k.shape, params.page_len
@@ -175,9 +169,7 @@ def test_with_all_pages_it_is_full_attention(page_generated: bool, variant: str)
     asked = request(tokens=20, comm="1")
     row = row_of(Quest, params, trace_of(k, v, 6, 63), asked, Pages(8, 80))
     full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
-    for (out, attended), (expected, _) in zip(
-        run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True
-    ):
+    for (out, attended), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
         assert attended.all()
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
@@ -196,9 +188,7 @@ def test_the_whole_budget_is_full_attention_though_it_is_no_multiple_of_a_page()
     for params in (PARAMS, NATIVE, PAGED, replace(PAGED, variant="eval")):
         row = row_of(Quest, params, trace_of(k, v, 6, 63), request("1", comm="0"))
         full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
-        for (out, _), (expected, _) in zip(
-            run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True
-        ):
+        for (out, _), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
             assert torch.equal(out, expected)
         assert row.report() == {}
 
@@ -230,9 +220,7 @@ def test_padding_never_wins() -> None:
         assert not attended[:, 40:42].any()
         assert attended[:, :40].sum(-1).tolist() == [24, 24]
         # Taken, the short page gives its real tokens and nothing else.
-        every = row_of(
-            Quest, params, trace_of(k, v, 2, 42), request(tokens=24, comm="1"), Pages(8, 48)
-        )
+        every = row_of(Quest, params, trace_of(k, v, 2, 42), request(tokens=24, comm="1"), Pages(8, 48))
         out = step(every, q[:, :, 42:], k_last, v[:, :, 42:])
         keys = torch.cat([k[:, :, :42], k_last], 2)
         expected = exact(q[:, :, 42:], keys, v, torch.ones(2, 43, dtype=torch.bool))
@@ -264,9 +252,7 @@ def test_of_equal_scores_the_earlier_page_is_taken() -> None:
     assert select_pages(scores, 3, "group_max").tolist() == [[[0, 1, 4]]]
     q, k, v = random_tokens(4, 2, 42)
     q = torch.zeros_like(q)
-    row = row_of(
-        Quest, replace(NATIVE, page_len=8), trace_of(k, v, 4, 41), request(tokens=17, comm="1")
-    )
+    row = row_of(Quest, replace(NATIVE, page_len=8), trace_of(k, v, 4, 41), request(tokens=17, comm="1"))
     attended = run(row, q, k, v, 41, 42)[0][1]
     assert attended.nonzero()[:, 1].view(4, -1).tolist() == [[*range(16), 41]] * 4
 
@@ -282,9 +268,7 @@ def test_pages_are_runs_of_positions() -> None:
 
 def test_the_current_page_may_lose_in_the_accuracy_code_and_never_elsewhere() -> None:
     q, k, v = random_tokens(2, 1, 61)
-    k[:, :, 56:] = (
-        -q[:, :1, 60:61] * 3
-    )  # all that the current page holds points away from the queries
+    k[:, :, 56:] = -q[:, :1, 60:61] * 3  # all that the current page holds points away from the queries
     q[:, 1] = q[:, 0]
     kept = {}
     for variant in ("harness", "eval", "serving"):
@@ -305,9 +289,7 @@ def test_bounds_of_paged_tokens_are_those_of_all_keys(s: int) -> None:
     for variant in ("harness", "eval"):
         params = replace(PAGED, page_len=8, variant=variant)
         trace = trace_of(k, v, 4, s)
-        row, other = (
-            row_of(Quest, params, trace, request(tokens=24, comm="1"), n_new=20) for _ in range(2)
-        )
+        row, other = (row_of(Quest, params, trace, request(tokens=24, comm="1"), n_new=20) for _ in range(2))
         shared = trace.once(("Quest's bounds", 0, 8), lambda: pytest.fail("nothing is shared"))
         before = Bounds(shared.kmin.clone(), shared.kmax.clone())
         run(row, q, k, v, s, s + 20)
@@ -323,10 +305,7 @@ def test_bounds_of_paged_tokens_are_those_of_all_keys(s: int) -> None:
 def test_variants_of_a_sample_share_bounds_of_the_prompt() -> None:
     _, k, v = random_tokens(4, 2, 70)
     trace = trace_of(k, v, 4, 60)
-    rows = [
-        row_of(Quest, replace(NATIVE, agg=agg), trace, request(tokens=32, comm="1"))
-        for agg in AGGREGATES
-    ]
+    rows = [row_of(Quest, replace(NATIVE, agg=agg), trace, request(tokens=32, comm="1")) for agg in AGGREGATES]
     assert all(row.bounds[0] is rows[0].bounds[0] for row in rows)
 
 
@@ -345,9 +324,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     alone = [run(row, q, k, v, 70, 80) for row in make(trace)]
     rows = make(trace)
     for t in range(10):
-        queries, keys, values = (
-            x[:, :, 70 + t : 71 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v)
-        )
+        queries, keys, values = (x[:, :, 70 + t : 71 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
         outs = attend_group(Quest, rows, 0, queries, keys, values, trace.scales[0], t + 1)
         for i, out in enumerate(outs):
             assert torch.equal(rows[i].store.attended(0), alone[i][t][1])
@@ -373,18 +350,14 @@ def test_fetched_pages_go_through_the_block_cache() -> None:
 
 def smallest_budget(message: str, s: int) -> int:
     """The tokens that an error recommends, which its ratio must come to as well."""
-    share, tokens = (
-        message.split(f"{key}=")[1].split()[0].strip("(),") for key in ("ratio", "budget")
-    )
+    share, tokens = (message.split(f"{key}=")[1].split()[0].strip("(),") for key in ("ratio", "budget"))
     assert int(tokens) <= int(Fraction(share) * s) <= int(tokens) + s // 1000 + 1
     return int(tokens)
 
 
 @pytest.mark.parametrize(("h", "h_kv", "d_h"), [(9, 3, 64), (8, 2, 128)])
 @pytest.mark.parametrize("comm", ["1/128", "1/64", "1/16"])
-def test_the_ledger_is_within_every_budget_that_can_be_met(
-    comm: str, h: int, h_kv: int, d_h: int
-) -> None:
+def test_the_ledger_is_within_every_budget_that_can_be_met(comm: str, h: int, h_kv: int, d_h: int) -> None:
     shape = ModelShape("any", 1, h, h_kv, d_h, 1 << 20, (0,))
     met = 0
     for s in (2000, 3970, 4000):
@@ -421,9 +394,7 @@ def test_paged_tokens_are_within_the_budget_too() -> None:
     assert max(entry.attended for entry in row.store.ledger.entries) <= 6 * 200
 
 
-@pytest.mark.parametrize(
-    ("comm", "page_len"), [("1/8", 16), ("1/16", 32), ("1/64", 128), ("1/128", 256)]
-)
+@pytest.mark.parametrize(("comm", "page_len"), [("1/8", 16), ("1/16", 32), ("1/64", 128), ("1/128", 256)])
 def test_comm_makes_pages_of_2_over_comm_tokens(comm: str, page_len: int) -> None:
     for s in (1024, 4096, 32768):  # whole pages
         assert matched_page_len(resolve(request("0.2", comm=comm), s, False)) == page_len
@@ -447,12 +418,7 @@ def test_native_pages_want_the_comm_that_they_cost() -> None:
         Quest.check(NATIVE, request("0.2", comm="1/16"), shape)
     Quest.check(NATIVE, request("0.2", comm="1/8"), shape)
     Quest.check(replace(NATIVE, variant="serving"), request("0.2", comm="1/64"), shape)
-    assert (
-        Quest.plan_for(NATIVE, resolve(request("0.2", comm="1/8"), 320, False), shape).k(
-            320, "harness"
-        )
-        == 4
-    )
+    assert Quest.plan_for(NATIVE, resolve(request("0.2", comm="1/8"), 320, False), shape).k(320, "harness") == 4
     with pytest.raises(ConfigError, match=r"21 pages .* prompt of 321; use comm=0\.131 or more"):
         Quest.plan_for(NATIVE, resolve(request("0.2", comm="1/8"), 321, False), shape)
     assert Quest.label(NATIVE, request("0.2")) == "Quest"

@@ -25,10 +25,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "snapkv").glob("*.npz"))
 def run_vectors(path: Path) -> list[Check]:
     """Scores and kept tokens of the authors' code and of KVCache-Factory's layout per KV head."""
     meta, x = load(path)
-    problems = [
-        check_sample({name: array[i : i + 1] for name, array in x.items()}, meta)
-        for i in range(meta["B"])
-    ]
+    problems = [check_sample({name: array[i : i + 1] for name, array in x.items()}, meta) for i in range(meta["B"])]
     return [(path.stem, first(*problems))]
 
 
@@ -172,9 +169,7 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
         mine, other = (row.store.ledger.entries[-1] for row in (ours, theirs))
         assert mine.attended == other.attended == 4 * (20 + t + 1)
         union = ours.store.attended(0).view(2, 2, -1).any(1).sum()
-        assert (
-            mine.resident_kv_bytes == int(union) * ours.store.token_bytes < other.resident_kv_bytes
-        )
+        assert mine.resident_kv_bytes == int(union) * ours.store.token_bytes < other.resident_kv_bytes
 
 
 def test_reduction_comes_before_pooling() -> None:

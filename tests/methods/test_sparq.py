@@ -64,22 +64,16 @@ def check_step(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     params = replace(PUBLISHED, reallocate=meta["reallocate"])
     for layout in ("columns", "rows"):
         trace = trace_of(k, v, meta["Hq"], last)
-        row = row_of(
-            SparQ, replace(params, layout=layout), trace, request(tokens=1, comm="1"), regions(meta)
-        )
+        row = row_of(SparQ, replace(params, layout=layout), trace, request(tokens=1, comm="1"), regions(meta))
         out = step(row, q, k[:, :, last:], v[:, :, last:])
         components = top_components(q, meta["Hkv"], meta["r"])
         weights = query_weights(q, components, trace.scales[0])
-        logits = weights @ (read_columns if layout == "columns" else read_rows)(
-            [row], 0, components
-        )
+        logits = weights @ (read_columns if layout == "columns" else read_rows)([row], 0, components)
         attended = row.store.attended(0)[::g]
         selected = np.zeros(attended.shape, dtype=bool)
         np.put_along_axis(selected, x["selected"].astype(np.int64), True, 1)
         # Coverage is in the scale alone: |weights| = |q| * scale / sqrt(coverage).
-        chosen = q.view(1, meta["Hkv"], g, -1).gather(
-            -1, components.unsqueeze(2).expand(-1, -1, g, -1)
-        )
+        chosen = q.view(1, meta["Hkv"], g, -1).gather(-1, components.unsqueeze(2).expand(-1, -1, g, -1))
         coverage = (chosen.abs().sum(-1) * trace.scales[0] / weights.abs().sum(-1)).square()
         alpha = torch.ones(meta["Hkv"], g) if row.covered is None else row.covered[0]
         problem = first(
@@ -100,9 +94,7 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     s = meta["T"]
     params = replace(PUBLISHED, n_sink=meta["sinks"], reallocate=meta["reallocate"])
     trace = trace_of(torch.from_numpy(x["k"]), torch.from_numpy(x["v"]), meta["Hq"], s)
-    row = row_of(
-        SparQ, params, trace, request(tokens=1, comm="1"), regions(meta), max(64, meta["steps"])
-    )
+    row = row_of(SparQ, params, trace, request(tokens=1, comm="1"), regions(meta), max(64, meta["steps"]))
     atol = 2e-3 if meta["reallocate"] else 2e-5  # their mean of V passes through float16
     for t in range(meta["steps"]):
         out = step(row, at(x["q"], s + t), at(x["k"], s + t), at(x["v"], s + t), t + 1)
@@ -154,9 +146,7 @@ def random_tokens(h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0) -> tu
     return tuple(torch.randn(1, heads, n, d_h, generator=draw) for heads in (h, h_kv, h_kv))
 
 
-def run(
-    row: Any, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int
-) -> list[tuple[Tensor, Tensor]]:
+def run(row: Any, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
     """Output and attended tokens of every step."""
     steps = []
     for t in range(start, stop):
@@ -166,9 +156,7 @@ def run(
     return steps
 
 
-def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, plan: Regions, n_window: int
-) -> tuple[Tensor, Tensor]:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, plan: Regions, n_window: int) -> tuple[Tensor, Tensor]:
     """One step in float64, a query head at a time: output (h, d_h) and what each KV head selects (h_kv, n)."""
     q, k, v = q[0, :, 0].double(), k[0].double(), v[0].double()
     (h, d_h), (h_kv, n, _) = q.shape, k.shape
@@ -202,9 +190,7 @@ def test_every_step_is_the_definition(r: int, generated: str, layout: str) -> No
     row = row_of(SparQ, params, trace_of(k, v, 6, 90), request(tokens=22, comm="1"), plan)
     for t, (out, attended) in enumerate(run(row, q, k, v, 90, 110)):
         n, n_window = 91 + t, 8 + (t if generated == "on_top" else 0)
-        expected, selected = by_definition(
-            q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], plan, n_window
-        )
+        expected, selected = by_definition(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], plan, n_window)
         assert torch.equal(attended[::3], selected)
         torch.testing.assert_close(out[0, :, 0].double(), expected, atol=1e-5, rtol=0)
 
@@ -215,10 +201,7 @@ def test_with_all_components_it_is_the_oracle_of_mean_logits(generated: str) -> 
     params = replace(PARAMS, local_share=Fraction(0), reallocate=False, generated=generated)
     oracle = Oracle.Params("group_logit_mean", 4, Fraction(0), generated, "fair", "renormalise")
     asked = request(tokens=24, comm="1")
-    rows = [
-        row_of(kind, p, trace_of(k, v, 6, 60), asked)
-        for kind, p in ((SparQ, params), (Oracle, oracle))
-    ]
+    rows = [row_of(kind, p, trace_of(k, v, 6, 60), asked) for kind, p in ((SparQ, params), (Oracle, oracle))]
     ours, theirs = (run(row, q, k, v, 60, 80) for row in rows)
     for (out, attended), (oracle_out, oracle_attended) in zip(ours, theirs, strict=True):
         assert torch.equal(attended, oracle_attended)
@@ -232,9 +215,7 @@ def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -
         SparQ, PUBLISHED, trace_of(k, v, 6, 50), request(tokens=40, comm="1/16"), Regions(0, 6, 200, 1)
     )  # fmt: skip
     full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
-    for (out, attended), (expected, _) in zip(
-        run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True
-    ):
+    for (out, attended), (expected, _) in zip(run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True):
         assert attended.all()
         assert row.covered is None
         atol = 1e-6 if dtype == torch.float32 else 2**-8
@@ -245,9 +226,7 @@ def test_the_whole_budget_is_full_attention_though_comm_pays_for_nothing() -> No
     q, k, v = random_tokens(6, 2, 60)
     row = row_of(SparQ, PARAMS, trace_of(k, v, 6, 50), request("1", comm="0"))
     full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
-    for (out, _), (expected, _) in zip(
-        run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True
-    ):
+    for (out, _), (expected, _) in zip(run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True):
         assert torch.equal(out, expected)
 
 
@@ -265,9 +244,7 @@ def test_what_is_missing_goes_to_the_mean_of_v() -> None:
     # All logits are zero: k + 1 of n tokens have that share of the mass, and attention is their plain mean.
     q, k, v = random_tokens(2, 1, 40)
     q = torch.zeros_like(q)
-    row = row_of(
-        SparQ, PUBLISHED, trace_of(k, v, 2, 39), request(tokens=12, comm="1/8"), Regions(0, 4, 9, 2)
-    )
+    row = row_of(SparQ, PUBLISHED, trace_of(k, v, 2, 39), request(tokens=12, comm="1/8"), Regions(0, 4, 9, 2))
     out, attended = run(row, q, k, v, 39, 40)[0]
     assert attended.sum(-1).tolist() == [13, 13]
     torch.testing.assert_close(row.covered, torch.full((1, 1, 2), 13 / 40))
@@ -355,18 +332,13 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     ]  # fmt: skip
 
     def make(trace: Trace) -> list[Any]:
-        return [
-            row_of(SparQ, params, trace, request(tokens=int(n), comm=comm))
-            for params, n, comm in variants
-        ]
+        return [row_of(SparQ, params, trace, request(tokens=int(n), comm=comm)) for params, n, comm in variants]
 
     trace = trace_of(k, v, 6, 50)
     alone = [[out for out, _ in run(row, q, k, v, 50, 60)] for row in make(trace)]
     rows = make(trace)
     for t in range(10):
-        queries, keys, values = (
-            x[:, :, 50 + t : 51 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v)
-        )
+        queries, keys, values = (x[:, :, 50 + t : 51 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
         outs = attend_group(SparQ, rows, 0, queries, keys, values, trace.scales[0], t + 1)
         for i, out in enumerate(outs):
             torch.testing.assert_close(out, alone[i][t], atol=1e-6, rtol=0)
@@ -377,9 +349,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
 
 @pytest.mark.parametrize(("h", "h_kv", "d_h"), [(9, 3, 64), (8, 2, 128)])
 @pytest.mark.parametrize("comm", ["1/128", "1/64", "1/16"])
-def test_the_ledger_is_within_every_budget_that_can_be_met(
-    comm: str, h: int, h_kv: int, d_h: int
-) -> None:
+def test_the_ledger_is_within_every_budget_that_can_be_met(comm: str, h: int, h_kv: int, d_h: int) -> None:
     for s in (2000, 3970):
         q, k, v = random_tokens(h, h_kv, s + 60, d_h)
         for ratio in ("0.05", "0.1", "0.2", "0.5"):
@@ -416,9 +386,7 @@ def test_a_plain_cache_moves_whole_keys() -> None:
         run(row, q, k, v, 60, 61)
         entries[layout] = row.store.ledger.entries[0]
     candidates = 60 - 4 - 8
-    assert (
-        entries["columns"].moved_meta_bytes == 2 * 2 * candidates * 2
-    )  # heads x r x tokens x bytes
+    assert entries["columns"].moved_meta_bytes == 2 * 2 * candidates * 2  # heads x r x tokens x bytes
     assert entries["rows"].moved_meta_bytes == 2 * 16 * candidates * 2
     assert entries["columns"].moved_kv_bytes == entries["rows"].moved_kv_bytes == 2 * 8 * 64
 
@@ -427,9 +395,7 @@ def test_fetched_tokens_go_through_the_block_cache() -> None:
     q, k, v = random_tokens(6, 2, 64)
     cache = BlockCacheSpec(32, 4, 8, "lfu")
     plan = Regions(4, 9, 12, 2)
-    row = row_of(
-        SparQ, PARAMS, trace_of(k, v, 6, 60), request(tokens=24, comm="1/8"), plan, 64, cache
-    )
+    row = row_of(SparQ, PARAMS, trace_of(k, v, 6, 60), request(tokens=24, comm="1/8"), plan, 64, cache)
     for t in range(4):  # the same query again: what was fetched is cached by then
         step(row, q[:, :, 60:61], k[:, :, 60 + t : 61 + t], v[:, :, 60 + t : 61 + t], t + 1)
     entries = row.store.ledger.entries

@@ -36,9 +36,7 @@ def check_static(row: StreamingLLM, x: dict[str, np.ndarray]) -> str | None:
     """What is on the device right after the prompt, in the order of positions."""
     s, kept = row.trace.s_prompt, x["kept_idx"].shape[-1]
     parts = row.store.resident(0)
-    k, v = (
-        torch.cat([getattr(part, name) for part in parts], 2)[:, :, :kept] for name in ("k", "v")
-    )
+    k, v = (torch.cat([getattr(part, name) for part in parts], 2)[:, :, :kept] for name in ("k", "v"))
     positions = row.store.attended(0)[:: row.trace.shape.g, :s]
     expected = np.zeros((x["kept_idx"].shape[1], s), dtype=bool)
     np.put_along_axis(expected, x["kept_idx"][0].astype(np.int64), True, axis=1)
@@ -73,12 +71,8 @@ def tokens(n: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, heads, n, 16, generator=draw) for heads in (4, 2, 2))
 
 
-@pytest.mark.parametrize(
-    ("generated", "expected"), [("inside", [21] * 8), ("on_top", list(range(21, 29)))]
-)
-def test_its_window_rolls_or_grows_from_the_same_first_step(
-    generated: str, expected: list[int]
-) -> None:
+@pytest.mark.parametrize(("generated", "expected"), [("inside", [21] * 8), ("on_top", list(range(21, 29)))])
+def test_its_window_rolls_or_grows_from_the_same_first_step(generated: str, expected: list[int]) -> None:
     q, k, v = tokens(60)
     row = row_of(
         StreamingLLM,
@@ -111,9 +105,7 @@ def test_a_budget_of_sinks_alone_is_refused() -> None:
 def rotate(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     """Rotary embedding in the half-split form, by whole positions."""
     d_h = x.shape[-1]
-    angle = torch.as_tensor(by).double().reshape(-1, 1) * 10_000 ** (
-        -torch.arange(0, d_h, 2).double() / d_h
-    )
+    angle = torch.as_tensor(by).double().reshape(-1, 1) * 10_000 ** (-torch.arange(0, d_h, 2).double() / d_h)
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
     half = torch.cat([-x[..., d_h // 2 :], x[..., : d_h // 2]], -1)
     return (x * cos + half * sin).to(x.dtype)
@@ -134,14 +126,10 @@ def test_cache_positions_equal_keys_renumbered_by_their_slots() -> None:
         slots = torch.arange(len(held))
         keys = rotate(raw_k[:, :, held], slots).repeat_interleave(2, 1)
         weights = (rotate(raw_q[:, :, n - 1 : n], len(held) - 1) @ keys.mT * 0.25).softmax(-1)
-        torch.testing.assert_close(
-            out, weights @ v[:, :, held].repeat_interleave(2, 1), atol=1e-6, rtol=0
-        )
+        torch.testing.assert_close(out, weights @ v[:, :, held].repeat_interleave(2, 1), atol=1e-6, rtol=0)
 
 
 def test_cache_positions_need_a_rotary_model() -> None:
     _, k, v = tokens(60)
     with pytest.raises(ConfigError, match="rotary"):
-        row_of(
-            StreamingLLM, replace(PARAMS, position="cache"), trace_of(k, v, 4), request(tokens=20)
-        )
+        row_of(StreamingLLM, replace(PARAMS, position="cache"), trace_of(k, v, 4), request(tokens=20))

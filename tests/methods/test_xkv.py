@@ -134,9 +134,7 @@ def greedy(weights: torch.Tensor, total: int) -> list[int]:
     table = xkv.normalised(weights).sort(-1, descending=True).values.numpy()
     counts = [0] * len(table)
     for _ in range(total):
-        waiting = [
-            row[n] if n < len(row) else -np.inf for row, n in zip(table, counts, strict=True)
-        ]
+        waiting = [row[n] if n < len(row) else -np.inf for row, n in zip(table, counts, strict=True)]
         counts[int(np.argmax(waiting))] += 1
     return counts
 
@@ -149,9 +147,7 @@ def mean_retention(weights: torch.Tensor, counts: list[int]) -> float:
 def tables(draw: st.DrawFn) -> torch.Tensor:
     """Scores with many ties, zeros, and now and then a layer of nothing else."""
     shape = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    values = st.lists(
-        st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, 4.0]), min_size=shape[1], max_size=shape[1]
-    )
+    values = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, 4.0]), min_size=shape[1], max_size=shape[1])
     rows = draw(st.lists(values, min_size=shape[0], max_size=shape[0]))
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -185,9 +181,7 @@ def test_it_retains_at_least_what_uniform_and_pyramid_sizes_do(
 
 
 @given(tables(), st.floats(0.01, 1))
-def test_a_target_is_reached_with_as_few_tokens_as_can_be(
-    weights: torch.Tensor, r_avg: float
-) -> None:
+def test_a_target_is_reached_with_as_few_tokens_as_can_be(weights: torch.Tensor, r_avg: float) -> None:
     counts = allocate_target(weights, r_avg)
     assert mean_retention(weights, counts) >= r_avg - 1e-9
     if r_avg < 1 and sum(counts) > 0:
@@ -238,9 +232,7 @@ def test_a_model_of_32_layers_and_128k_tokens_is_divided_within_a_second() -> No
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=1, max_size=12),
     st.floats(0, 1),
 )
-def test_shared_out_tokens_sum_exactly_and_stay_below_the_caps(
-    rows: list[tuple[float, int]], part: float
-) -> None:
+def test_shared_out_tokens_sum_exactly_and_stay_below_the_caps(rows: list[tuple[float, int]], part: float) -> None:
     shares, caps = [share for share, _ in rows], [cap for _, cap in rows]
     total = int(part * sum(caps))
     sizes = share_out(shares, total, caps)
@@ -430,9 +422,7 @@ def test_the_shares_of_a_run_are_printed_as_the_parameter_takes_them(
         ({"allocation": "sampled", "shares": (0.0, 0.0)}, "no positive number"),
     ],
 )
-def test_a_wrong_parameter_is_answered_in_a_sentence(
-    changes: dict[str, Any], sentence: str
-) -> None:
+def test_a_wrong_parameter_is_answered_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         replace(PARAMS, **changes)
 

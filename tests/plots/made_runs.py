@@ -160,9 +160,7 @@ def scores(root: Path) -> None:
         write(root, method, "pg19", rows, budget=256, metric="perplexity")
         for budget in (128, 256, 512):
             if method != "full":
-                found = [
-                    {"score": 0.3 + 0.1 * i + budget / 2000, "fields": {"metric": "recall"}}
-                ] * 2
+                found = [{"score": 0.3 + 0.1 * i + budget / 2000, "fields": {"metric": "recall"}}] * 2
                 write(root, method, "fidelity", found, budget=budget, metric="recall")
     exact = {"agg": "query_head", "n_sink": 0, "local_share": 0}
     for ratio in (0.02, 0.1, 0.5):
@@ -222,10 +220,7 @@ def layers(root: Path) -> None:
 
     draw = random.Random(0)
     weights = [[draw.random() ** 6 for _ in range(24)] for _ in range(N_LAYERS)]
-    at = {
-        name: [30 + 9 * ((layer * k) % 5) for layer in range(N_LAYERS)]
-        for k, name in ((1, "0.5"), (3, "0.9"))
-    }
+    at = {name: [30 + 9 * ((layer * k) % 5) for layer in range(N_LAYERS)] for k, name in ((1, "0.5"), (3, "0.9"))}
     profiled = {"allocation": "exact", "profile_bins": 24}
     write(root, "xkv", "longbench", rows(w=weights, n_at_retention=at), params=profiled)
     for ratio in ("1/10", "1/5"):
@@ -233,7 +228,5 @@ def layers(root: Path) -> None:
         write(root, "xkv", "longbench", rows(), params=params, ratio=ratio)
     for i in range(3):
         params = {"allocation": "sampled", "shares": [1 + i, 2], "profile_bins": 0}
-        shifted = [
-            row | {"fields": row["fields"] | {"method_report": report(9 + i)}} for row in rows()
-        ]
+        shifted = [row | {"fields": row["fields"] | {"method_report": report(9 + i)}} for row in rows()]
         write(root, "xkv", "longbench", shifted, params=params, ratio="1/20")

@@ -20,9 +20,7 @@ from evals.results import (
 LEDGER = ("step", "layer", "tokens", "attended", "moved_kv_bytes", "cache_hits", "cache_lookups")
 
 
-def config_of(
-    method: str, ratio: str, model: str = "tiny", task: str = "needle", **more: Any
-) -> dict[str, Any]:
+def config_of(method: str, ratio: str, model: str = "tiny", task: str = "needle", **more: Any) -> dict[str, Any]:
     return {
         "method": {"name": method, "params": {"window": 32}},
         "task": {"name": task, "params": {"depths": [0, 50]}},
@@ -34,12 +32,8 @@ def config_of(
     } | more  # fmt: skip
 
 
-def row(
-    i: int, score: float, prediction: str, reference: str, within: bool, fields: dict[str, Any]
-) -> SampleRow:
-    ledger: dict[str, float | bool | None] = dict.fromkeys(
-        LEDGER_MEANS.values(), 1000.0 + 100 * score
-    )
+def row(i: int, score: float, prediction: str, reference: str, within: bool, fields: dict[str, Any]) -> SampleRow:
+    ledger: dict[str, float | bool | None] = dict.fromkeys(LEDGER_MEANS.values(), 1000.0 + 100 * score)
     return SampleRow(
         id=f"sample-{i}", prompt_sha256=prompt_hash([i]), prompt_tokens=1000, original_prompt_tokens=1000,
         generated_tokens=8, prediction=prediction, references=[reference], score=score, status="ok", error=None,

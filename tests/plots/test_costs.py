@@ -53,15 +53,11 @@ def test_the_csv_has_quartiles_and_every_sample(tmp_path: Path) -> None:
     for line in lines:
         low, high = (float(bound) for bound in line["tpot_s_q"].split())
         assert low < float(line["tpot_s"]) < high
-    first = json.loads(
-        next(tmp_path.glob("latency-full*/samples.jsonl")).read_text().splitlines()[0]
-    )
+    first = json.loads(next(tmp_path.glob("latency-full*/samples.jsonl")).read_text().splitlines()[0])
     assert float(lines[0]["tt2t_s"]) == first["timing"]["tt2t_s"]
 
 
-def test_commands_write_it_or_say_what_to_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_write_it_or_say_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "task=latency" in capsys.readouterr().err
     timings(tmp_path)

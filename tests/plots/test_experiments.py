@@ -57,9 +57,7 @@ def test_it_opens_with_its_command_and_composes_at_smoke_scale(path: Path) -> No
             build_params(load_class(part), part.params, part.group)
 
 
-@pytest.mark.parametrize(
-    "name", [path.stem for path in FILES if "task: latency" in path.read_text()]
-)
+@pytest.mark.parametrize("name", [path.stem for path in FILES if "task: latency" in path.read_text()])
 def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(
     name: str,
 ) -> None:
@@ -72,9 +70,7 @@ def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke
             kind.plan_for(params, kind.budget_for(ready.budget, length), shape)
 
 
-@pytest.mark.parametrize(
-    "name", ["pqcache_table2", "pqcache_figure12a", "clusterkv_table1", "xkv_figure5"]
-)
+@pytest.mark.parametrize("name", ["pqcache_table2", "pqcache_figure12a", "clusterkv_table1", "xkv_figure5"])
 def test_at_full_scale_it_is_the_papers_model(name: str) -> None:
     made = cells(f"experiment={name}", "data_dir=/data")
     ready = composed(made[-1])
@@ -93,9 +89,7 @@ def test_table_2_has_every_method_at_two_budgets_and_the_command_line_wins() -> 
     assert {str(cell.budget.ratio) for cell in made} == {"1/5", "1/10"}
     assert {str(cell.budget.comm) for cell in made} == {"1/128"}
     fewer = cells("experiment=pqcache_table2", "method=oracle", "ratio=1/3")
-    assert [(cell.method.name, str(cell.budget.ratio)) for cell in map(composed, fewer)] == [
-        ("oracle", "1/3")
-    ]
+    assert [(cell.method.name, str(cell.budget.ratio)) for cell in map(composed, fewer)] == [("oracle", "1/3")]
 
 
 def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:

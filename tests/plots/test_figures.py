@@ -20,9 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
-def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(
-    drawing, runs: Path, tmp_path: Path
-) -> None:
+def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: Path, tmp_path: Path) -> None:
     made = load(runs)
     first = draw(drawing, made, tmp_path / "a")
     assert {path.suffix for path in first} == {".pdf", ".png"}

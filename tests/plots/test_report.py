@@ -20,9 +20,7 @@ from tests.plots.report_runs import write_run
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 DRIVER = shutil.which("chromedriver")
-HOSTILE = (
-    "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> @@script@@"
-)
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> @@script@@"
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +41,7 @@ def described(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
-    quest = next(
-        run for run in described(root).values() if run["variant"].startswith("Quest · ratio 1/5")
-    )
+    quest = next(run for run in described(root).values() if run["variant"].startswith("Quest · ratio 1/5"))
     (part,) = quest["parts"]
     assert part["score"] == pytest.approx(3 / 6)
     assert part["ci"] == bootstrap_ci95([1, 0, 1, 0, 0, 1])
@@ -82,9 +78,7 @@ def test_no_text_of_a_run_can_end_an_element(root: Path) -> None:
     assert not re.search(r'(?:src|href)="(?!#)', text.split('id="data-overview"')[0])
 
 
-def test_nothing_to_report_and_nowhere_to_write_are_errors_of_the_user(
-    tmp_path: Path, root: Path, capsys: Any
-) -> None:
+def test_nothing_to_report_and_nowhere_to_write_are_errors_of_the_user(tmp_path: Path, root: Path, capsys: Any) -> None:
     assert main([str(tmp_path)]) == 2
     assert "run.py" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
@@ -111,9 +105,7 @@ def test_fifty_runs_fit_into_six_megabytes(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def browser(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     if not BROWSER or not DRIVER:
-        pytest.skip(
-            "needs chromium and chromedriver (Debian: apt install chromium chromium-driver)"
-        )
+        pytest.skip("needs chromium and chromedriver (Debian: apt install chromium chromium-driver)")
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     from selenium.webdriver.chrome.service import Service
 

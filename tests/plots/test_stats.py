@@ -37,9 +37,7 @@ def test_a_single_score_is_its_own_interval() -> None:
 @pytest.mark.parametrize("n", [3, 8, 14])
 def test_few_differences_have_the_exact_p_value_of_scipy(n: int) -> None:
     differences = np.random.default_rng(n).normal(0.4, 1, size=n)
-    theirs = scipy.stats.permutation_test(
-        (differences,), np.mean, permutation_type="samples", n_resamples=1 << 20
-    )
+    theirs = scipy.stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=1 << 20)
     assert sign_flip_p(differences) == pytest.approx(theirs.pvalue, rel=1e-9)
 
 

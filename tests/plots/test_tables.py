@@ -56,10 +56,7 @@ def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tm
     make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(PAPER[:3], 0.4), **OURS)
     table = one(tmp_path)
-    parts = [
-        round(100 * sum(r["score"] for r in rows if r["fields"]["dataset"] == name) / 6, 2)
-        for name in PAPER
-    ]
+    parts = [round(100 * sum(r["score"] for r in rows if r["fields"]["dataset"] == name) / 6, 2) for name in PAPER]
     average = table.cells[AVERAGE, "PQCache", "1/5"]
     assert average.score == pytest.approx(sum(parts) / 14) and average.published == "47.29"
     assert table.cells[AVERAGE, "H2O(C)", "1/5"].score is None
@@ -69,9 +66,7 @@ def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tm
 
 def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Path) -> None:
     def add(method: str, level: float, within: bool = True) -> None:
-        rows = [
-            {"score": level, "fields": {"dataset": "trec"}, "ledger": {"within_budget": within}}
-        ]
+        rows = [{"score": level, "fields": {"dataset": "trec"}, "ledger": {"within_budget": within}}]
         make_run(tmp_path, method, "longbench", rows * 3, **OURS)
 
     for method, level in (("full", 0.9), ("oracle", 0.8), ("h2o", 0.3), ("pqcache", 0.4)):
