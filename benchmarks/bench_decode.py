@@ -41,8 +41,10 @@ EIGHT: list[tuple[type[SelectiveAttention], Any, str]] = [
 def build(trace: Trace, *kinds: tuple[type[SelectiveAttention], Any, str]) -> list[SelectiveAttention]:
     rows = []
     for kind, params, ratio in kinds:
-        row = kind(params, BudgetRequest(Fraction(ratio), None, Fraction(1, 64)), trace, N_STEPS + 1)
-        for layer in trace.shape.full_layers:
+        row = kind.variant_for(
+            params, BudgetRequest(Fraction(ratio), None, Fraction(1, 64)), trace.shape, trace.s_prompt
+        ).row(trace, N_STEPS + 1)
+        for layer in trace.shape.attention_layers:
             row.build(layer)
         row.complete()
         rows.append(row)

@@ -38,20 +38,16 @@ def rows_of(model: Model, ids: Sequence[int], names: Sequence[str]) -> dict[str,
     """One prefill, a row per method, ready to decode."""
     kinds = {name: method_of(name) for name in names}
     request = {name: FULL_REQUEST if name == "full" else REQUEST for name in names}
-    asked = [
-        what
-        for name, (kind, params) in kinds.items()
-        for what in kind.observations(
-            params,
-            kind.plan_for(params, kind.budget_for(request[name], len(ids)), model.shape),
-        )
-    ]
+    variants = {
+        name: kind.variant_for(params, request[name], model.shape, len(ids)) for name, (kind, params) in kinds.items()
+    }
+    asked = [what for variant in variants.values() for what in variant.observations]
     rows: dict[str, SelectiveAttention] = {}
 
     def build(trace: Trace, layer: int) -> None:
         if not rows:
-            for name, (kind, params) in kinds.items():
-                rows[name] = kind(params, request[name], trace, STEPS + 1)
+            for name, variant in variants.items():
+                rows[name] = variant.row(trace, STEPS + 1)
         for row in rows.values():
             row.build(layer)
 
@@ -78,17 +74,17 @@ def read_rate(model: Model) -> float:
     heads = (shape.h, shape.h_kv, shape.h_kv)
     for s in (SHORT, 8 * SHORT):
         trace = Trace(shape, s, torch.device("cpu"))
-        for layer in shape.full_layers:
+        for layer in shape.attention_layers:
             k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
             trace.add(layer, k.to(model.dtype), v.to(model.dtype), shape.d_h**-0.5)
-        row = kind(params, FULL_REQUEST, trace, 40)
-        for layer in shape.full_layers:
+        row = kind.variant_for(params, FULL_REQUEST, trace.shape, trace.s_prompt).row(trace, 40)
+        for layer in shape.attention_layers:
             row.build(layer)
         times = []
         for step in range(1, 31):
             q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
             start = perf_counter()
-            for layer in shape.full_layers:
+            for layer in shape.attention_layers:
                 attend_group(kind, [row], layer, q, k_new, v_new, shape.d_h**-0.5, step)
             times.append(perf_counter() - start)
         seconds[s] = statistics.median(times[5:])

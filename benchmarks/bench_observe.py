@@ -8,10 +8,10 @@ Not here: quality (`evals`), methods that build an index (their own benchmarks).
 """
 
 import argparse
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -27,17 +27,11 @@ from methods.snapkv import SnapKV
 from methods.xkv import XKV
 
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(0))
-VOTING: dict[str, Callable[[Trace], SelectiveAttention]] = {
-    "SnapKV": lambda trace: SnapKV(
-        SnapKV.Params(32, 7, "max", "mean"), REQUEST, trace, 8
-    ),
-    "PyramidKV": lambda trace: PyramidKV(
-        PyramidKV.Params(8, 7, "max", "mean", 20, False), REQUEST, trace, 8
-    ),
-    "XKV": lambda trace: XKV(
-        XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0), REQUEST, trace, 8
-    ),
-}  # fmt: skip
+METHODS: dict[str, tuple[type[SelectiveAttention], Any]] = {
+    "SnapKV": (SnapKV, SnapKV.Params(32, 7, "max", "mean")),
+    "PyramidKV": (PyramidKV, PyramidKV.Params(8, 7, "max", "mean", 20, False)),
+    "XKV": (XKV, XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0)),
+}
 
 
 def check_parity() -> None:
@@ -54,19 +48,20 @@ def seconds(model: Model, ids: list[int], *what: Observation) -> float:
         return prefill(model, ids, what).seconds
 
 
-def seconds_with(model: Model, ids: list[int], make: Callable[[Trace], SelectiveAttention]) -> float:
-    """A prefill at whose end the method's store is ready."""
+def seconds_with(model: Model, ids: list[int], name: str) -> float:
+    """A prefill with a method's observations, until its variant is ready to decode."""
+    method, params = METHODS[name]
+    variant = method.variant_for(params, REQUEST, model.shape, len(ids))
     rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
         if not rows:
-            rows.append(make(trace))
+            rows.append(variant.row(trace, 8))
         rows[0].build(layer)
 
-    probe = make(Trace(model.shape, len(ids), model.device))
     with model.hooked():
         start = perf_counter()
-        prefill(model, ids, probe.observations(probe.params, probe.plan), build)
+        prefill(model, ids, variant.observations, build)
         rows[0].complete()
         return perf_counter() - start
 
@@ -85,8 +80,8 @@ def main() -> None:
         summing = partial(seconds, model, ids, ColumnSums())
         pairs = measure(plain, summing, options.pairs)
         record("prefill: with column sums against plain", shape, dtype, pairs)
-        for name, make in VOTING.items():
-            pairs = measure(plain, partial(seconds_with, model, ids, make), options.pairs)
+        for name in METHODS:
+            pairs = measure(plain, partial(seconds_with, model, ids, name), options.pairs)
             record(f"prefill: with {name} against plain", shape, dtype, pairs)
 
 

@@ -60,8 +60,8 @@ def variant(name: str, words: Sequence[str]) -> tuple[type[SelectiveAttention], 
 
 def row(trace: Trace, name: str, words: Sequence[str], request: BudgetRequest, n_new: int) -> SelectiveAttention:
     kind, params = variant(name, words)
-    made = kind(params, request, trace, n_new)
-    for layer in trace.shape.full_layers:
+    made = kind.variant_for(params, request, trace.shape, trace.s_prompt).row(trace, n_new)
+    for layer in trace.shape.attention_layers:
         made.build(layer)
     made.complete()
     return made
@@ -71,7 +71,7 @@ def observations(
     shape: ModelShape, s: int, request: BudgetRequest, name: str, words: Sequence[str]
 ) -> tuple[Observation, ...]:
     kind, params = variant(name, words)
-    return kind.observations(params, kind.plan_for(params, kind.budget_for(request, s), shape))
+    return kind.variant_for(params, request, shape, s).observations
 
 
 class OneLayer:

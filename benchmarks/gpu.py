@@ -38,7 +38,7 @@ from benchmarks.paired import commit
 from engine.budget import BudgetRequest
 from engine.model import Model, load_random, read_config
 from evals.hardware import FULL_REQUEST, method_of
-from evals.latency import Latency, Variant
+from evals.latency import Latency, Timed
 from evals.overrides import CONF
 from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
 from kernels.topk import top_stable, top_stable_ref
@@ -259,16 +259,11 @@ def methods(model: Model, names: Sequence[str], lengths: Sequence[int], n_new: i
         for name in names:
             kind, params = method_of(name)
             request = FULL_REQUEST if name == "full" else REQUEST
-            plan = kind.plan_for(params, kind.budget_for(request, s), model.shape)
-            variant = Variant(
-                lambda trace, n, kind=kind, params=params, request=request: kind(params, request, trace, n),
-                kind.observations(params, plan),
-                kind.thinning(plan),
-            )
+            timed = Timed(kind.variant_for(params, request, model.shape, s))
             shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
             try:
                 with model.hooked():
-                    timing = task.measure(model, variant, sample, lambda: None).mark.fields["timing"]
+                    timing = task.measure(model, timed, sample, lambda: None).mark.fields["timing"]
             except (torch.OutOfMemoryError, MemoryError):
                 yield Result(f"{kind.title}: decode", shape, True, note="oom")
                 continue

@@ -65,7 +65,7 @@ def main() -> None:
     ids = model.tokenizer.encode(embedded_prose())[: options.tokens]
     with model.hooked():
         trace = prefill(model, ids, [LastQueries(N_QUERIES)])
-    layers = [layer for layer in trace.shape.full_layers if layer >= FIRST_LAYER]
+    layers = [layer for layer in trace.shape.attention_layers if layer >= FIRST_LAYER]
     for i, metric in enumerate(METRICS):
         found = [figures(trace, layer, metric, options.seed) for layer in layers]
         if not i:

@@ -19,7 +19,7 @@ from engine.prefill import Trace, prefill
 from evals.needle import Needle, Params
 from evals.prompt import encode
 from evals.task import Sample
-from methods.snapkv import pool_scores, reduce_group
+from methods.scorers import pool_scores, reduce_group
 
 WINDOW = 32
 
@@ -63,7 +63,7 @@ def main() -> None:
         where = value_tokens(model, sample, prompt.context_ids)
         with model.hooked():
             trace = prefill(model, prompt.context_ids, [LastQueries(WINDOW), ColumnSums()])
-        for layer in trace.shape.full_layers:
+        for layer in trace.shape.attention_layers:
             for name, scores in scores_of(trace, layer).items():
                 for i, position in enumerate(where):
                     if position >= scores.shape[-1]:

@@ -55,22 +55,32 @@ class BudgetRequest:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one prompt gets: tokens of the prompt that a query head may attend to, per layer."""
+    """What one prompt gets: tokens that a query head may attend to, per layer.
+
+    They are tokens of the prompt, and generated tokens come on top. A budget with `n_answer` is one of prompt and
+    answer together; only the current token is free.
+    """
 
     s_prompt: int
     nominal_tokens: int  # from ratio or budget alone
-    tokens: int  # with compensation, and never more than the prompt
+    tokens: int  # with compensation, and never more than prompt and counted answer have
     comm: Fraction
     ratio: Fraction  # the share that was asked for, before any rounding
+    n_answer: int | None = None  # longest answer, where its tokens count too; None: they come on top
 
     @property
-    def is_full(self) -> bool:
-        """Everything stays, generated tokens included: the rule that ratio=1 equals full attention."""
+    def attends_all(self) -> bool:
+        """The budget pays for every token of the prompt."""
         return self.tokens >= self.s_prompt
+
+    @property
+    def never_evicts(self) -> bool:
+        """The budget pays for every token there will be, so that none has to go while the answer grows."""
+        return self.tokens >= self.s_prompt + (self.n_answer or 0)
 
     def allowance(self, t: int) -> int:
         """Tokens a query head may attend to at decode step `t` (1 for the first), the current one included."""
-        return self.tokens + t
+        return self.tokens + (t if self.n_answer is None else 1)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class _Batch:
         )
         self.rows = [rows[i] for i in self.order]
         self.cache = model.fork_cache(trace.rest, len(rows))
-        self.compressed = frozenset(trace.shape.full_layers)
+        self.compressed = frozenset(trace.shape.attention_layers)
         self.position = trace.s_prompt
         self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
         self.group()

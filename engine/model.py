@@ -213,7 +213,7 @@ class Model:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.hf.config)
-        for layer in self.shape.full_layers:
+        for layer in self.shape.attention_layers:
             cache.layers[layer] = _hand_through()
         return cache
 
@@ -365,7 +365,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         h_kv=getattr(text, "num_key_value_heads", None) or h,
         d_h=getattr(text, "head_dim", None) or text.hidden_size // h,
         window=text.max_position_embeddings,
-        full_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
+        attention_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
         d_model=text.hidden_size,
     )
 

@@ -127,7 +127,7 @@ class Trace:
 
     def has_observed(self, asked: Iterable[Observation]) -> bool:
         """Whether all of it was observed, of every compressed layer."""
-        return all((what, layer) in self._observed for what in asked for layer in self.shape.full_layers)
+        return all((what, layer) in self._observed for what in asked for layer in self.shape.attention_layers)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
@@ -184,7 +184,7 @@ class _Reading:
     ) -> None:
         self.trace, self.observations, self.on_layer = trace, observations, on_layer
         self.sparsity = sparsity
-        self.compressed = frozenset(trace.shape.full_layers)
+        self.compressed = frozenset(trace.shape.attention_layers)
         self.wants_lse = any(what.wants_lse for what in observations)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

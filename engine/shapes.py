@@ -14,7 +14,7 @@ class ModelShape:
     h_kv: int  # KV heads
     d_h: int  # dimensions of a head
     window: int  # longest sequence the model was made for, prompt and answer together
-    full_layers: tuple[int, ...]  # layers with full softmax attention: the ones that methods compress
+    attention_layers: tuple[int, ...]  # with full softmax attention: the ones that methods compress
     d_model: int = 0  # values of a token between two layers; 0: not known
 
     def __post_init__(self) -> None:

@@ -114,10 +114,10 @@ class Fidelity(Taught):
         skipped = self.params.skip_layers
         if skipped is None:
             return
-        if not set(skipped) < set(shape.full_layers):
+        if not set(skipped) < set(shape.attention_layers):
             raise ConfigError(
                 f"task.skip_layers={list(skipped)} must leave some of the compressed layers of {shape.name}, which are "
-                f"{list(shape.full_layers)}, and name no others"
+                f"{list(shape.attention_layers)}, and name no others"
             )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
@@ -208,7 +208,7 @@ class Comparison:
 
     def __init__(self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params) -> None:
         self.truth, self.rows, self.params = truth, rows, params
-        self.layers = list(truth.shape.full_layers)
+        self.layers = list(truth.shape.attention_layers)
         shape, n = truth.shape, len(rows)
         self.by_layer = {name: torch.zeros(len(self.layers), n_steps, n, dtype=torch.float64) for name in BY_LAYER}
         self.by_step = {name: torch.zeros(n_steps, n, dtype=torch.float64) for name in BY_STEP}
@@ -257,7 +257,7 @@ class Comparison:
 
     def _mark(self, i: int, row: SelectiveAttention) -> Mark:
         skipped = self.params.skip_layers
-        left_out = set(row.exempt_layers() if skipped is None else skipped)
+        left_out = set(row.skipped_layers() if skipped is None else skipped)
         # A method that leaves every layer whole is judged on all of them.
         counted = [j for j, layer in enumerate(self.layers) if layer not in left_out]
         counted = counted or list(range(len(self.layers)))

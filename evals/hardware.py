@@ -204,7 +204,7 @@ def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, m
 
 def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
     """What the ledger says of one layer of random keys, after the steps that fill a cache."""
-    shape = replace(model, n_layers=LAYER + 1, full_layers=(LAYER,), window=1 << 20)
+    shape = replace(model, n_layers=LAYER + 1, attention_layers=(LAYER,), window=1 << 20)
     draw = torch.Generator().manual_seed(0)
     scale = shape.d_h**-0.5
 
@@ -215,15 +215,14 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         trace = Trace(shape, s, torch.device("cpu"))
         q, k, v = (normal(heads, s) for heads in (shape.h, shape.h_kv, shape.h_kv))
         trace.add(LAYER, k, v, scale)
-        plan = kind.plan_for(params, kind.budget_for(request, s), shape)
-        if kind.thinning(plan) is not None:
+        variant = kind.variant_for(params, request, shape, s)
+        if variant.thinning is not None:
             raise ConfigError(
                 f"{kind.title} shortens its own prefill, which the simulation does not know; leave it out"
             )
-        asked = kind.observations(params, plan)
-        for what in asked:
+        for what in variant.observations:
             trace.observe(LAYER, what, q, k, scale)
-        row = kind(params, request, trace, N_STEPS)
+        row = variant.row(trace, N_STEPS)
         if row.wants_lookahead:
             row.wants_lookahead = False
             row.q_ahead = q[:, :, -1:]
@@ -234,7 +233,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
             attend_group(kind, [row], LAYER, q_new, k_new, v_new, scale, step)
     last = row.store.ledger.entries[-1]
     build = float(row.report().get("build_flops", 0.0))
-    return from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in asked))
+    return from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
 
 
 def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:

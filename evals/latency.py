@@ -30,29 +30,23 @@ import torch
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.observe import Observation
-from engine.prefill import Thinning, Trace, prefill
+from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import Record, recording
 from engine.sparse import VerticalSlash
 from evals.data import embedded_prose
 from evals.task import Sample, Task
-from evals.teach import FULL, Mark
-from methods.base import SelectiveAttention
-from methods.full import Full
+from evals.teach import Mark
+from methods.base import SelectiveAttention, Variant
+from methods.full import full_attention
 
 
 @dataclass(frozen=True)
-class Variant:
-    """How to make one: what a cell knows of its method, for a prompt of so many tokens."""
+class Timed:
+    """What is timed: a variant, and how its prompt is read."""
 
-    make: Callable[[Trace, int], SelectiveAttention]
-    observations: tuple[Observation, ...]
-    thinning: Thinning | None
+    variant: Variant
     sparsity: VerticalSlash | None = None
-
-
-FULL_ATTENTION = Variant(lambda trace, n_new: Full(Full.Params(), FULL, trace, n_new), (), None)
 
 
 @dataclass
@@ -155,16 +149,16 @@ class Latency(Task):
     def score(self, sample: Sample, prediction: str) -> float:
         raise AssertionError("latency scores time, not an answer")
 
-    def measure(self, model: Model, variant: Variant, sample: Sample, on_pass: Callable[[], None]) -> Timing:
+    def measure(self, model: Model, timed: Timed, sample: Sample, on_pass: Callable[[], None]) -> Timing:
         """All passes of one sample."""
         ours: list[Pass] = []
         theirs: list[Pass] = []
-        row = None
+        row, baseline = None, Timed(full_attention(model.shape, len(sample.ids or ())))
         for i in range(self.params.warmup + self.params.repeats):
             row = None  # its K and V would be there during the next pass
             # Whoever goes second finds warm caches and a slower clock, so they take turns.
             for is_ours in (False, True) if i % 2 else (True, False):
-                rows, done = run_pass(model, variant if is_ours else FULL_ATTENTION, sample)
+                rows, done = run_pass(model, timed if is_ours else baseline, sample)
                 if is_ours:
                     row = rows[0]
                 if i >= self.params.warmup:
@@ -173,7 +167,7 @@ class Latency(Task):
                 on_pass()
         assert row is not None
         with recording(model.device) as record:
-            _, recorded = run_pass(model, variant, sample)
+            _, recorded = run_pass(model, timed, sample)
         on_pass()
         timing = compare(ours, theirs, batch_of(sample)) | self.sizes(model, row, ours)
         timing |= {
@@ -218,7 +212,7 @@ def with_quartiles(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: median, f"{name}_q": [low, high]}
 
 
-def run_pass(model: Model, variant: Variant, sample: Sample) -> tuple[list[SelectiveAttention], Pass]:
+def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[SelectiveAttention], Pass]:
     """Read the sample's prompts and feed its continuation to all of them at once."""
     assert sample.ids is not None and sample.forced is not None, sample.id
     collect(model.device)
@@ -227,7 +221,7 @@ def run_pass(model: Model, variant: Variant, sample: Sample) -> tuple[list[Selec
     start = perf_counter()
     for i in range(batch_of(sample)):
         ids = [*sample.ids[i:], *sample.ids[:i]]
-        trace, row = read(model, variant, ids, n_new)
+        trace, row = read(model, timed, ids, n_new)
         rows.append(row)
         traces.append(trace)
     if model.device.type == "cuda":
@@ -238,16 +232,17 @@ def run_pass(model: Model, variant: Variant, sample: Sample) -> tuple[list[Selec
     return rows, Pass(ttft_s, steps, read_peak())
 
 
-def read(model: Model, variant: Variant, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:
+def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:
     """One prompt read, its variant ready to decode."""
     made: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
         if not made:
-            made.append(variant.make(trace, n_new))
+            made.append(timed.variant.row(trace, n_new))
         made[0].build(layer)
 
-    trace = prefill(model, ids, variant.observations, build, variant.thinning, variant.sparsity)
+    variant = timed.variant
+    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity)
     made[0].complete()
     trace.settle()
     return trace, made[0]

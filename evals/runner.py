@@ -11,6 +11,7 @@ Not here: what a folder is (`evals/results.py`), what a sample is (`evals/task.p
 """
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
 from evals import accesses
-from evals.latency import Latency, Variant
+from evals.latency import Latency, Timed
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
@@ -69,7 +70,7 @@ from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.task import Sample, Task
 from evals.teach import Lesson, Mark, Taught
 from evals.width import room_bytes, variant_bytes, waves
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.full import Full
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,17 +101,9 @@ class Cell:
             return label
         return self.sparsity.title if self.kind is Full else f"{self.sparsity.title} + {label}"
 
-    def row(self, trace: Trace, n_new: int) -> SelectiveAttention:
-        """This variant on one sample, not built yet."""
-        row = self.kind(self.params, self.request, trace, n_new, self.settings.cache)
-        if self.settings.accesses:
-            row.store.accesses = []
-        return row
-
-    def plan(self, s_prompt: int) -> Any:
-        """The method's integers for a prompt of so many tokens; `ConfigError` where the budget is too small for it."""
-        budget = self.kind.budget_for(self.request, s_prompt)
-        return self.kind.plan_for(self.params, budget, self.shape)
+    def variant(self, s_prompt: int) -> Variant:
+        """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
+        return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
@@ -321,6 +314,9 @@ class Group:
         self.first = self.cells[0]
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
+        # Of samples that were checked and wait to be asked; packed, because tuples take nine times as much memory.
+        self.prompts: dict[str, tuple[array[int], array[int]]] = {}
+        self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
 
     def run(self, models: Models) -> None:
         """Ask every sample of every cell that has not answered it yet."""
@@ -361,6 +357,13 @@ class Group:
         methods = ",".join(names) if len(names) <= 3 else f"{len(self.cells)} variants"
         return f"{self.first.task.name} {methods}"
 
+    def variant(self, cell: Cell, prompt: Prompt) -> Variant:
+        """What the cell is on prompts of this length, made once."""
+        key = (cell.path, len(prompt.context_ids))
+        if key not in self.variants:
+            self.variants[key] = cell.variant(len(prompt.context_ids))
+        return self.variants[key]
+
     def encode(self, sample: Sample) -> Prompt:
         settings = self.first.settings
         if sample.ids is not None:
@@ -387,8 +390,10 @@ class Group:
         missing = False
         for cell in self.cells:
             self.folders[cell.path].check_prompt(sample.id, sha)
-            cell.plan(len(prompt.context_ids))
+            self.variant(cell, prompt)
             missing |= not self.has(cell, sample)
+        if missing:
+            self.prompts[sample.id] = array("i", prompt.context_ids), array("i", prompt.question_ids)
         return missing
 
     def has(self, cell: Cell, sample: Sample) -> bool:
@@ -397,19 +402,26 @@ class Group:
 
     def ask(self, sample: Sample) -> None:
         """Ask one sample of all cells at once; tasks that take times ask one cell after the other."""
-        prompt = self.encode(sample)
+        prompt = Prompt(*map(tuple, self.prompts.pop(sample.id)))
         todo = [cell for cell in self.cells if not self.has(cell, sample)]
         self.lesson = self.lesson_of(sample, prompt)
-        for thinning, cells in by_prefill(todo, len(prompt.context_ids)).items():
+        for thinning, cells in self.by_prefill(todo, prompt).items():
             for together in [[cell] for cell in cells] if self.first.task.alone else [cells]:
                 self.ask_together(sample, prompt, together, thinning)
         self.progress.sample_done(sample.id, self.standings())
+
+    def by_prefill(self, cells: Sequence[Cell], prompt: Prompt) -> dict[Thinning | None, list[Cell]]:
+        """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
+        shared: dict[Thinning | None, list[Cell]] = {}
+        for cell in cells:
+            shared.setdefault(self.variant(cell, prompt).thinning, []).append(cell)
+        return dict(sorted(shared.items(), key=lambda item: item[0] is not None))  # the ordinary pass first
 
     def ask_together(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """Ask cells by one pass over the prompt; where memory does not allow that, one half and then the other."""
         try:
             if self.first.task.alone:
-                self.time(sample, prompt, cells[0], thinning)
+                self.time(sample, prompt, cells[0])
             else:
                 with self.traced(sample, cells):
                     self.answer(sample, prompt, cells, thinning)
@@ -433,7 +445,7 @@ class Group:
     def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """One prefill, one line for every cell; a batch for all of them, or for each wave of those that fit."""
         n_new = len(prompt.question_ids) + sample.max_new_tokens
-        first, *others = self.waves(cells, len(prompt.context_ids), n_new)
+        first, *others = self.waves(cells, prompt, n_new)
         rows: list[SelectiveAttention] = []
         build_seconds = 0.0
 
@@ -442,7 +454,7 @@ class Group:
             nonlocal build_seconds
             start = perf_counter()
             if not rows:
-                rows.extend(cell.row(trace, n_new) for cell in first)
+                rows.extend(self.row(cell, prompt, trace, n_new) for cell in first)
             for row in rows:
                 row.build(layer)
             if others:
@@ -450,30 +462,32 @@ class Group:
             build_seconds += perf_counter() - start
             self.progress.advance()
 
-        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.full_layers))
-        n_prompt = len(prompt.context_ids)
-        observations = [what for cell in cells for what in cell.kind.observations(cell.params, cell.plan(n_prompt))]
+        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.attention_layers))
+        observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
         prefill_s = trace.seconds - build_seconds
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
         for wave in others:
             rows.clear()
-            rows.extend(cell.row(trace, n_new) for cell in wave)
-            for layer in trace.shape.full_layers:
+            rows.extend(self.row(cell, prompt, trace, n_new) for cell in wave)
+            for layer in trace.shape.attention_layers:
                 for row in rows:
                     row.build(layer)
             self.decode_wave(sample, prompt, wave, rows, trace, thinning, prefill_s)
 
-    def waves(self, cells: Sequence[Cell], s_prompt: int, n_new: int) -> list[Sequence[Cell]]:
+    def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
+        """The cell's variant on one sample, not built yet."""
+        row = self.variant(cell, prompt).row(trace, n_new)
+        if cell.settings.accesses:
+            row.store.accesses = []
+        return row
+
+    def waves(self, cells: Sequence[Cell], prompt: Prompt, n_new: int) -> list[Sequence[Cell]]:
         """Cells that are decoded at once, by `sweep.max_variants` or by what fits into memory."""
         model, element_bytes = self.model, self.model.dtype.itemsize
-        sizes = [
-            variant_bytes(
-                cell.kind.budget_for(cell.request, s_prompt), cell.shape, n_new, cell.kind.drops, element_bytes
-            )
-            for cell in cells
-        ]  # fmt: skip
-        room = room_bytes(model.shape, s_prompt, element_bytes, model.device)
+        variants = [self.variant(cell, prompt) for cell in cells]
+        sizes = [variant_bytes(variant, model.shape, n_new, element_bytes) for variant in variants]
+        room = room_bytes(model.shape, len(prompt.context_ids), element_bytes, model.device)
         return [cells[where] for where in waves(sizes, room, self.first.settings.max_variants)]
 
     def decode_wave(
@@ -504,18 +518,13 @@ class Group:
                 accesses.write(file_beside(cell, "accesses", sample, "npz"), row.store)
             self.keep(cell, line, row)
 
-    def time(self, sample: Sample, prompt: Prompt, cell: Cell, thinning: Thinning | None) -> None:
+    def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
         """The task's own passes, of this cell and of full attention in turn."""
         task = cell.task
         assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
-        variant = Variant(
-            lambda trace, n_new: cell.kind(cell.params, cell.request, trace, n_new, cell.settings.cache),
-            cell.kind.observations(cell.params, cell.plan(len(prompt.context_ids))),
-            thinning,
-            cell.sparsity,
-        )
         self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
-        timing = task.measure(self.model, variant, sample, self.progress.advance)
+        timed = Timed(self.variant(cell, prompt), cell.sparsity)
+        timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.trace:
             timing.record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
         line = self.line(
@@ -562,7 +571,7 @@ class Group:
         text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
         n_steps = len(prompt.question_ids) + len(answer.ids) - 1
         steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
-        ledger = row.store.ledger.summary(row.budget, cell.shape, row.exempt_layers())
+        ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers())
         report, share = row.shortened() | row.report(), row.trace.share()
         return SampleRow(
             id=sample.id,
@@ -617,14 +626,6 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
 
 
-def by_prefill(cells: Sequence[Cell], s_prompt: int) -> dict[Thinning | None, list[Cell]]:
-    """Cells of a group that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
-    shared: dict[Thinning | None, list[Cell]] = {}
-    for cell in cells:
-        shared.setdefault(cell.kind.thinning(cell.plan(s_prompt)), []).append(cell)
-    return dict(sorted(shared.items(), key=lambda pass_: pass_[0] is not None))  # the ordinary pass first
-
-
 def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
     """A file of one sample in the run's folder."""
     return cell.path / f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', sample.id)}.{suffix}"
@@ -636,7 +637,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:
         notes.append(f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate")
-    others = cell.shape.n_layers - len(cell.shape.full_layers)
+    others = cell.shape.n_layers - len(cell.shape.attention_layers)
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
     return RunFacts(
@@ -648,7 +649,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         dataset=cell.task.dataset,
         data_source=cell.task.data_source,
         model=settings.model.name,
-        compressed_layers=list(cell.shape.full_layers),
+        compressed_layers=list(cell.shape.attention_layers),
         dtype=settings.dtype,
         device=settings.device,
         seed=settings.seed,

@@ -17,22 +17,18 @@ Not here: what is measured (`evals/pg19.py`, `evals/fidelity.py`).
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from engine.budget import BudgetRequest
 from engine.decode import Watch, decode
 from engine.errors import ConfigError
 from engine.prefill import Trace, prefill
 from evals.prompt import Prompt
 from evals.task import Sample, Task
 from methods.base import SelectiveAttention
-from methods.full import Full
+from methods.full import full_attention
 
 if TYPE_CHECKING:
     from engine.model import Model
-
-FULL = BudgetRequest(Fraction(1), None, Fraction(0))
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,9 @@ class Lesson:
         return self.plain
 
     def _full(self) -> SelectiveAttention:
-        row = Full(Full.Params(), FULL, self._plain(), self.n_new)
-        for layer in self.model.shape.full_layers:
+        trace = self._plain()
+        row = full_attention(trace.shape, trace.s_prompt).row(trace, self.n_new)
+        for layer in self.model.shape.attention_layers:
             row.build(layer)
         row.complete()
         return row

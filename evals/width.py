@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from engine.budget import Budget
 from engine.shapes import ModelShape
+from methods.base import Variant
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
@@ -34,18 +34,19 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
     return [*found, slice(start, len(n_bytes))]
 
 
-def variant_bytes(budget: Budget, shape: ModelShape, n_new: int, drops: bool, element_bytes: int) -> int:
+def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
-    values = len(shape.full_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
-    if budget.is_full:
+    budget = variant.budget
+    values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
+    if variant.is_full:
         return 2 * values * n_new
-    index = 0 if drops else values * budget.s_prompt
+    index = 0 if variant.method.drops else values * budget.s_prompt
     return 2 * values * (budget.tokens + 2 * n_new) + index
 
 
 def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, device: torch.device) -> int:
     """Memory for variants, once a prompt of so many tokens was read."""
-    token = 2 * len(shape.full_layers) * shape.h_kv * shape.d_h
+    token = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h
     passing = PASS_VALUES * (shape.d_model or shape.h * shape.d_h)
     return int(SHARE * free_bytes(device)) - s_prompt * element_bytes * (token + passing)
 

@@ -5,7 +5,8 @@
 Shapes    scores (..., s) float32 -> indices (..., k) int64, in no order.
 Paths     On a CPU topk, and where equal scores straddle the border the choice among them is made again: 1.1 times topk
           without such ties, 1.5 with them (8 rows x 32,768 scores, k = 512, one thread: 1.5 and 2.0 ms; the packed form
-          2.6, a stable sort 16). On an accelerator, where asking for ties would wait for it, the packed form.
+          2.6, a stable sort 16). On an accelerator, where asking for ties would wait for it, the packed form; a float64
+          has no bits to spare and is sorted.
 Checks    tests/kernels/test_topk.py.
 
 Not here: which scores. Those without ties take `torch.topk`.
@@ -22,7 +23,9 @@ def top_stable(scores: Tensor, k: int) -> Tensor:
     """Indices of the `k` highest, in no order; there must be no NaN."""
     if k >= scores.shape[-1]:
         return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
-    return top_border(scores, k) if scores.device.type == "cpu" else top_packed(scores, k)
+    if scores.device.type == "cpu":
+        return top_border(scores, k)
+    return top_packed(scores, k) if scores.dtype == torch.float32 else top_stable_ref(scores, k)
 
 
 def top_border(scores: Tensor, k: int) -> Tensor:

@@ -1,11 +1,14 @@
 """`SelectiveAttention`: the one interface that every method implements, and the parts that all of them share.
 
-An instance is one variant on one sample. Its life: `build` once per layer as soon as the prompt's K and V are there;
-then, at every decode step and layer, the current token is appended to the window, `select` says which tokens to fetch
-for this query, and attention runs over what is resident and what was fetched. A typical method therefore writes two
-functions: `arrange`, where the prompt's tokens go, and `select`, if it retrieves.
+A `Variant` is a method with its parameters, its budget and its integers for prompts of one length. It is made once per
+length and passed as it is. An instance of the method is that variant on one sample. Its life: `build` once per layer as
+soon as the prompt's K and V are there; then, at every decode step and layer, the current token is appended to the
+window, `select` says which tokens to fetch for this query, and attention runs over what is resident and what was
+fetched. A typical method therefore writes two functions: `arrange`, where the prompt's tokens go, and `select`, if it
+retrieves.
 
-A dropping method calls `store.keep` in `arrange` and writes no `select`. A retrieving method calls `store.offload` and
+A dropping method calls `store.keep` in `arrange` and writes no `select`. Most of them are a scorer, protected tokens
+and an allocator: they inherit from `ScoringMethod` and name the two. A retrieving method calls `store.offload` and
 returns positions from `select`. Either may leave single layers whole with `store.keep_all`.
 
 Heavy work may start a thread in `arrange` and wait for it in `select`. Work that variants of one method can share goes
@@ -16,6 +19,7 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,11 +27,42 @@ from torch import Tensor
 from engine.attend import Part
 from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, resolve
+from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from engine.spans import span
 from engine.store import Store
+from methods.scorers import keep_top
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method, its parameters, its budget and its integers for prompts of one length."""
+
+    method: type["SelectiveAttention"]
+    params: Any  # method.Params
+    budget: Budget
+    plan: Any  # method.Plan
+    cache: BlockCacheSpec | None = None  # of a method that retrieves
+
+    @property
+    def is_full(self) -> bool:
+        """Full attention itself: the variant attends to every token, changes none and never evicts one."""
+        budget = self.budget
+        return budget.attends_all and budget.never_evicts and not self.method.changes
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        return self.method.observations(self.params, self.plan)
+
+    @property
+    def thinning(self) -> Thinning | None:
+        return self.method.thinning(self.plan)
+
+    def row(self, trace: Trace, n_new: int) -> "SelectiveAttention":
+        """This variant on the sample that was read, not built yet; `n_new` tokens may follow."""
+        return self.method(self, trace, n_new)
 
 
 class SelectiveAttention(ABC):
@@ -39,26 +74,42 @@ class SelectiveAttention(ABC):
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
+    skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
+    changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
 
-    def __init__(
-        self,
+    def __init__(self, variant: Variant, trace: Trace, n_new: int) -> None:
+        self.variant = variant
+        self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
+        self.trace = trace
+        self.store = Store(trace, n_new, variant.cache)
+        self.setup()
+
+    def setup(self) -> None:  # noqa: B027
+        """Create what the method keeps of one sample; `params`, `plan`, `trace` and `store` are there."""
+
+    @classmethod
+    def variant_for(
+        cls,
         params: Any,
         request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
+        shape: ModelShape,
+        s_prompt: int,
         cache: BlockCacheSpec | None = None,
-    ) -> None:
-        self.params = params
-        self.trace = trace
-        self.budget = self.budget_for(request, trace.s_prompt)
-        self.plan = self.plan_for(params, self.budget, trace.shape)
-        self.store = Store(trace, n_new, cache)
+    ) -> Variant:
+        """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it."""
+        budget = cls.budget_for(request, s_prompt)
+        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache)
 
-    @classmethod  # noqa: B027
+    @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
+        if cls.skips and params.full_layers > max(shape.attention_layers):
+            raise ConfigError(
+                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
+                f"use at most {max(shape.attention_layers)}"
+            )
 
     @classmethod  # noqa: B027
     def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
@@ -71,9 +122,9 @@ class SelectiveAttention(ABC):
 
     @classmethod
     def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
-        """The method's integers for one prompt, kept as `plan`; `ConfigError` where the budget is too small for them.
+        """The method's integers for prompts of one length; `ConfigError` where the budget is too small for them.
 
-        The runner calls it for every prompt before the first prefill.
+        Only `variant_for` calls it, once per variant and prompt length, before the first prefill.
         """
         return None
 
@@ -94,15 +145,15 @@ class SelectiveAttention(ABC):
         return f"{cls.title} (C)" if compensated else cls.title
 
     def build(self, layer: int) -> None:
-        """Take over a layer of the prompt; with the whole prompt in the budget everything stays for good."""
-        if self.budget.is_full:
+        """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
+        if self.variant.is_full or layer in self.skipped_layers():
             self.store.keep_all(layer)
         else:
             self.arrange(layer)
 
     def complete(self) -> None:
         """Every layer was built."""
-        if not self.budget.is_full:
+        if not self.variant.is_full:
             self.arrange_rest()
 
     @abstractmethod
@@ -112,9 +163,11 @@ class SelectiveAttention(ABC):
     def arrange_rest(self) -> None:  # noqa: B027
         """Place what `arrange` left, for methods that divide a budget over layers once they have seen all of them."""
 
-    def exempt_layers(self) -> Sequence[int]:
+    def skipped_layers(self) -> Sequence[int]:
         """Layers that the method leaves whole on purpose; its budget is checked on the others."""
-        return ()
+        if not self.skips:
+            return ()
+        return [layer for layer in self.trace.shape.attention_layers if layer < self.params.full_layers]
 
     def protected(self, layer: int) -> Sequence[int]:
         """Positions that this method promises to attend to at the step just made, whatever the query."""
@@ -168,6 +221,60 @@ class SelectiveAttention(ABC):
     def shortened(self) -> dict[str, Any]:
         """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
         asked, got = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
-        if asked is None or got is None or got >= asked or self.budget.is_full:
+        if asked is None or got is None or got >= asked or self.variant.is_full:
             return {}
         return {"n_sink": got}
+
+
+class ScoringMethod(SelectiveAttention):
+    """A dropping method as a scorer, protected tokens and an allocator.
+
+    Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
+    best by `scores`, as many as `counts` says. Scorers are in `methods/scorers.py`, allocators in
+    `methods/allocators.py`.
+    """
+
+    drops = True
+    needs_all_layers: ClassVar[bool] = False  # True: `counts` wants the scores of every layer first
+    counted: Sequence[int]  # what `counts` said, once it was asked
+
+    def ends(self) -> tuple[int, int]:
+        """How many of the prompt's first tokens, and how many of its last, are protected."""
+        return 0, self.plan.window
+
+    @abstractmethod
+    def scores(self, layer: int) -> Tensor:
+        """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
+
+    @abstractmethod
+    def counts(self) -> Sequence[int]:
+        """How many of them each head keeps, one number for each layer that is compressed."""
+
+    def arrange(self, layer: int) -> None:
+        if self.needs_all_layers:
+            self.scores(layer)  # while the layer is at hand; the method shares it through `trace.once`
+        else:
+            self.keep_best(layer, self.counts()[self.trace.shape.attention_layers.index(layer)])
+
+    def arrange_rest(self) -> None:
+        if self.needs_all_layers:
+            self.counted = self.counts()
+            for layer, n in zip(self.trace.shape.attention_layers, self.counted, strict=True):
+                self.keep_best(layer, n)
+
+    def keep_best(self, layer: int, n: int) -> None:
+        """Keep the `n` best tokens of each head, and the protected ones."""
+        best = keep_top(self.scores(layer), n) + self.ends()[0]  # (1, heads, n)
+        if best.shape[1] == 1:
+            best = best.expand(-1, self.trace.shape.h_kv, -1).contiguous()
+        self.place(layer, best)
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Put the chosen tokens (1, heads, n) and the protected ones into the store."""
+        self.store.keep(layer, best, n_window=self.ends()[1])
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n, n_first, n_last = self.store.n_seen(layer), *self.ends()
+        if self.variant.is_full:
+            return range(n)
+        return [*range(n_first), *range(self.trace.s_prompt - n_last, n)]

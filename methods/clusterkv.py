@@ -40,7 +40,6 @@ from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest
 from engine.checks import one_of
 from engine.errors import ConfigError
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.spans import following, span
 from kernels.clusters import cluster_tokens
@@ -49,16 +48,6 @@ from methods.base import SelectiveAttention
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 FOLD_STEPS = 16  # steps whose hits are counted together: 5 us a step against 35 one by one
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How a budget is divided, and the clusters that are made of a prompt and of generated tokens."""
-
-    n_sink: int
-    k: int  # tokens that a query head selects
-    n_clusters: int
-    n_decode_clusters: int  # of every `decode_period` generated tokens; 0: they stay as they are
 
 
 @dataclass(frozen=True)
@@ -162,6 +151,7 @@ class Hits:
 class ClusterKV(SelectiveAttention):
     title = "ClusterKV"
     drops = False
+    skips = True
 
     @dataclass(frozen=True)
     class Params:
@@ -203,33 +193,26 @@ class ClusterKV(SelectiveAttention):
                     "method.num_clusters and method.decode_clusters at null, or use comm_mode=native"
                 )
 
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and the clusters that are made of a prompt and of generated tokens."""
+
+        n_sink: int
+        k: int  # tokens that a query head selects
+        n_clusters: int
+        n_decode_clusters: int  # of every `decode_period` generated tokens; 0: they stay as they are
+
     params: Params
-    plan: Shares
+    plan: Plan
     clusters: dict[int, Clusters]  # per layer, once its clustering was waited for
     pending: dict[int, "Future[Clusters]"]
     hits: dict[int, Hits]
     n_appended: dict[int, int]  # how often generated tokens became clusters
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
-        if cache is not None:
-            self.check_cache(params, cache)
+    def setup(self) -> None:
+        if self.variant.cache is not None:
+            self.check_cache(self.params, self.variant.cache)
         self.clusters, self.pending, self.hits, self.n_appended = {}, {}, {}, {}
-
-    @classmethod
-    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if params.full_layers and params.full_layers > max(shape.full_layers):
-            raise ConfigError(
-                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
-                f"use at most {max(shape.full_layers)}"
-            )
 
     @classmethod
     def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:
@@ -244,7 +227,7 @@ class ClusterKV(SelectiveAttention):
         return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Shares:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         n_sink = min(params.n_sink, budget.tokens // 2)
         n, period = budget.s_prompt - n_sink, params.decode_period
         if params.comm_mode == "matched":
@@ -252,14 +235,11 @@ class ClusterKV(SelectiveAttention):
         else:
             asked, decode = budget.s_prompt // TOKENS_PER_CLUSTER, period // TOKENS_PER_CLUSTER
         decode = max(1, decode) if params.decode_clusters is None else params.decode_clusters
-        return Shares(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or asked)), decode)
+        return ClusterKV.Plan(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or asked)), decode)
 
     # While the prompt is read.
 
     def arrange(self, layer: int) -> None:
-        if layer in self.exempt_layers():
-            self.store.keep_all(layer)
-            return
         period = self.params.decode_period if self.plan.n_decode_clusters else self.store.n_new
         self.store.offload(layer, self.plan.n_sink, 0, min(period, self.store.n_new))
         if self.params.cache_steps:
@@ -287,9 +267,6 @@ class ClusterKV(SelectiveAttention):
             return worker.submit(following(lambda: beside(layer, written, keys, *what, draw)))
 
         return trace.once(("ClusterKV", layer, plan.n_sink, *what, params.seed), start)
-
-    def exempt_layers(self) -> Sequence[int]:
-        return [layer for layer in self.trace.shape.full_layers if layer < self.params.full_layers]
 
     # A decode step.
 
@@ -367,9 +344,9 @@ class ClusterKV(SelectiveAttention):
         return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
 
     def report(self) -> dict[str, Any]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.full_layers), len(self.exempt_layers())
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
         share = Fraction(self.budget.tokens, self.budget.s_prompt)
         said: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from engine.budget import Budget, BudgetRequest, resolve
-from methods.base import SelectiveAttention
+from engine.shapes import ModelShape
+from methods.base import SelectiveAttention, Variant
+
+EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))
 
 
 class Full(SelectiveAttention):
@@ -22,8 +25,12 @@ class Full(SelectiveAttention):
 
     @classmethod
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
-        everything = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))
-        return resolve(everything, s_prompt, cls.drops)
+        return resolve(EVERYTHING, s_prompt, cls.drops)
 
     def arrange(self, layer: int) -> None:
         self.store.keep_all(layer)
+
+
+def full_attention(shape: ModelShape, s_prompt: int) -> Variant:
+    """Full attention on prompts of so many tokens, which others are compared with."""
+    return Full.variant_for(Full.Params(), EVERYTHING, shape, s_prompt)

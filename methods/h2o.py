@@ -4,7 +4,7 @@ Every token's score is the attention that it got from all queries since it is th
 of a cache of fixed size is for them, half for recent tokens. At each step the newest token comes in, and the lowest
 score among those that are not recent goes.
 
-Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_recent`, `scores`; M = `tokens`.
+Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_recent`, `sums`; M = `tokens`.
 Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one included, and 4 * h_kv * (M + 1) bytes of
           scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.
 Differs   - the authors' class that removes tokens is the reference (not the one that masks them: it hides one token
@@ -24,46 +24,20 @@ Fails     where an answer needs what the prompt did not look at. Sums over the w
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
-from engine.budget import Budget, BudgetRequest, split
+from engine.budget import Budget, split
 from engine.checks import one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
-from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from methods.snapkv import keep_top, reduce_group
+from methods.allocators import uniform
+from methods.base import ScoringMethod
+from methods.scorers import reduce_group
 
 SCORE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How a budget is divided; the current token comes on top."""
-
-    n_sink: int
-    n_heavy: int
-    n_recent: int
-
-    @property
-    def tokens(self) -> int:
-        return self.n_sink + self.n_heavy + self.n_recent
-
-
-def kept_tokens(scores: Tensor, plan: Shares) -> Tensor:
-    """Ascending positions of sinks, heavy and recent tokens by scores (1, heads, s): (1, heads, min(s, M))."""
-    heads, s = scores.shape[1:]
-    every = torch.arange(s, device=scores.device).expand(1, heads, -1)
-    if s <= plan.tokens:
-        return every
-    start, stop = plan.n_sink, s - plan.n_recent
-    heavy = keep_top(scores[..., start:stop], plan.n_heavy) + start
-    return torch.cat([every[..., :start], heavy, every[..., stop:]], -1)
 
 
 def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
@@ -77,9 +51,8 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
     return positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
 
 
-class H2O(SelectiveAttention):
+class H2O(ScoringMethod):
     title = "H2O"
-    drops = True
     wants_weights = True
 
     @dataclass(frozen=True)
@@ -104,68 +77,92 @@ class H2O(SelectiveAttention):
             tokens("method.n_sink", self.n_sink)
             share("method.heavy_share", self.heavy_share)
 
-    params: Params
-    plan: Shares
-    scores: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided; the current token comes on top."""
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
-        self.scores = {}
+        n_sink: int
+        n_heavy: int
+        n_recent: int
+
+        @property
+        def tokens(self) -> int:
+            return self.n_sink + self.n_heavy + self.n_recent
+
+    params: Params
+    plan: Plan
+    sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
+
+    def setup(self) -> None:
+        self.sums = {}
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Shares:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         if params.budget_rule == "official":
             return official_shares(params, budget)
         fair = split(budget.tokens, params.n_sink, 1 - params.heavy_share)
-        return Shares(fair.n_sink, fair.k, fair.n_local)
+        return H2O.Plan(fair.n_sink, fair.k, fair.n_local)
 
     @classmethod
-    def observations(cls, params: Params, plan: Shares) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (ColumnSums(),)
 
-    def arrange(self, layer: int) -> None:
-        trace, store = self.trace, self.store
-        scores = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce)
-        kept = kept_tokens(scores, self.plan)
+    def ends(self) -> tuple[int, int]:
+        return self.plan.n_sink, self.plan.n_recent
+
+    def received(self, layer: int) -> Tensor:
+        """Attention that every token of the prompt received, (1, h_kv or h, s)."""
+        trace = self.trace
+        return reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce)
+
+    def scores(self, layer: int) -> Tensor:
+        return self.received(layer)[..., self.plan.n_sink : self.trace.s_prompt - self.plan.n_recent]
+
+    def counts(self) -> Sequence[int]:
+        return uniform(self.plan.n_heavy, len(self.trace.shape.attention_layers))
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Keep all chosen tokens alike: recent ones, too, may go while the answer grows."""
+        plan, s, store = self.plan, self.trace.s_prompt, self.store
+        if s <= plan.tokens:
+            every = torch.arange(s, device=best.device)
+            kept = every.expand(1, best.shape[1], -1)
+        else:
+            sinks, recent = torch.arange(plan.n_sink), torch.arange(s - plan.n_recent, s)
+            ends = [x.to(best.device).expand(1, best.shape[1], -1) for x in (sinks, recent)]
+            kept = torch.cat([ends[0], best, ends[1]], -1)
         room = store.n_new
         if self.params.generated == "inside":
-            room = min(room, self.plan.tokens + 1 - kept.shape[-1])
+            room = min(room, plan.tokens + 1 - kept.shape[-1])
         store.keep(layer, kept, capacity=room)
-        self.scores[layer] = scores.gather(-1, kept)
+        self.sums[layer] = self.received(layer).gather(-1, kept)
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""
-        if self.budget.is_full or self.params.generated == "on_top":
+        if self.variant.is_full or self.params.generated == "on_top":
             return out
         assert weights is not None, "H2O learns from the weights"
         scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
-        scores[..., :-1] += self.scores[layer]
+        scores[..., :-1] += self.sums[layer]
         self.store.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
         if scores.shape[-1] > self.plan.tokens:
             stop = self.store.n_seen(layer) - self.plan.n_recent
             slots = weakest(scores, self.store.positions(layer), self.plan.n_sink, stop)
             self.store.evict(layer, slots)
             scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
-        self.scores[layer] = scores
+        self.sums[layer] = scores
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store.n_seen(layer)
-        if self.budget.is_full:
+        if self.variant.is_full:
             return range(n)
         past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1
         start = max(0, past - self.plan.n_recent)
         return sorted({*range(min(self.plan.n_sink, n)), *range(start, n)})
 
 
-def official_shares(params: Any, budget: Budget) -> Shares:
+def official_shares(params: H2O.Params, budget: Budget) -> H2O.Plan:
     """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them.
 
     They compensate by calling with a larger ratio.
@@ -181,4 +178,4 @@ def official_shares(params: Any, budget: Budget) -> Shares:
             f"a share of {ratio:.3g} keeps no token of a prompt of {budget.s_prompt} with "
             "method.budget_rule=official; raise ratio or budget"
         )
-    return Shares(n_sink, n_heavy, n_recent)
+    return H2O.Plan(n_sink, n_heavy, n_recent)

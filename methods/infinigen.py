@@ -44,12 +44,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import ChannelSums, Observation
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
@@ -61,12 +59,6 @@ CHOICES = (
     ("generated", ("stay", "compete")),
     ("lookahead", (0, 1)),
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    n_channels: int
-    k_most: int  # tokens that a head may select
 
 
 @dataclass(frozen=True)
@@ -120,6 +112,7 @@ def common_count(logits: Tensor, alpha: float) -> int:
 class InfiniGen(SelectiveAttention):
     title = "InfiniGen"
     drops = False
+    skips = True
 
     @dataclass(frozen=True)
     class Params:
@@ -154,31 +147,24 @@ class InfiniGen(SelectiveAttention):
                     "method.full_layers=1 or more, or method.lookahead=0"
                 )
 
+    @dataclass(frozen=True)
+    class Plan:
+        n_channels: int
+        k_most: int  # tokens that a head may select
+
     params: Params
-    plan: Sizes
+    plan: Plan
     proxies: dict[int, Proxy]
     late: dict[int, Tensor]  # per layer, partial keys of generated tokens (h_kv, n_new, n_channels)
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
-        self.wants_lookahead = params.lookahead == 1 and not self.budget.is_full
+    def setup(self) -> None:
+        self.wants_lookahead = self.params.lookahead == 1 and not self.variant.is_full
         self.proxies, self.late = {}, {}
         self.n_selections = self.n_selected = self.n_capped = 0
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if params.full_layers and params.full_layers > max(shape.full_layers):
-            raise ConfigError(
-                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
-                f"use at most {max(shape.full_layers)}"
-            )
+        super().check(params, request, shape)
         if params.comm_mode == "native" and int(params.partial_ratio * shape.d_h) < 1:
             raise ConfigError(
                 f"method.partial_ratio={show(params.partial_ratio)} is no channel of the {shape.d_h} of "
@@ -186,13 +172,13 @@ class InfiniGen(SelectiveAttention):
             )
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Sizes:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         if params.comm_mode == "native":
-            return Sizes(int(params.partial_ratio * shape.d_h), budget.tokens)
-        return Sizes(max(1, round(budget.comm * shape.d_h)), budget.tokens)
+            return InfiniGen.Plan(int(params.partial_ratio * shape.d_h), budget.tokens)
+        return InfiniGen.Plan(max(1, round(budget.comm * shape.d_h)), budget.tokens)
 
     @classmethod
-    def observations(cls, params: Params, plan: Sizes) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (ChannelSums(params.skew),)
 
     @classmethod
@@ -206,9 +192,6 @@ class InfiniGen(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         trace, store, plan = self.trace, self.store, self.plan
-        if layer in self.exempt_layers():
-            store.keep_all(layer)
-            return
         competes = self.params.generated == "compete"
         store.offload(layer, 0, 0, capacity=1 if competes else None)
         what = (self.params.skew, plan.n_channels, self.params.channels)
@@ -221,9 +204,6 @@ class InfiniGen(SelectiveAttention):
         if competes:
             room = (trace.shape.h_kv, store.n_new, plan.n_channels)
             self.late[layer] = self.proxies[layer].keys.new_empty(room)
-
-    def exempt_layers(self) -> Sequence[int]:
-        return [layer for layer in self.trace.shape.full_layers if layer < self.params.full_layers]
 
     # A decode step.
 
@@ -285,9 +265,9 @@ class InfiniGen(SelectiveAttention):
 
     def report(self) -> dict[str, Any]:
         """Tokens selected, as a mean over steps and layers, and how often the budget bound and not `alpha`."""
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.full_layers), len(self.exempt_layers())
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
         n = max(1, self.n_selections)
         k_mean = self.n_selected / n if self.n_selections else float(self.plan.k_most)
         share = k_mean / self.trace.s_prompt

@@ -34,12 +34,10 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
 from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from kernels.topk import top_stable
@@ -51,21 +49,6 @@ CHOICES = (
     ("position", (True, "true", "fixed")),  # YAML reads true as a boolean
     ("budget_rule", ("fair", "official")),
 )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a prompt is divided; k = 0 where the budget is the whole prompt."""
-
-    n_sink: int
-    n_local: int  # latest tokens that are always attended to, the current one included
-    block_len: int
-    k: int  # blocks fetched per step
-    n_repr: int  # representatives of a block, per head
-
-    def n_blocks(self, n: int) -> int:
-        """Blocks for the query behind `n` tokens: none of their tokens is among its local ones."""
-        return max(0, (n - self.n_sink - self.n_local) // self.block_len)
 
 
 def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_repr: int) -> tuple[Tensor, Tensor]:
@@ -118,27 +101,33 @@ class InfLLM(SelectiveAttention):
                 )
             tokens("method.n_sink", self.n_sink)
 
+    @dataclass(frozen=True)
+    class Plan:
+        """How a prompt is divided; k = 0 where the budget is the whole prompt."""
+
+        n_sink: int
+        n_local: int  # latest tokens that are always attended to, the current one included
+        block_len: int
+        k: int  # blocks fetched per step
+        n_repr: int  # representatives of a block, per head
+
+        def n_blocks(self, n: int) -> int:
+            """Blocks for the query behind `n` tokens: none of their tokens is among its local ones."""
+            return max(0, (n - self.n_sink - self.n_local) // self.block_len)
+
     params: Params
-    plan: Layout
+    plan: Plan
     n_blocks: dict[int, int]  # per layer, formed so far
     means: dict[int, Tensor]  # per layer (n_blocks and those to come, h or h_kv, d_h) float32
     scores: dict[int, Tensor]  # per layer that forms blocks (h, slots of the window) float32
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
+    def setup(self) -> None:
         self.n_blocks, self.means, self.scores = {}, {}, {}
-        s = trace.s_prompt
-        # The last query stands behind all tokens but one.
-        self.grows = params.grow_blocks and self.plan.n_blocks(s + n_new - 1) > self.plan.n_blocks(s)
+        params, plan, s = self.params, self.plan, self.trace.s_prompt
+        last = s + self.store.n_new - 1  # the last query stands behind all tokens but one
+        self.grows = params.grow_blocks and plan.n_blocks(last) > plan.n_blocks(s)
         self.wants_weights = self.grows and params.repr_score == "prob"
-        self.turns = params.position == "fixed" and not self.budget.is_full
+        self.turns = params.position == "fixed" and not self.variant.is_full
         self.q_far: Tensor | None = None  # this step's query, at the distance of all far tokens
         self.asked: Tensor | None = None  # positions fetched in this step, (1 or h, n)
 
@@ -148,15 +137,15 @@ class InfLLM(SelectiveAttention):
             n_representatives(params, request.comm)
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Layout:
-        if budget.is_full:
-            return Layout(0, budget.s_prompt, params.block_len, 0, 0)
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.attends_all:
+            return InfLLM.Plan(0, budget.s_prompt, params.block_len, 0, 0)
         n_repr = n_representatives(params, budget.comm)
         divide = fair_layout if params.budget_rule == "fair" else official_layout
         return divide(params, budget, n_repr)
 
     @classmethod
-    def observations(cls, params: Params, plan: Layout) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (observed_band(params, plan),) if plan.k else ()
 
     def arrange(self, layer: int) -> None:
@@ -289,14 +278,14 @@ class InfLLM(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store.n_seen(layer)
-        if self.budget.is_full:
+        if self.variant.is_full:
             return range(n)
         n_window = self.store.n_window(layer)
         return [*range(min(self.plan.n_sink, n - n_window)), *range(n - n_window, n)]
 
     def report(self) -> dict[str, Any]:
         """Per layer: what the prompt's representatives take as they are kept, and as `comm` prices them."""
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
         plan, shape = self.plan, self.trace.shape
         n_blocks = plan.n_blocks(self.trace.s_prompt)
@@ -311,7 +300,7 @@ class InfLLM(SelectiveAttention):
         }
 
 
-def observed_band(params: Any, plan: Layout) -> Observation:
+def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:
     """What tokens are scored by: attention received while local, or logits of the queries behind (the paper's text).
 
     The paper takes the mean of logits. All tokens of a block have as many, so their sums choose the same.
@@ -319,7 +308,7 @@ def observed_band(params: Any, plan: Layout) -> Observation:
     return (BandSums if params.repr_score == "prob" else BandLogits)(plan.n_local)
 
 
-def n_representatives(params: Any, comm: Fraction) -> int:
+def n_representatives(params: InfLLM.Params, comm: Fraction) -> int:
     """How many representatives of a block `comm` pays for."""
     n_repr = floor(comm * params.block_len)
     if n_repr < 1:
@@ -330,7 +319,7 @@ def n_representatives(params: Any, comm: Fraction) -> int:
     return n_repr
 
 
-def fair_layout(params: Any, budget: Budget, n_repr: int) -> Layout:
+def fair_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLLM.Plan:
     """Half of the budget is local; which other tokens are blocks follows, and how many blocks cannot be attended to.
 
     Whatever the split, sinks, window and unfilled block are what k of n_blocks blocks leave, so the attended tokens are
@@ -339,7 +328,7 @@ def fair_layout(params: Any, budget: Budget, n_repr: int) -> Layout:
     s, block_len = budget.s_prompt, params.block_len
     n_sink = split(budget.tokens, params.n_sink).n_sink
     n_left_out = ceil((s - budget.tokens) / block_len)  # blocks
-    plan = Layout(n_sink, max(1, (budget.tokens - n_sink) // 2), block_len, 0, n_repr)
+    plan = InfLLM.Plan(n_sink, max(1, (budget.tokens - n_sink) // 2), block_len, 0, n_repr)
     k = plan.n_blocks(s) - n_left_out
     if k >= 1:
         return replace(plan, k=k)
@@ -383,10 +372,10 @@ def show_decimal(value: Fraction, digits: int) -> str:
     return f"{float(value):.{digits}f}"
 
 
-def official_layout(params: Any, budget: Budget, n_repr: int) -> Layout:
+def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLLM.Plan:
     """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them."""
     n_sink = min(params.n_sink, budget.s_prompt)
     besides = (budget.s_prompt - n_sink) * float(budget.ratio)
     n_local = max(1, int(besides * 0.5))
     k = max(1, ceil((besides - n_local) / params.block_len))
-    return Layout(n_sink, n_local, params.block_len, k, n_repr)
+    return InfLLM.Plan(n_sink, n_local, params.block_len, k, n_repr)

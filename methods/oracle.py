@@ -27,15 +27,6 @@ from methods.base import SelectiveAttention
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
 
-@dataclass(frozen=True)
-class Regions:
-    """How a budget is divided."""
-
-    n_sink: int
-    n_window: int  # latest tokens that are always attended to, the current one included
-    k: int
-
-
 def token_scores(logits: Tensor, agg: str) -> Tensor:
     """One score per token from scaled logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`."""
     if agg == "group_logit_mean":
@@ -80,20 +71,28 @@ class Oracle(SelectiveAttention):
             tokens("method.n_sink", self.n_sink)
             share("method.local_share", self.local_share)
 
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided."""
+
+        n_sink: int
+        n_window: int  # latest tokens that are always attended to, the current one included
+        k: int
+
     params: Params
-    plan: Regions
+    plan: Plan
     weights: Tensor  # (h, n) of the present step and layer, where `lost_mass` is spread
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Regions:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         if params.budget_rule == "fair":
             fair = split(budget.tokens, params.n_sink, params.local_share)
-            return Regions(fair.n_sink, fair.n_local + 1, fair.k)
+            return Oracle.Plan(fair.n_sink, fair.n_local + 1, fair.k)
         # In double precision, as the authors compute them; what the top-k leaves is local, the current token included.
         n_sink = min(params.n_sink, budget.s_prompt)
         besides = int((budget.s_prompt - n_sink) * float(budget.ratio))
         k = int(besides * float(1 - params.local_share))
-        return Regions(n_sink, max(1, besides - k), k)
+        return Oracle.Plan(n_sink, max(1, besides - k), k)
 
     def arrange(self, layer: int) -> None:
         n_past = min(max(0, self.plan.n_window - 1), self.trace.s_prompt - self.plan.n_sink)
@@ -102,7 +101,7 @@ class Oracle(SelectiveAttention):
         self.store.offload(layer, self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
     def protected(self, layer: int) -> Sequence[int]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return range(self.store.n_seen(layer))
         n = self.store.n_seen(layer)
         return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
@@ -125,7 +124,7 @@ class Oracle(SelectiveAttention):
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
-        if self.params.lost_mass == "renormalise" or self.budget.is_full:
+        if self.params.lost_mass == "renormalise" or self.variant.is_full:
             return out
         dropped = ~self.store.attended(layer).to(out.device)  # (h, n)
         if not dropped.any():

@@ -49,7 +49,6 @@ from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.checks import one_of, share
 from engine.errors import ConfigError
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.spans import following, span
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
@@ -59,7 +58,6 @@ from methods.base import SelectiveAttention
 from methods.pqcache_quantiser import (
     Lane,
     Quantiser,
-    Sizes,
     first_rows,
     n_threads,
     quantise,
@@ -118,29 +116,33 @@ class PQCache(SelectiveAttention):
             if not 0 <= self.tol < float("inf"):
                 raise ConfigError(f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more")
 
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and the quantiser's shape."""
+
+        n_sink: int
+        n_local: int  # past tokens of the window; the current one comes on top
+        k: int  # tokens that are selected
+        m: int
+        b: int
+        n_paid: int | None = None  # candidates whose codes `comm` pays for; None: no limit
+
     params: Params
-    plan: Sizes
+    plan: Plan
     pending: dict[int, Future[Quantiser]]
     quantisers: dict[int, Quantiser]  # per layer, once its clustering was waited for
     mine: set[int]  # layers whose codes no other variant reads
     rounds: dict[int, int]  # per layer, most rounds of k-means
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
-        if cache is not None and cache.tokens and params.cache_includes_centroids:
-            self.check_cache(params, cache)
+    def setup(self) -> None:
+        cache, device = self.variant.cache, self.trace.device
+        if cache is not None and cache.tokens and self.params.cache_includes_centroids:
+            self.check_cache(self.params, cache)
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
         self.pending, self.quantisers, self.mine, self.rounds = {}, {}, set(), {}
         self.seconds, self.n_rebuilds = 0.0, 0
-        self.lane = Lane(trace.device) if trace.device.type == "cuda" else None
+        self.lane = Lane(device) if device.type == "cuda" else None
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -157,18 +159,18 @@ class PQCache(SelectiveAttention):
             )
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Sizes:
-        if budget.is_full:
-            return Sizes(0, budget.s_prompt, 0, 1, 1)
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.attends_all:
+            return PQCache.Plan(0, budget.s_prompt, 0, 1, 1)
         m, b = code_shape(params, budget.comm, shape.d_h)
         if params.budget_rule == "fair":
             parts = split(budget.tokens, params.n_sink, params.local_share)
             n_paid = 8 * find_bytes(shape, budget) // (shape.h_kv * m * b)
-            return Sizes(parts.n_sink, parts.n_local, parts.k, m, b, n_paid)
+            return PQCache.Plan(parts.n_sink, parts.n_local, parts.k, m, b, n_paid)
         # As the authors compute them, in double precision; sinks are on top.
         n_sink, share = min(params.n_sink, budget.s_prompt), float(params.local_share)
         besides = (budget.s_prompt - n_sink) * float(budget.ratio)
-        return Sizes(n_sink, int(besides * share), int(besides * (1 - share)), m, b)
+        return PQCache.Plan(n_sink, int(besides * share), int(besides * (1 - share)), m, b)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
@@ -220,7 +222,7 @@ class PQCache(SelectiveAttention):
                 written.synchronize()
             with torch.inference_mode(), span("cluster", layer):
                 return quantise(
-                    keys, plan, rows, self.rounds[layer], params.tol, params.empty, begin, trace.device
+                    keys, plan.m, plan.b, rows, self.rounds[layer], params.tol, params.empty, begin, trace.device
                 )  # fmt: skip
 
         if params.overlap:
@@ -319,7 +321,7 @@ class PQCache(SelectiveAttention):
         """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
         assert self.lane is not None
         here = self.lane.take(layer, self.quantisers[layer].codes)
-        layers = [at for at in self.trace.shape.full_layers if self.store.can_fetch(at)]
+        layers = [at for at in self.trace.shape.attention_layers if self.store.can_fetch(at)]
         above = layers[(layers.index(layer) + 1) % len(layers)]
         if above not in self.pending or self.pending[above].done():
             # Behind the last layer comes the first one of the next step, which has a candidate more.
@@ -347,7 +349,7 @@ class PQCache(SelectiveAttention):
         return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
 
     def report(self) -> dict[str, Any]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
         plan, d_h = self.plan, self.trace.shape.d_h
         said: dict[str, Any] = {
@@ -375,11 +377,10 @@ class PQCache(SelectiveAttention):
         return said
 
 
-def code_shape(params: Any, comm: Fraction, d_h: int) -> tuple[int, int]:
+def code_shape(params: PQCache.Params, comm: Fraction, d_h: int) -> tuple[int, int]:
     """(m, b) that `comm` pays for: m * b bits per token and KV head, of 16 * d_h; `ConfigError` where there is none."""
     bits = floor(comm * 16 * d_h)
-    m: int | None = None if params.m == "auto" else params.m
-    b: int | None = None if params.b == "auto" else params.b
+    m, b = (x if isinstance(x, int) else None for x in (params.m, params.b))  # None: auto
     if m is not None and d_h % m:
         divisors = [str(x) for x in range(1, d_h + 1) if d_h % x == 0]
         raise ConfigError(f"method.m={m} does not divide d_h={d_h}; use {', '.join(divisors[:-1])} or {divisors[-1]}")

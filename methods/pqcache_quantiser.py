@@ -23,18 +23,6 @@ from kernels.pq_fit import pq_fit
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How a budget is divided, and the quantiser's shape."""
-
-    n_sink: int
-    n_local: int  # past tokens of the window; the current one comes on top
-    k: int  # tokens that are selected
-    m: int
-    b: int
-    n_paid: int | None = None  # candidates whose codes `comm` pays for; None: no limit
-
-
-@dataclass(frozen=True)
 class Quantiser:
     """Centroids of one layer, and codes of its tokens from the first one behind the sinks."""
 
@@ -47,14 +35,14 @@ class Quantiser:
 
 
 def quantise(
-    keys: Tensor, sizes: Sizes, rows: Tensor, n_rounds: int, tol: float, empty: str,
+    keys: Tensor, m: int, b: int, rows: Tensor, n_rounds: int, tol: float, empty: str,
     start: Tensor | None, device: torch.device,
 ) -> Quantiser:  # fmt: skip
     """Cluster keys (h_kv, n, d_h) from the keys at `rows`, or from centroids `start`."""
     began = perf_counter()
-    (h_kv, n, d_h), m = keys.shape, sizes.m
+    h_kv, n, d_h = keys.shape
     points = keys.float().view(h_kv, n, m, d_h // m).transpose(1, 2)  # (h_kv, m, n, d_m)
-    if n <= 1 << sizes.b:
+    if n <= 1 << b:
         centroids, rounds = points.contiguous(), 0.0
         found = torch.arange(n, dtype=torch.uint8).expand(h_kv, m, n)
     else:
@@ -63,7 +51,7 @@ def quantise(
         fit = pq_fit(points, rows, n_rounds, tol=tol, empty=empty, start=flat)
         centroids, found = fit.centroids.view(h_kv, m, -1, d_h // m), fit.codes.view(h_kv, m, n)
         rounds = float(fit.n_iter.float().mean())
-    codes = PackedCodes(h_kv, m, sizes.b, n)
+    codes = PackedCodes(h_kv, m, b, n)
     codes.extend(found)
     if device.type == "cuda":
         codes.data = codes.data.pin_memory()

@@ -21,18 +21,16 @@ Fails     where a high layer would need what the middle ones did not look at; wi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from math import cos, pi
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
 from engine.observe import MeanRows, Observation
-from engine.prefill import Thinning, Trace
+from engine.prefill import Thinning
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
 from methods.base import SelectiveAttention
@@ -45,59 +43,6 @@ BLOCK, BLOCK_SHARE, BLOCK_DECAY = 16, 0.9, 0.1  # the authors', in every configu
 def falling(layer: int, n_layers: int, last: float) -> float:
     """A share that falls with depth from 1 towards `last`, half a cosine."""
     return last + (1 - last) * (1 + cos(pi * layer / n_layers)) / 2
-
-
-@dataclass(frozen=True)
-class Course(Thinning):
-    """How many tokens go on after each layer, and who; a prefill for itself."""
-
-    s: int  # tokens of the prompt
-    n_layers: int
-    tail: int  # last tokens that always go on
-    min_context: int  # fewer than this are not compressed any further
-    sinks: int  # first surviving tokens that always go on
-    interval: int  # only every so many layers compress
-    distance_weight: float  # of the last query's vote; the tail's first has 1
-    schedule: str
-    decay: float
-
-    def share(self, layer: int) -> float:
-        """How much of a layer's context goes on."""
-        return self.decay if self.schedule == "constant" else falling(layer, self.n_layers, self.decay)
-
-    def n_going_on(self, layer: int, n: int) -> int:
-        """Context tokens that go on after a layer of `n` tokens; where that is all of them, nobody votes."""
-        context, share = n - self.tail, self.share(layer)
-        floor = min(self.min_context, self.s - self.tail)
-        if layer % self.interval or context <= floor or share >= 1:
-            return context
-        k = int(context * share)
-        return context if k <= floor else k
-
-    def lengths(self) -> list[int]:
-        """Tokens of every layer."""
-        n, lengths = self.s, []
-        for layer in range(self.n_layers):
-            lengths.append(n)
-            n = self.n_going_on(layer, n) + self.tail
-        return lengths
-
-    def going_on(self, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
-        n = k.shape[2]
-        if self.n_going_on(layer, n) == n - self.tail:
-            return None
-        recent = q[:, :, -self.tail :]
-        rising = rising_weights(self.tail, self.distance_weight).to(q.device)
-        sums = column_sums(recent, k, scale, rising)  # (h_kv, g, n)
-        return self.survivors(layer, sums.flatten(0, 1).mean(0) / self.tail)
-
-    def survivors(self, layer: int, votes: Tensor) -> Tensor:
-        """Ascending indices of those that go on, by votes (n,)."""
-        n = len(votes)
-        context = votes[: n - self.tail].clone()
-        context[: self.sinks] = torch.inf
-        best = context.sort(descending=True, stable=True).indices[: self.n_going_on(layer, n)]
-        return torch.cat([best.sort().values, torch.arange(n - self.tail, n, device=votes.device)])
 
 
 @dataclass
@@ -142,8 +87,7 @@ def rising_weights(n: int, last: float) -> Tensor:
     return torch.linspace(1, last, n)
 
 
-@lru_cache(maxsize=4096)
-def fit_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int) -> Course:
+def fit_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int) -> "PyramidInfer.Plan":
     """The course that keeps most, but at most `n_tokens` per layer in the mean."""
     course = find_course(params, s, n_tokens, n_layers, n_tries=400)
     if course is None:
@@ -161,7 +105,9 @@ def fit_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: i
     return course
 
 
-def find_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int, n_tries: int) -> Course | None:
+def find_course(
+    params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: int, n_tries: int
+) -> "PyramidInfer.Plan | None":
     """The first schedule that meets the budget, with the largest decay that does; None where there is none.
 
     The stop rule lets very small decays keep more than larger ones, so decays are tried from above, then refined.
@@ -171,8 +117,8 @@ def find_course(params: "PyramidInfer.Params", s: int, n_tokens: int, n_layers: 
     low = min(64, int(share * s / 4)) if params.min_context is None else params.min_context
     tail = min(s, 1 + int(recent * s))
 
-    def course(schedule: str, decay: float) -> Course:
-        return Course(
+    def course(schedule: str, decay: float) -> "PyramidInfer.Plan":
+        return PyramidInfer.Plan(
             s, n_layers, tail, low, params.sinks, params.interval, params.distance_weight, schedule, decay
         )  # fmt: skip
 
@@ -234,12 +180,64 @@ class PyramidInfer(SelectiveAttention):
                     "alike, more prefers later ones"
                 )
 
+    @dataclass(frozen=True)
+    class Plan(Thinning):
+        """How many tokens go on after each layer, and who; a prefill for itself."""
+
+        s: int  # tokens of the prompt
+        n_layers: int
+        tail: int  # last tokens that always go on
+        min_context: int  # fewer than this are not compressed any further
+        sinks: int  # first surviving tokens that always go on
+        interval: int  # only every so many layers compress
+        distance_weight: float  # of the last query's vote; the tail's first has 1
+        schedule: str
+        decay: float
+
+        def share(self, layer: int) -> float:
+            """How much of a layer's context goes on."""
+            return self.decay if self.schedule == "constant" else falling(layer, self.n_layers, self.decay)
+
+        def n_going_on(self, layer: int, n: int) -> int:
+            """Context tokens that go on after a layer of `n` tokens; where that is all of them, nobody votes."""
+            context, share = n - self.tail, self.share(layer)
+            floor = min(self.min_context, self.s - self.tail)
+            if layer % self.interval or context <= floor or share >= 1:
+                return context
+            k = int(context * share)
+            return context if k <= floor else k
+
+        def lengths(self) -> list[int]:
+            """Tokens of every layer."""
+            n, lengths = self.s, []
+            for layer in range(self.n_layers):
+                lengths.append(n)
+                n = self.n_going_on(layer, n) + self.tail
+            return lengths
+
+        def going_on(self, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+            n = k.shape[2]
+            if self.n_going_on(layer, n) == n - self.tail:
+                return None
+            recent = q[:, :, -self.tail :]
+            rising = rising_weights(self.tail, self.distance_weight).to(q.device)
+            sums = column_sums(recent, k, scale, rising)  # (h_kv, g, n)
+            return self.survivors(layer, sums.flatten(0, 1).mean(0) / self.tail)
+
+        def survivors(self, layer: int, votes: Tensor) -> Tensor:
+            """Ascending indices of those that go on, by votes (n,)."""
+            n = len(votes)
+            context = votes[: n - self.tail].clone()
+            context[: self.sinks] = torch.inf
+            best = context.sort(descending=True, stable=True).indices[: self.n_going_on(layer, n)]
+            return torch.cat([best.sort().values, torch.arange(n - self.tail, n, device=votes.device)])
+
     params: Params
-    plan: Course | None  # None: the whole prompt is in the budget
+    plan: Plan | None  # None: the whole prompt is in the budget
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        others = shape.n_layers - len(shape.full_layers)
+        others = shape.n_layers - len(shape.attention_layers)
         if others:
             raise ConfigError(
                 f"method=pyramidinfer leaves tokens out of the forward pass, which the {others} layers of model "
@@ -247,13 +245,13 @@ class PyramidInfer(SelectiveAttention):
             )
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Course | None:
-        if budget.is_full:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan | None:
+        if budget.attends_all:
             return None
         return fit_course(params, budget.s_prompt, budget.tokens, shape.n_layers)
 
     @classmethod
-    def thinning(cls, plan: Course | None) -> Course | None:
+    def thinning(cls, plan: Plan | None) -> Plan | None:
         return plan
 
     @classmethod
@@ -262,21 +260,15 @@ class PyramidInfer(SelectiveAttention):
         name = super().label(params, request)
         return name.replace(cls.title, f"{cls.title}*") if varies else name
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
+    def setup(self) -> None:
         self.answered: dict[int, Answered] = {}
         # No block comes to be compressed before so many tokens: until then nothing has to be watched.
-        self.wants_weights = params.compress_generated and self.plan is not None and n_new >= self.plan.tail - 1 + BLOCK
+        self.wants_weights = (
+            self.params.compress_generated and self.plan is not None and self.store.n_new >= self.plan.tail - 1 + BLOCK
+        )
 
     @classmethod
-    def observations(cls, params: Params, plan: Course | None) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan | None) -> tuple[Observation, ...]:
         return (MeanRows(plan.tail),) if params.compress_generated and plan is not None else ()
 
     def arrange(self, layer: int) -> None:

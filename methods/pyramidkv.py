@@ -12,61 +12,37 @@ Fails     as SnapKV; and where a high layer needs more than `window` + C / `beta
           twice the mean, which is what memory has to be reserved for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from engine.budget import Budget
 from engine.errors import ConfigError
+from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
-from methods.snapkv import SnapKV, fit_window
+from methods.allocators import pyramid
+from methods.base import ScoringMethod
+from methods.snapkv import SnapKV, fit_window, shrunk_window, voted_scores
 
 
-@dataclass(frozen=True)
-class Pyramid:
-    """What the layers keep of the prompt."""
-
-    cap: int  # nominal mean of tokens per KV head over the layers, the window included
-    window: int  # the prompt's last tokens, kept by every layer
-    counts: tuple[int, ...]  # tokens before the window, per compressed layer from the first
-
-    @property
-    def total(self) -> int:
-        """Tokens per KV head, all layers together."""
-        return sum(self.counts) + self.window * len(self.counts)
-
-
-def layer_counts(s: int, cap: int, w: int, beta: int, n_layers: int) -> list[int]:
-    """Tokens before the window `w` that each layer keeps of a prompt of `s`; the authors' integers, floors included."""
-    if s < cap:
-        return [max(0, s - w)] * n_layers
-    mean = cap - w
-    if s < 2 * mean or n_layers == 1:
-        return [mean] * n_layers
-    last = mean // beta
-    first = 2 * mean - last
-    if first >= s - w:  # too short for this slope: the first layer keeps all, the last the balance
-        first = s - w
-        last = 2 * mean - first
-    step = (first - last) // (n_layers - 1)
-    return [first - rank * step for rank in range(n_layers)]
-
-
-def pyramid(s: int, cap: int, window: int, beta: int, n_layers: int) -> Pyramid:
+def schedule(s: int, cap: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":
     """The schedule for one `cap`, its window shrunk where `cap` leaves no room for it."""
     w = fit_window(cap, window)
-    return Pyramid(cap, w, tuple(layer_counts(s, cap, w, beta, n_layers)))
+    return PyramidKV.Plan(cap, w, tuple(pyramid(s, cap, w, beta, n_layers)))
 
 
-def fit_pyramid(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -> Pyramid:
+def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":
     """The schedule with the largest `cap` that keeps at most `n_tokens` per layer in the mean.
 
     Found after at most about n_layers / 2 tries; a cap of 1 keeps one token everywhere and always fits.
     """
-    tries = (pyramid(s, cap, window, beta, n_layers) for cap in range(n_tokens, 0, -1))
+    tries = (schedule(s, cap, window, beta, n_layers) for cap in range(n_tokens, 0, -1))
     return next(plan for plan in tries if plan.total <= n_tokens * n_layers)
 
 
-class PyramidKV(SnapKV):
+class PyramidKV(ScoringMethod):
     title = "PyramidKV"
 
     @dataclass(frozen=True)
@@ -81,23 +57,43 @@ class PyramidKV(SnapKV):
                     f"method.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
                 )
 
+    @dataclass(frozen=True)
+    class Plan:
+        """What the layers keep of the prompt."""
+
+        cap: int  # nominal mean of tokens per KV head over the layers, the window included
+        window: int  # the prompt's last tokens, kept by every layer
+        counts: tuple[int, ...]  # tokens before the window, per compressed layer from the first
+
+        @property
+        def total(self) -> int:
+            """Tokens per KV head, all layers together."""
+            return sum(self.counts) + self.window * len(self.counts)
+
     params: Params
-    plan: Pyramid
+    plan: Plan
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Pyramid:
-        s, n_layers = budget.s_prompt, len(shape.full_layers)
-        if budget.is_full:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        s, n_layers = budget.s_prompt, len(shape.attention_layers)
+        if budget.attends_all:
             w = fit_window(s, params.window)
-            return Pyramid(s, w, (s - w,) * n_layers)
-        make = pyramid if params.match_published else fit_pyramid
+            return PyramidKV.Plan(s, w, (s - w,) * n_layers)
+        make = schedule if params.match_published else fit_schedule
         return make(s, budget.tokens, params.window, params.beta, n_layers)
 
-    def n_past(self, layer: int) -> int:
-        return self.plan.counts[self.trace.shape.full_layers.index(layer)]
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+        return (LastQueries(params.window),)
+
+    def scores(self, layer: int) -> Tensor:
+        return voted_scores(self.trace, self.params, self.plan.window, layer)
+
+    def counts(self) -> Sequence[int]:
+        return self.plan.counts
 
     def report(self) -> dict[str, Any]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
         kept = [count + self.plan.window for count in self.plan.counts]
-        return super().report() | {"kept_tokens": kept}
+        return shrunk_window(self) | {"kept_tokens": kept}

@@ -34,30 +34,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import one_of
 from engine.errors import ConfigError
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.pages import page_bounds, page_scores
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
-
-
-@dataclass(frozen=True)
-class Pages:
-    page_len: int
-    tokens: int  # budget
-
-    def k(self, n: int, variant: str) -> int:
-        """Pages that a query attends to of `n` tokens."""
-        n_pages = ceil(n / self.page_len)
-        if variant == "eval":
-            return min(max(3, min(self.tokens, n) // self.page_len), n_pages)
-        return min(max(1, self.tokens // self.page_len), n_pages)
 
 
 @dataclass
@@ -119,6 +104,7 @@ def tokens_of(pages: Tensor, page_len: int, n: int) -> Tensor:
 class Quest(SelectiveAttention):
     title = "Quest"
     drops = False
+    skips = True
     pads = True
 
     @dataclass(frozen=True)
@@ -143,28 +129,28 @@ class Quest(SelectiveAttention):
                         f"method.{key}={getattr(self, key)} is out of range; it is a whole number from {lowest}"
                     )
 
+    @dataclass(frozen=True)
+    class Plan:
+        page_len: int
+        tokens: int  # budget
+
+        def k(self, n: int, variant: str) -> int:
+            """Plan that a query attends to of `n` tokens."""
+            n_pages = ceil(n / self.page_len)
+            if variant == "eval":
+                return min(max(3, min(self.tokens, n) // self.page_len), n_pages)
+            return min(max(1, self.tokens // self.page_len), n_pages)
+
     params: Params
-    plan: Pages
+    plan: Plan
     bounds: dict[int, Bounds]  # per layer; a variant's own where generated tokens are paged
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
+    def setup(self) -> None:
         self.bounds = {}
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if params.full_layers and params.full_layers > max(shape.full_layers):
-            raise ConfigError(
-                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
-                f"use at most {max(shape.full_layers)}"
-            )
+        super().check(params, request, shape)
         if request.ratio == 1 or params.variant != "harness":
             return
         if params.comm_mode == "native" and request.comm * params.page_len < 2:
@@ -180,12 +166,12 @@ class Quest(SelectiveAttention):
         return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Pages:
-        if params.comm_mode == "native" or budget.is_full:
-            plan = Pages(params.page_len, budget.tokens)
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.comm_mode == "native" or budget.attends_all:
+            plan = Quest.Plan(params.page_len, budget.tokens)
         else:
-            plan = Pages(matched_page_len(budget), budget.tokens)
-        if params.variant == "harness" and not budget.is_full:
+            plan = Quest.Plan(matched_page_len(budget), budget.tokens)
+        if params.variant == "harness" and not budget.attends_all:
             refuse_unaffordable(plan, budget)
         return plan
 
@@ -193,9 +179,6 @@ class Quest(SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         trace, store, page_len = self.trace, self.store, self.plan.page_len
-        if layer in self.exempt_layers():
-            store.keep_all(layer)
-            return
         if not self.params.page_generated:
             store.offload(layer, 0, 0)
         elif self.keeps_current:
@@ -214,9 +197,6 @@ class Quest(SelectiveAttention):
     def keeps_current(self) -> bool:
         """Whether the current page is always attended to, where generated tokens are paged."""
         return self.params.variant != "eval"
-
-    def exempt_layers(self) -> Sequence[int]:
-        return [layer for layer in self.trace.shape.full_layers if layer < self.params.full_layers]
 
     # A decode step.
 
@@ -281,9 +261,9 @@ class Quest(SelectiveAttention):
         return range(n - self.store.n_window(layer), n)
 
     def report(self) -> dict[str, Any]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.full_layers), len(self.exempt_layers())
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
         s, page_len = self.trace.s_prompt, self.plan.page_len
         k = self.plan.k(s, self.params.variant)
         share = min(k * page_len, s) / s
@@ -308,7 +288,7 @@ def matched_page_len(budget: Budget) -> int:
     return max(round(2 / budget.comm), ceil(budget.s_prompt / most))
 
 
-def refuse_unaffordable(plan: Pages, budget: Budget) -> None:
+def refuse_unaffordable(plan: Quest.Plan, budget: Budget) -> None:
     """`ConfigError` where `comm` does not pay for the bounds, or the budget for no page."""
     s, page_len = budget.s_prompt, plan.page_len
     n_pages = ceil(s / page_len)

@@ -20,26 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from engine.budget import Budget
 from engine.checks import one_of
 from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation, window_scores
+from engine.observe import LastQueries, Observation
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-
-POOLINGS = ("max", "avg")
-REDUCTIONS = ("mean", "sum", "max", "query_head")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a layer keeps of the prompt."""
-
-    cap: int  # tokens per KV head, the window included
-    window: int  # the prompt's last tokens
+from methods.allocators import uniform
+from methods.base import ScoringMethod
+from methods.scorers import POOLINGS, REDUCTIONS, pool_scores, reduce_group, window_votes
 
 
 def fit_window(cap: int, window: int) -> int:
@@ -47,44 +37,14 @@ def fit_window(cap: int, window: int) -> int:
     return window if cap > window else max(1, cap // 2)
 
 
-def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
-    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves all."""
-    if reduce == "query_head":
-        return raw
-    grouped = raw.unflatten(1, (h_kv, -1))  # (1, h_kv, g, s)
-    if reduce == "max":
-        return grouped.amax(2)
-    return grouped.mean(2) if reduce == "mean" else grouped.sum(2)
+def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int) -> Tensor:
+    """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
+    votes = window_votes(trace, LastQueries(params.window), window, layer)
+    return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
 
 
-def pool_scores(raw: Tensor, kernel: int, pooling: str) -> Tensor:
-    """Scores (1, heads, s) smoothed over `kernel` neighbours; beyond the ends `avg` counts zeros, `max` nothing."""
-    pool = avg_pool1d if pooling == "avg" else max_pool1d
-    return pool(raw, kernel, stride=1, padding=kernel // 2)
-
-
-def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Tensor:
-    """The last `w` queries' votes, (1, h, s - w); all variants with such a window share them, whatever their method."""
-
-    def votes() -> Tensor:
-        q = trace.observed(observed, layer)[:, :, -w:]
-        return window_scores(q, trace.keys(layer), trace.scales[layer])
-
-    return trace.once(("window votes", w, layer), votes)
-
-
-def keep_top(scores: Tensor, n: int) -> Tensor:
-    """Ascending positions of the `n` highest of (1, heads, s), the lower position first among equals: (1, heads, n).
-
-    Max pooling makes plateaus of equal scores, and topk promises no order there; hence the stable sort.
-    """
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
-    return best.sort(dim=-1).values
-
-
-class SnapKV(SelectiveAttention):
+class SnapKV(ScoringMethod):
     title = "SnapKV"
-    drops = True
 
     @dataclass(frozen=True)
     class Params:
@@ -103,38 +63,35 @@ class SnapKV(SelectiveAttention):
             for key, allowed in (("pooling", POOLINGS), ("reduce", REDUCTIONS)):
                 one_of(f"method.{key}", getattr(self, key), allowed)
 
+    @dataclass(frozen=True)
+    class Plan:
+        """What a layer keeps of the prompt."""
+
+        cap: int  # tokens per KV head, the window included
+        window: int  # the prompt's last tokens
+
     params: Params
-    plan: Any  # Kept; what inherits from SnapKV has integers of its own, with a `window` among them
+    plan: Plan
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Any:
-        return Kept(budget.tokens, fit_window(budget.tokens, params.window))
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return SnapKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
 
     @classmethod
-    def observations(cls, params: Params, plan: Any) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
-    def arrange(self, layer: int) -> None:
-        chosen = keep_top(self.scores(layer), self.n_past(layer))
-        self.store.keep(layer, chosen, n_window=self.plan.window)
-
-    def n_past(self, layer: int) -> int:
-        """Tokens before the window that each KV head of this layer keeps."""
-        return self.plan.cap - self.plan.window
-
     def scores(self, layer: int) -> Tensor:
-        """What decides who of the past is kept, (1, h_kv, s - w), or (1, h, s - w) for `query_head`."""
-        return pool_scores(self.raw_scores(layer), self.params.kernel, self.params.pooling)
+        return voted_scores(self.trace, self.params, self.plan.window, layer)
 
-    def raw_scores(self, layer: int) -> Tensor:
-        """The window's votes before pooling, (1, h_kv or h, s - w)."""
-        raw = window_votes(self.trace, LastQueries(self.params.window), self.plan.window, layer)
-        return reduce_group(raw, self.trace.shape.h_kv, self.params.reduce)
-
-    def protected(self, layer: int) -> Sequence[int]:
-        first = 0 if self.budget.is_full else self.trace.s_prompt - self.plan.window
-        return range(first, self.store.n_seen(layer))
+    def counts(self) -> Sequence[int]:
+        return uniform(self.plan.cap - self.plan.window, len(self.trace.shape.attention_layers))
 
     def report(self) -> dict[str, Any]:
-        shrunk = not self.budget.is_full and self.plan.window < self.params.window
-        return {"window": self.plan.window} if shrunk else {}
+        return shrunk_window(self)
+
+
+def shrunk_window(method: ScoringMethod) -> dict[str, Any]:
+    """For the sample's `method_report`: the window, where the budget left room for a shorter one than was asked for."""
+    asked, got = method.params.window, method.plan.window
+    return {"window": got} if got < asked and not method.variant.is_full else {}

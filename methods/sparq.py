@@ -32,7 +32,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from engine.checks import one_of, share, tokens
 from engine.errors import ConfigError
@@ -40,16 +39,6 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
-
-
-@dataclass(frozen=True)
-class Regions:
-    """How a budget is divided, and how many components find the selected tokens."""
-
-    n_sink: int
-    n_window: int  # latest tokens that are always attended to, the current one included
-    k: int  # tokens that a KV head selects
-    r: int
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
@@ -106,21 +95,22 @@ class SparQ(SelectiveAttention):
             tokens("method.n_sink", self.n_sink)
             share("method.local_share", self.local_share)
 
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and how many components find the selected tokens."""
+
+        n_sink: int
+        n_window: int  # latest tokens that are always attended to, the current one included
+        k: int  # tokens that a KV head selects
+        r: int
+
     params: Params
-    plan: Regions
+    plan: Plan
     late: dict[int, Tensor]  # per layer the generated tokens' columns (h_kv, d_h, n_new)
     means: dict[int, Tensor]  # per layer the mean of V over all tokens so far (1, h_kv, 1, d_h)
     covered: Tensor | None  # (1, h_kv, g) of the present step and layer; None: nothing is missing
 
-    def __init__(
-        self,
-        params: Params,
-        request: BudgetRequest,
-        trace: Trace,
-        n_new: int,
-        cache: BlockCacheSpec | None = None,
-    ) -> None:
-        super().__init__(params, request, trace, n_new, cache)
+    def setup(self) -> None:
         self.late, self.means, self.covered = {}, {}, None
 
     @classmethod
@@ -129,16 +119,16 @@ class SparQ(SelectiveAttention):
             n_components(request.comm, shape.d_h)
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Regions:
-        r = 0 if budget.is_full else n_components(budget.comm, shape.d_h)
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        r = 0 if budget.attends_all else n_components(budget.comm, shape.d_h)
         if params.budget_rule == "fair":
             fair = split(budget.tokens, params.n_sink, params.local_share)
-            return Regions(fair.n_sink, fair.n_local + 1, fair.k, r)
+            return SparQ.Plan(fair.n_sink, fair.n_local + 1, fair.k, r)
         # As PQCache's authors compute them, in double precision; sinks are on top.
         share = budget.s_prompt * float(budget.ratio)
         n_local = int(share * float(params.local_share))
         n_sink = min(params.n_sink, budget.s_prompt)
-        return Regions(n_sink, n_local + 1, int(share) - n_local, r)
+        return SparQ.Plan(n_sink, n_local + 1, int(share) - n_local, r)
 
     # While the prompt is read.
 
@@ -220,14 +210,14 @@ class SparQ(SelectiveAttention):
         return torch.lerp(mean, out.float(), self.covered.view(1, -1, 1, 1)).to(out.dtype)
 
     def report(self) -> dict[str, Any]:
-        if self.budget.is_full:
+        if self.variant.is_full:
             return {}
         shape = self.trace.shape
         twice = self.params.layout == "columns"
         return {
             "n_components": self.plan.r,
             "columns_host_bytes": twice
-            * len(shape.full_layers)
+            * len(shape.attention_layers)
             * key_bytes(shape, self.trace.s_prompt + self.store.n_new),
         }
 

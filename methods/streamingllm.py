@@ -24,14 +24,6 @@ from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What is kept."""
-
-    n_sink: int
-    n_recent: int  # the current token included
-
-
 class StreamingLLM(SelectiveAttention):
     title = "StreamingLLM"
     drops = True
@@ -51,17 +43,24 @@ class StreamingLLM(SelectiveAttention):
             if self.position not in ("original", "cache"):
                 raise ConfigError(f"method.position={self.position} is unknown; use original or cache")
 
+    @dataclass(frozen=True)
+    class Plan:
+        """What is kept."""
+
+        n_sink: int
+        n_recent: int  # the current token included
+
     params: Params
-    plan: Ends
+    plan: Plan
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Ends:
-        if budget.tokens <= params.n_sink and not budget.is_full:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.tokens <= params.n_sink and not budget.attends_all:
             raise ConfigError(
                 f"a budget of {budget.tokens} tokens for a prompt of {budget.s_prompt} leaves nothing beside "
                 f"method.n_sink={params.n_sink} sinks; raise ratio or budget, or lower method.n_sink"
             )
-        return Ends(params.n_sink, budget.tokens - params.n_sink + 1)
+        return StreamingLLM.Plan(params.n_sink, budget.tokens - params.n_sink + 1)
 
     def arrange(self, layer: int) -> None:
         if self.params.position == "cache" and self.trace.turn is None:
@@ -72,13 +71,13 @@ class StreamingLLM(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store.n_seen(layer)
-        if self.budget.is_full:
+        if self.variant.is_full:
             return range(n)
         return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, n - self.plan.n_recent), n)]
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         parts = self.store.resident(layer)
-        if self.params.position == "original" or self.budget.is_full:
+        if self.params.position == "original" or self.variant.is_full:
             return parts
         sinks, window = self.store.kept_and_window(layer)
         n_gone = self.store.n_seen(layer) - sinks.k.shape[2] - window.k.shape[2]

@@ -4,7 +4,7 @@ The prompt's last queries score all earlier tokens. A layer's retention is the s
 hold, and layers differ: some put everything on a few tokens, others spread it. Taking the largest normalised scores of
 all layers together keeps the most retention for the tokens that there are. No code of the authors is public.
 
-Symbols   paper w_i, n_i, N, R_i, R_avg, M, ps = a row of `weights`, `counts`, `total`, `retention`, `r_avg`, `n_past`,
+Symbols   paper w_i, n_i, N, R_i, R_avg, M, ps = a row of `weights`, `counted`, `total`, `retention`, `r_avg`, `n_past`,
           `kernel`; l, t = number of layers, `s_prompt`; ows is `ows`, and `plan.ows` where a short budget shrinks it.
 Per step  moved: nothing; resident: h_kv * sum over layers of (n_i + ows + generated) tokens, 4 * d_h bytes each;
           metadata: none.
@@ -37,72 +37,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from engine.budget import Budget, BudgetRequest, show
 from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from methods.snapkv import window_votes
+from methods.allocators import by_need, by_need_until, by_shares, normalised
+from methods.base import ScoringMethod
+from methods.scorers import pool_scores, reduce_group, window_votes
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
 RETENTIONS = tuple(Fraction(i, 10) for i in range(1, 10))  # at which a profile counts tokens
 
 
-def pooled_scores(scores: Tensor, kernel: int) -> Tensor:
-    """Moving average over (1, heads, n_past); zeros beyond both ends count."""
-    return avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)
-
-
-def group_scores(scores: Tensor, h_kv: int) -> Tensor:
-    """Mean over the query heads of each KV head, (1, h, n_past) -> (1, h_kv, n_past)."""
-    return scores.unflatten(1, (h_kv, -1)).mean(2)
-
-
 def layer_vector(scores: Tensor) -> Tensor:
     """Mean over heads, (1, heads, n_past) -> (n_past,) float64; means over groups give the same."""
     return scores[0].double().mean(0)
-
-
-def normalised(weights: Tensor) -> Tensor:
-    """Rows (layers, n_past) as shares of their sums, float64: every layer is worth 1. A row of zeros is uniform."""
-    weights = weights.double()
-    sums = weights.sum(-1, keepdim=True)
-    return torch.where(sums > 0, weights / sums, 1 / weights.shape[-1])
-
-
-def allocate_total(weights: Tensor, total: int) -> list[int]:
-    """Tokens per layer that keep most: how many of the `total` largest shares of the table lie in each row.
-
-    Ties go to the lower layer. A threshold is found in place of sorting: 0.1 s against 0.5 for 32 layers of 128K.
-    """
-    table = normalised(weights)
-    assert 0 <= total <= table.numel(), (total, table.shape)
-    if total == 0:
-        return [0] * len(table)
-    least = table.flatten().kthvalue(table.numel() - total + 1).values
-    counts, tied = (table > least).sum(-1), (table == least).sum(-1)
-    room = total - counts.sum()
-    before = tied.cumsum(0) - tied  # in lower layers
-    return (counts + torch.minimum((room - before).clamp(min=0), tied)).tolist()
-
-
-def allocate_target(weights: Tensor, r_avg: float) -> list[int]:
-    """The fewest tokens whose mean retention is `r_avg` or more; everything for 1, whatever sums round to."""
-    table = normalised(weights)
-    if r_avg >= 1:
-        return [table.shape[1]] * len(table)
-    kept = table.flatten().sort(descending=True).values.cumsum(0) / len(table)
-    total = 1 + int((kept < r_avg).sum())  # the first that crosses: the sums ascend
-    return allocate_total(weights, min(total, table.numel()))
 
 
 def retention_ratio(weights: Tensor, counts: Sequence[int]) -> Tensor:
@@ -126,34 +83,6 @@ def profile(weights: Tensor, n_bins: int) -> Tensor:
     return table.new_zeros(len(table), n_bins).index_add_(1, stretch, table)
 
 
-def share_out(shares: Sequence[float], total: int, caps: Sequence[int]) -> list[int]:
-    """`total` in proportion to `shares`: whole numbers with that sum, none above its cap.
-
-    What a cap cuts off is shared out again among the others; those with no share get something only when all others
-    are at their caps.
-    """
-    assert 0 <= total <= sum(caps), f"{total} tokens, room for {sum(caps)}"
-    sizes = [0] * len(shares)
-    while left := total - sum(sizes):
-        free = [i for i, size in enumerate(sizes) if size < caps[i]]
-        wanted = [shares[i] for i in free]
-        for i, more in zip(free, largest_remainder(wanted, left), strict=True):
-            sizes[i] = min(caps[i], sizes[i] + more)
-    return sizes
-
-
-def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
-    """Round `total * share` so that the sum is `total`; equal fractions favour the first."""
-    whole = sum(shares)
-    exact = [total * s / whole if whole > 0 else total / len(shares) for s in shares]
-    sizes = [floor(x) for x in exact]
-    # Fractions as decimals, since 0.8 of two products differs in the last bits.
-    order = sorted(range(len(shares)), key=lambda i: -round(exact[i] - sizes[i], 9))
-    for i in order[: total - sum(sizes)]:
-        sizes[i] += 1
-    return sizes
-
-
 def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction = SAMPLED_SHARE) -> list[float]:
     """Mean of n_i / N over a seeded draw of the reports of an exact run, at least one."""
     some = [report["n"] for report in reports if sum(report["n"])]
@@ -170,28 +99,9 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
     ]
 
 
-def top_tokens(scores: Tensor, n: int) -> Tensor:
-    """Positions of the `n` best, ascending, (1, heads, n_past) -> (1, heads, n); equal scores go to the lower one."""
-    if n == 0:
-        return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
-    least = scores.kthvalue(scores.shape[-1] - n + 1, -1, keepdim=True).values
-    above, tied = scores > least, scores == least
-    room = n - above.sum(-1, keepdim=True)
-    keep = above | (tied & (tied.cumsum(-1) <= room))
-    return keep.nonzero()[:, -1].view(*scores.shape[:-1], n)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is known of the division before any score is."""
-
-    ows: int  # tokens of the window, kept in every layer
-    total: int  # earlier tokens, over all layers
-
-
-class XKV(SelectiveAttention):
+class XKV(ScoringMethod):
     title = "XKV"
-    drops = True
+    needs_all_layers = True
 
     @dataclass(frozen=True)
     class Params:
@@ -259,14 +169,20 @@ class XKV(SelectiveAttention):
                     "method.shares has a negative or no positive number; give one of 0 or more for each layer"
                 )
 
+    @dataclass(frozen=True)
+    class Plan:
+        """What is known of the division before any score is."""
+
+        ows: int  # tokens of the window, kept in every layer
+        total: int  # earlier tokens, over all layers
+
     params: Params
-    plan: Sizes
+    plan: Plan
     weights: Tensor  # (layers, n_past) float64, once all layers were seen
-    counts: list[int]  # tokens before the window that each layer keeps
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        n_layers = len(shape.full_layers)
+        n_layers = len(shape.attention_layers)
         if params.shares is not None and len(params.shares) != n_layers:
             raise ConfigError(
                 f"method.shares has {len(params.shares)} numbers and the model {n_layers} layers to compress; "
@@ -274,42 +190,39 @@ class XKV(SelectiveAttention):
             )
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Sizes:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         limit = budget.tokens if params.mode == "size" else budget.s_prompt
         ows = params.ows if limit > params.ows else max(1, limit // 2)
-        return Sizes(ows, max(0, len(shape.full_layers) * (budget.tokens - ows)))
+        return XKV.Plan(ows, max(0, len(shape.attention_layers) * (budget.tokens - ows)))
 
     @classmethod
-    def observations(cls, params: Params, plan: Sizes) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.ows),)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         return super().label(params, request) if params.r_avg is None else f"{cls.title} ({show(params.r_avg)} kept)"
 
-    def arrange(self, layer: int) -> None:
-        self.scores(layer)  # while the layer is at hand; its size is known after the last one
-
-    def arrange_rest(self) -> None:
-        layers = self.trace.shape.full_layers
-        self.weights = self.trace.once(
-            ("xkv weights", self.plan.ows, self.params.kernel),
-            lambda: torch.stack([layer_vector(self.scores(layer)) for layer in layers]),
-        )
-        self.counts = self.allocate()
-        for layer, n in zip(layers, self.counts, strict=True):
-            idx = top_tokens(self.selection_scores(layer), n)
-            if self.params.index_scope == "layer":
-                idx = idx.expand(-1, self.trace.shape.h_kv, -1).contiguous()  # (1, h_kv, n)
-            self.store.keep(layer, idx, n_window=self.plan.ows)
+    def ends(self) -> tuple[int, int]:
+        return 0, self.plan.ows
 
     def scores(self, layer: int) -> Tensor:
+        if self.params.index_scope == "query_head":
+            return pool_scores(self.mass(layer), self.params.kernel, "avg")
+        scores = self.mean_scores(layer)
+        return scores if self.params.index_scope == "kv_head" else layer_vector(scores)[None, None]
+
+    def arrange(self, layer: int) -> None:
+        self.mean_scores(layer)  # while the layer is at hand; its size is known after the last one
+
+    def mean_scores(self, layer: int) -> Tensor:
         """Pooled scores of the tokens before the window, (1, h_kv, n_past) float32; the variants share them."""
         ows, kernel = self.plan.ows, self.params.kernel
 
         def make() -> Tensor:
             # Pooling is linear: after the mean it is the same and has fewer heads to do.
-            return pooled_scores(group_scores(self.mass(layer), self.trace.shape.h_kv), kernel)
+            means = reduce_group(self.mass(layer), self.trace.shape.h_kv, "mean")
+            return pool_scores(means, kernel, "avg")
 
         return self.trace.once(("xkv scores", layer, ows, kernel), make)
 
@@ -318,40 +231,33 @@ class XKV(SelectiveAttention):
         ows = self.plan.ows
         return window_votes(self.trace, LastQueries(self.params.ows), ows, layer) / ows
 
-    def selection_scores(self, layer: int) -> Tensor:
-        """What chooses within a layer: (1, h_kv or h, n_past), or (1, 1, n_past) for all heads alike."""
-        if self.params.index_scope == "query_head":
-            return pooled_scores(self.mass(layer), self.params.kernel)
-        scores = self.scores(layer)
-        return scores if self.params.index_scope == "kv_head" else layer_vector(scores)[None, None]
-
-    def allocate(self) -> list[int]:
-        """Tokens before the window that each layer keeps."""
+    def counts(self) -> Sequence[int]:
+        layers = self.trace.shape.attention_layers
+        self.weights = self.trace.once(
+            ("xkv weights", self.plan.ows, self.params.kernel),
+            lambda: torch.stack([layer_vector(self.mean_scores(layer)) for layer in layers]),
+        )
         n_layers, n_past = self.weights.shape
         if self.params.r_avg is not None:
-            return allocate_target(self.weights, float(self.params.r_avg))
+            return by_need_until(self.weights, float(self.params.r_avg))
         if self.params.allocation == "exact":
-            return allocate_total(self.weights, self.plan.total)
+            return by_need(self.weights, self.plan.total)
         shares = self.params.shares or [1.0] * n_layers  # uniform, without any
-        return share_out(shares, self.plan.total, [n_past] * n_layers)
-
-    def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        return range(0 if self.budget.is_full else self.trace.s_prompt - self.plan.ows, n)
+        return by_shares(shares, self.plan.total, [n_past] * n_layers)
 
     def report(self) -> dict[str, Any]:
-        """Sizes and retention per layer; with `profile_bins` also what the paper's Figures 2 to 4 draw."""
-        if self.budget.is_full:
+        """Plan and retention per layer; with `profile_bins` also what the paper's Figures 2 to 4 draw."""
+        if self.variant.is_full:
             return {}
-        retention = retention_ratio(self.weights, self.counts)
-        n_kept = sum(self.counts) + self.plan.ows * len(self.counts)
+        retention = retention_ratio(self.weights, self.counted)
+        n_kept = sum(self.counted) + self.plan.ows * len(self.counted)
         report = {
-            "layers": list(self.trace.shape.full_layers),
+            "layers": list(self.trace.shape.attention_layers),
             "ows": self.plan.ows,
-            "n": self.counts,
+            "n": list(self.counted),
             "retention": retention.tolist(),
             "r_avg": retention.mean().item(),
-            "compression_ratio": n_kept / (len(self.counts) * self.trace.s_prompt),
+            "compression_ratio": n_kept / (len(self.counted) * self.trace.s_prompt),
         }
         if self.params.profile_bins:
             report["w"] = profile(self.weights, self.params.profile_bins).tolist()

@@ -21,7 +21,7 @@ from methods.base import SelectiveAttention
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.streamingllm import StreamingLLM
-from tests.vectors import built, request
+from tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 NEW = 16
@@ -50,7 +50,7 @@ def text(model: Model) -> list[int]:
 
 
 def say(model: Model, trace: Trace, *kinds: Kind) -> list[list[int]]:
-    rows = [built(kind(params, request(ratio=ratio), trace, NEW)) for kind, params, ratio in kinds]
+    rows = [built(row_for(kind, params, request(ratio=ratio), trace, NEW)) for kind, params, ratio in kinds]
     with model.hooked():
         return [answer.ids for answer in decode(model, trace, rows, max_new_tokens=NEW).answers]
 

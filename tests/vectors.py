@@ -1,6 +1,7 @@
 """Run reference vectors through the code that runs use: a trace made of arrays, steps through `engine.decode`."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,20 @@ def row_of(
     n_new: int = 64, cache: BlockCacheSpec | None = None,
 ) -> Any:  # fmt: skip
     """One variant, built; `plan` replaces the method's own integers where a vector fixes them."""
-    row = kind(params, budget, trace, n_new, cache)
+    variant = kind.variant_for(params, budget, trace.shape, trace.s_prompt, cache)
     if plan is not None:
-        row.plan = plan
-    return built(row)
+        variant = replace(variant, plan=plan)
+    return built(variant.row(trace, n_new))
+
+
+def row_for(kind: type[SelectiveAttention], params: Any, budget: BudgetRequest, trace: Trace, n_new: int) -> Any:
+    """One variant on a trace, not built yet."""
+    return kind.variant_for(params, budget, trace.shape, trace.s_prompt).row(trace, n_new)
 
 
 def built(row: SelectiveAttention) -> Any:
     """The variant, after it took over all layers of its trace."""
-    for layer in row.trace.shape.full_layers:
+    for layer in row.trace.shape.attention_layers:
         row.build(layer)
     row.complete()
     return row

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -123,8 +124,8 @@ def test_only_dropping_methods_that_want_it_are_compensated() -> None:
 
 
 def test_the_whole_prompt_is_full_attention() -> None:
-    assert resolve(ask("1"), 77, drops=False).is_full
-    assert not resolve(ask("0.99"), 77, drops=False).is_full
+    assert resolve(ask("1"), 77, drops=False).attends_all
+    assert not resolve(ask("0.99"), 77, drops=False).attends_all
 
 
 @pytest.mark.parametrize(
@@ -166,3 +167,17 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 @given(st.fractions(0, 1))
 def test_shown_fractions_can_be_read_back(value: Fraction) -> None:
     assert parse_fraction(show(value), "ratio") == value
+
+
+def test_a_budget_of_prompt_and_answer_may_attend_to_all_of_the_prompt_and_still_evict() -> None:
+    of_prompt = resolve(ask("1"), 77, drops=True)
+    assert of_prompt.attends_all and of_prompt.never_evicts
+    together = replace(of_prompt, n_answer=40)
+    assert together.attends_all and not together.never_evicts
+    assert replace(together, tokens=77 + 40).never_evicts
+
+
+def test_only_the_current_token_is_free_where_the_answer_counts() -> None:
+    of_prompt = resolve(ask("0.5"), 100, drops=False)
+    assert [of_prompt.allowance(t) for t in (1, 2, 30)] == [51, 52, 80]
+    assert [replace(of_prompt, n_answer=40).allowance(t) for t in (1, 2, 30)] == [51, 51, 51]

@@ -15,7 +15,7 @@ from methods.full import Full
 from methods.oracle import Oracle
 from methods.streamingllm import StreamingLLM
 from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import built, request
+from tests.vectors import built, request, row_for
 
 ORACLE = Oracle.Params("group_sum", 4, Fraction(1, 2), "on_top", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")
@@ -33,7 +33,7 @@ def generated(model: Model, ids: list[int], n: int = NEW) -> list[int]:
 def rows_for(
     trace: Trace, *kinds: tuple[type[SelectiveAttention], Any, str], n_new: int = NEW
 ) -> list[SelectiveAttention]:
-    rows = [kind(params, request(ratio=ratio), trace, n_new) for kind, params, ratio in kinds]
+    rows = [row_for(kind, params, request(ratio=ratio), trace, n_new) for kind, params, ratio in kinds]
     return [built(row) for row in rows]
 
 
@@ -65,9 +65,9 @@ def test_the_whole_budget_is_full_attention_for_every_method(kind: str) -> None:
 
 
 def test_only_layers_with_full_attention_are_compressed() -> None:
-    assert tiny("gemma3").shape.full_layers == (1,)
-    assert tiny("mistral-sliding").shape.full_layers == ()
-    assert tiny("mistral").shape.full_layers == (0, 1, 2)
+    assert tiny("gemma3").shape.attention_layers == (1,)
+    assert tiny("mistral-sliding").shape.attention_layers == ()
+    assert tiny("mistral").shape.attention_layers == (0, 1, 2)
 
 
 def test_sliding_layers_keep_their_own_rows_when_others_leave() -> None:

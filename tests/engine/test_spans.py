@@ -13,6 +13,7 @@ from engine.spans import following, recording, span
 from methods.full import Full
 from methods.oracle import Oracle
 from tests.tiny import prompt, tiny
+from tests.vectors import row_for
 
 
 def test_seconds_are_those_of_a_span_without_the_spans_inside() -> None:
@@ -73,7 +74,7 @@ def test_spans_of_a_pass_add_up_to_it(kind: type) -> None:
     def build(trace, layer: int) -> None:
         if not rows:
             params = Full.Params() if kind is Full else oracle_params()
-            rows.append(kind(params, request, trace, 8))
+            rows.append(row_for(kind, params, request, trace, 8))
         rows[0].build(layer)
 
     with model.hooked():

@@ -33,7 +33,7 @@ from methods.oracle import Oracle
 from methods.streamingllm import StreamingLLM
 from tests.tiny import prompt, tiny
 from tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
-from tests.vectors import built
+from tests.vectors import built, row_for
 
 S, STEPS = 90, 5
 TASK = ["task=fidelity", "task.prompt_tokens=120", "task.windows=2", "task.steps=6"]
@@ -103,8 +103,8 @@ def lesson(k: int | None = None) -> tuple[Model, Trace, Recording, list[int]]:
     ]
     with model.hooked():
         trace = prefill(model, ids[:S], observations)
-        rows = [built(kind(params, asked, trace, STEPS)) for kind, params in made]
-        full = built(Full(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), trace, STEPS))
+        rows = [built(row_for(kind, params, asked, trace, STEPS)) for kind, params in made]
+        full = built(row_for(Full, Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), trace, STEPS))
         watch = Recording(trace, rows, STEPS, values(k=k))
         decode(model, trace, [*rows, full], max_new_tokens=0, feed=ids[S:], watch=watch)
     return model, trace, watch, ids

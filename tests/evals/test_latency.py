@@ -95,7 +95,7 @@ def test_shapes_of_large_models_are_here(tmp_path) -> None:
     ):
         shape, _ = look_up(cell([f"model={name}", "weights=random", "task=latency"], tmp_path))
         assert (shape.n_layers, shape.h, shape.h_kv, shape.d_h) == (n_layers, h, h_kv, 128)
-        assert len(shape.full_layers) == n_layers
+        assert len(shape.attention_layers) == n_layers
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.golden_metrics import metrics_folder
 from tests.tiny import prompt as random_ids
 from tests.tiny import tiny
 from tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer
-from tests.vectors import built, request
+from tests.vectors import built, request, row_for
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATES = {
@@ -178,7 +178,7 @@ def test_a_stop_token_is_not_said_before_the_least_number_of_tokens() -> None:
     def say(**options) -> list[int]:
         with model.hooked():
             trace = prefill(model, ids)
-            row = built(Full(Full.Params(), request(ratio="1"), trace, 8))
+            row = built(row_for(Full, Full.Params(), request(ratio="1"), trace, 8))
             return decode(model, trace, [row], max_new_tokens=8, **options).answers[0].ids
 
     free = say()

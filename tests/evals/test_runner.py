@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from evals import runner
@@ -23,6 +26,8 @@ from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
 from methods import xkv
 from methods.oracle import Oracle
+from methods.pyramidinfer import PyramidInfer
+from methods.snapkv import SnapKV
 from tests.tiny import COMMON
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
@@ -321,3 +326,31 @@ def test_a_killed_run_goes_on_and_ends_the_same(cell: Any, checkpoint: Path, tmp
     assert ours == theirs
     assert expected.n_samples == 10
     assert (out / "ledger.parquet").read_bytes() == (whole / "ledger.parquet").read_bytes()
+
+
+def test_a_plan_is_made_once_per_variant_and_length_and_a_prompt_is_encoded_once(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: Counter[tuple[str, Fraction, int]] = Counter()
+    for kind in (Oracle, SnapKV, PyramidInfer):
+
+        def plan_for(cls: Any, params: Any, budget: Budget, shape: Any, made: Any = kind.plan_for) -> Any:
+            plans[cls.__name__, budget.ratio, budget.s_prompt] += 1
+            return made(params, budget, shape)
+
+        monkeypatch.setattr(kind, "plan_for", classmethod(plan_for))
+    prompts: Counter[str] = Counter()
+    lengths: set[int] = set()
+
+    def encode(tokenizer: Any, sample: Any, **options: Any) -> Any:
+        prompts[sample.id] += 1
+        prompt = made_prompt(tokenizer, sample, **options)
+        lengths.add(len(prompt.context_ids))
+        return prompt
+
+    made_prompt = runner.encode
+    monkeypatch.setattr(runner, "encode", encode)
+    variants = [("oracle", "1/5"), ("oracle", "1/2"), ("snapkv", "1/5"), ("pyramidinfer", "1/2")]
+    run(*(cell(f"method={name}", f"ratio={ratio}", out=f"{name}-{i}") for i, (name, ratio) in enumerate(variants)))
+    assert len(prompts) == 4 and set(prompts.values()) == {1}
+    assert len(plans) == len(variants) * len(lengths) and set(plans.values()) == {1}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import BudgetRequest, resolve
+from engine.budget import BudgetRequest
 from engine.prefill import prefill
 from evals import width
 from evals.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
@@ -17,7 +17,7 @@ from methods.full import Full
 from methods.oracle import Oracle
 from methods.streamingllm import StreamingLLM
 from tests.tiny import prompt, tiny
-from tests.vectors import built
+from tests.vectors import built, row_for
 
 
 @given(
@@ -46,26 +46,32 @@ def test_the_bound_holds_for_what_variants_allocate(ratio: str) -> None:
     with model.hooked():
         trace = prefill(model, prompt(200))
     rows = [
-        Full(Full.Params(), request, trace, n_new),
-        Oracle(
+        row_for(Full, Full.Params(), request, trace, n_new),
+        row_for(
+            Oracle,
             Oracle.Params("group_sum", 8, Fraction(1, 2), "inside", "fair", "renormalise"),
             request,
             trace,
             n_new,
         ),
-        StreamingLLM(StreamingLLM.Params(4, "inside", "original"), request, trace, n_new),
+        row_for(StreamingLLM, StreamingLLM.Params(4, "inside", "original"), request, trace, n_new),
     ]
-    shared = 2 * trace.keys(0).nbytes * len(trace.shape.full_layers)
+    shared = 2 * trace.keys(0).nbytes * len(trace.shape.attention_layers)
     for row in map(built, rows):
-        bound = variant_bytes(row.budget, trace.shape, n_new, row.drops, element_bytes=4)
-        own = row.store.allocated_bytes() - (shared if row.budget.is_full else 0)
+        bound = variant_bytes(row.variant, trace.shape, n_new, element_bytes=4)
+        own = row.store.allocated_bytes() - (shared if row.variant.is_full else 0)
         assert 0 < own <= bound
 
 
 def test_a_retrieving_variant_is_given_room_for_an_index() -> None:
     shape = tiny().shape
-    budget = resolve(BudgetRequest(Fraction(1, 10), None, Fraction(0)), 1000, drops=False)
-    sizes = [variant_bytes(budget, shape, 8, drops, element_bytes=2) for drops in (False, True)]
+    request = BudgetRequest(Fraction(1, 10), None, Fraction(0))
+    oracle = Oracle.Params("group_sum", 8, Fraction(1, 2), "inside", "fair", "renormalise")
+    streaming = StreamingLLM.Params(4, "inside", "original")
+    sizes = [
+        variant_bytes(kind.variant_for(params, request, shape, 1000), shape, 8, element_bytes=2)
+        for kind, params in ((Oracle, oracle), (StreamingLLM, streaming))
+    ]
     assert sizes[0] - sizes[1] == 1000 * 2 * shape.h_kv * shape.d_h * shape.n_layers
 
 

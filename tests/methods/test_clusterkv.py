@@ -24,7 +24,6 @@ from methods import clusterkv
 from methods.clusterkv import (
     ClusterKV,
     Clusters,
-    Shares,
     append_clusters,
     cluster_keys,
     cluster_order,
@@ -34,7 +33,7 @@ from methods.clusterkv import (
 )
 from methods.full import Full
 from methods.oracle import Oracle
-from tests.vectors import Check, built, differs, first, request, row_of, step, trace_of
+from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = ClusterKV.Params(
     comm_mode="native", num_clusters=None, metric="cosine", max_rounds=20, n_sink=4, agg="query_head",
@@ -88,7 +87,7 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("selected", selected, x["selected"]),
     )  # fmt: skip
     params = replace(PARAMS, n_sink=n_sink, agg=agg, decode_clusters=0)
-    plan = Shares(n_sink, tokens - n_sink, centroids.shape[2], 0)
+    plan = ClusterKV.Plan(n_sink, tokens - n_sink, centroids.shape[2], 0)
     row = row_of(
         ClusterKV, params, trace_of(k, v, q.shape[1], s), request(tokens=meta["budget"]), plan,
         n_new=max(64, n - s),
@@ -578,19 +577,19 @@ ANY_SHAPE = ModelShape("any", 6, H, H_KV, D, 1 << 17, tuple(range(6)))
 @pytest.mark.parametrize(
     ("s", "n_tokens", "changes", "expected"),
     [
-        (32000, 1024, {"n_sink": 16}, Shares(16, 1008, 400, 4)),
-        (32768, 1024, {"n_sink": 16}, Shares(16, 1008, 409, 4)),
-        (8000, 800, {"n_sink": 16, "decode_clusters": 8}, Shares(16, 784, 100, 8)),
-        (8000, 800, {"comm_mode": "matched"}, Shares(4, 796, 62, 2)),
-        (8000, 800, {"num_clusters": 200, "decode_clusters": 0}, Shares(4, 796, 200, 0)),
-        (79, 20, {"n_sink": 16}, Shares(10, 10, 1, 4)),
-        (79, 1, {}, Shares(0, 1, 1, 4)),
-        (79, 3, {"decode_period": 50}, Shares(1, 2, 1, 1)),
-        (79, 70, {"num_clusters": 1000}, Shares(4, 66, 75, 4)),
+        (32000, 1024, {"n_sink": 16}, ClusterKV.Plan(16, 1008, 400, 4)),
+        (32768, 1024, {"n_sink": 16}, ClusterKV.Plan(16, 1008, 409, 4)),
+        (8000, 800, {"n_sink": 16, "decode_clusters": 8}, ClusterKV.Plan(16, 784, 100, 8)),
+        (8000, 800, {"comm_mode": "matched"}, ClusterKV.Plan(4, 796, 62, 2)),
+        (8000, 800, {"num_clusters": 200, "decode_clusters": 0}, ClusterKV.Plan(4, 796, 200, 0)),
+        (79, 20, {"n_sink": 16}, ClusterKV.Plan(10, 10, 1, 4)),
+        (79, 1, {}, ClusterKV.Plan(0, 1, 1, 4)),
+        (79, 3, {"decode_period": 50}, ClusterKV.Plan(1, 2, 1, 1)),
+        (79, 70, {"num_clusters": 1000}, ClusterKV.Plan(4, 66, 75, 4)),
     ],
 )  # fmt: skip
 def test_a_budget_is_sinks_and_selection_and_clusters_follow_the_prompt(
-    s: int, n_tokens: int, changes: dict[str, Any], expected: Shares
+    s: int, n_tokens: int, changes: dict[str, Any], expected: ClusterKV.Plan
 ) -> None:
     budget = resolve(request(tokens=n_tokens, comm="1/128"), s, False)
     assert ClusterKV.plan_for(replace(PARAMS, **changes), budget, ANY_SHAPE) == expected
@@ -636,17 +635,17 @@ def layered(n_layers: int, full_layers: tuple[int, ...]) -> Trace:
 
 def test_the_first_layers_stay_whole_and_the_overall_share_says_so() -> None:
     on = layered(5, (0, 1, 2, 4))
-    mine = built(ClusterKV(replace(PARAMS, full_layers=2), request(ratio="0.2"), on, 8))
+    mine = built(row_for(ClusterKV, replace(PARAMS, full_layers=2), request(ratio="0.2"), on, 8))
     q, k, v = tokens(S + 1)
-    for layer in on.shape.full_layers:
+    for layer in on.shape.attention_layers:
         step(mine, q[:, :, S:], k[:, :, S:], v[:, :, S:], layer=layer)
-    counts = {layer: int(mine.store.attended(layer).sum(-1)[0]) for layer in on.shape.full_layers}
+    counts = {layer: int(mine.store.attended(layer).sum(-1)[0]) for layer in on.shape.attention_layers}
     assert counts == {0: 201, 1: 201, 2: 41, 4: 41}
-    assert mine.exempt_layers() == [0, 1]
+    assert mine.skipped_layers() == [0, 1]
     assert [*mine.protected(0)] == list(range(201))
     assert mine.protected(4) == [0, 1, 2, 3, 200]
     assert mine.report()["overall_ratio"] == pytest.approx((2 + 2 * 0.2) / 4)
-    assert mine.store.ledger.within(mine.budget, on.shape, mine.exempt_layers())
+    assert mine.store.ledger.within(mine.budget, on.shape, mine.skipped_layers())
     assert not mine.store.ledger.within(mine.budget, on.shape)
 
 
@@ -656,7 +655,7 @@ def test_layers_draw_apart() -> None:
     _, k, v = tokens(S)
     for layer in (0, 1):
         on.add(layer, k, v, D**-0.5)
-    mine = built(ClusterKV(replace(PARAMS, num_clusters=20), request(ratio="0.2"), on, 8))
+    mine = built(row_for(ClusterKV, replace(PARAMS, num_clusters=20), request(ratio="0.2"), on, 8))
     assert not torch.equal(mine.ready(0).centroids, mine.ready(1).centroids)
 
 

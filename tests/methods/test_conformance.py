@@ -22,6 +22,7 @@ from methods.base import SelectiveAttention
 from methods.full import Full
 from tests.tiny import prompt, tiny
 from tests.vectors import built
+from tests.vectors import row_for as new_row
 
 CONF = Path(__file__).parents[2] / "conf"
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
@@ -98,7 +99,7 @@ def row_for(name: str, trace: Trace, ratio: str) -> SelectiveAttention:
         with model().hooked():
             ids = prompt(trace.s_prompt, seeds[trace])
             trace = prefill(model(), ids, observations, thinning=thinning)
-    return built(kind(params, ask_for(name, ratio), trace, N_NEW))
+    return built(new_row(kind, params, ask_for(name, ratio), trace, N_NEW))
 
 
 def say(trace: Trace, *rows: SelectiveAttention, on_step: Any = None) -> list[list[int]]:
@@ -116,7 +117,7 @@ def say(trace: Trace, *rows: SelectiveAttention, on_step: Any = None) -> list[li
 @pytest.mark.parametrize("name", METHODS)
 def test_the_whole_budget_gives_the_tokens_of_full_attention(name: str) -> None:
     trace = read(name)
-    full = built(Full(Full.Params(), ask("1"), trace, N_NEW))
+    full = built(new_row(Full, Full.Params(), ask("1"), trace, N_NEW))
     answers = say(trace, full, row_for(name, trace, "1"))
     assert answers[1] == answers[0]
 
@@ -129,7 +130,7 @@ def test_books_budget_and_promises_hold_at_every_step(name: str, ratio: str) -> 
     row = row_for(name, trace, ratio)
 
     def look(step: int, speaking: int) -> None:
-        for layer in trace.shape.full_layers:
+        for layer in trace.shape.attention_layers:
             attended = row.store.attended(layer)
             entry = next(e for e in reversed(row.store.ledger.entries) if e.layer == layer)
             assert entry.step == step
@@ -145,7 +146,7 @@ def test_books_budget_and_promises_hold_at_every_step(name: str, ratio: str) -> 
 
     say(trace, row, on_step=look)
     if "_" not in name:  # presets reproduce published settings, whose budgets are other ones
-        assert row.store.ledger.within(row.budget, trace.shape, row.exempt_layers())
+        assert row.store.ledger.within(row.budget, trace.shape, row.skipped_layers())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -176,7 +177,7 @@ def test_answers_are_the_same_alone_and_beside_others(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_fork_never_alters_its_source(name: str) -> None:
     trace = read(name)
-    before = {layer: (trace.keys(layer).clone(), trace.values(layer).clone()) for layer in trace.shape.full_layers}
+    before = {layer: (trace.keys(layer).clone(), trace.values(layer).clone()) for layer in trace.shape.attention_layers}
     assert trace.logits is not None
     logits = trace.logits.clone()
     say(trace, row_for(name, trace, "0.2"))

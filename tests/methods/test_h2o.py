@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from methods.full import Full
-from methods.h2o import H2O, Shares, weakest
+from methods.h2o import H2O, weakest
 from methods.streamingllm import StreamingLLM
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
@@ -37,11 +37,11 @@ def run_vectors(path: Path) -> list[Check]:
     params = replace(PARAMS, reduce="max") if meta.get("agg") == "max" else PARAMS
     if kind == "static":
         params = replace(params, generated="on_top")
-        plan = Shares(0, meta["capacity"] - meta["recent"], meta["recent"])
+        plan = H2O.Plan(0, meta["capacity"] - meta["recent"], meta["recent"])
     elif kind == "realdrop":
-        plan = Shares(0, meta["heavy"], meta["recent"])
+        plan = H2O.Plan(0, meta["heavy"], meta["recent"])
     else:
-        plan = Shares(meta["sink"], meta["heavy_budget"], meta["recent_budget"])
+        plan = H2O.Plan(meta["sink"], meta["heavy_budget"], meta["recent_budget"])
     row = row_of(H2O, params, trace, request(tokens=1), plan)
     problem = check_sums(trace, x["prefill_score"], h // x["prefill_score"].shape[1], meta)
     check = {"static": check_static, "realdrop": check_realdrop, "sinks": check_sinks}[kind]
@@ -69,7 +69,7 @@ def check_colsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str,
     )
 
 
-def plan_differs(meta: dict[str, Any], plan: Shares) -> str | None:
+def plan_differs(meta: dict[str, Any], plan: H2O.Plan) -> str | None:
     """PQCache's integers, where their two shares make up the whole, as ours do."""
     if "ratio" not in meta or meta["heavy_share"] + meta.get("recent_share", 0.5) != 1:
         return None
@@ -94,7 +94,7 @@ def check_sums(trace: Trace, expected: np.ndarray, g: int, meta: dict[str, Any] 
 def kept_now(row: H2O) -> tuple[np.ndarray, np.ndarray]:
     """Positions in ascending order and their scores, each (h_kv, n)."""
     positions, order = row.store.positions(0).sort(-1)
-    return positions[0].numpy(), row.scores[0].gather(-1, order)[0].numpy()
+    return positions[0].numpy(), row.sums[0].gather(-1, order)[0].numpy()
 
 
 def check_static(row: H2O, x: dict[str, np.ndarray], s: int) -> str | None:
@@ -162,7 +162,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
     scores = torch.from_numpy(x["prefill_score"]).float()
     shared = (scores / g).repeat_interleave(g, 0)
     trace._observed[ColumnSums(), 0] = shared.unsqueeze(0)
-    plan = Shares(meta["sinks"], meta["heavy"], meta["recent"])
+    plan = H2O.Plan(meta["sinks"], meta["heavy"], meta["recent"])
     row = row_of(H2O, PARAMS, trace, request(tokens=1), plan)
     problem = plan_differs(meta, plan) or differs_masked(row, x["accumulated_after"][0])
     for t, logits in enumerate(torch.from_numpy(x["decode_logits_scaled"]).float()):
@@ -221,7 +221,7 @@ def test_the_maximum_of_a_group_ranks_unlike_its_sum() -> None:
 def test_a_cache_for_prompt_and_answer_is_full_attention(generated: str) -> None:
     q, k, v = tokens(60)
     params = replace(PARAMS, generated=generated)
-    row = row_of(H2O, params, watched(q, k, v, 50), request(tokens=1), Shares(0, 40, 20))
+    row = row_of(H2O, params, watched(q, k, v, 50), request(tokens=1), H2O.Plan(0, 40, 20))
     full = row_of(Full, Full.Params(), trace_of(k, v, 4, 50), request(ratio="1"))
     for t in range(10):
         torch.testing.assert_close(take(row, t, q, k, v), take(full, t, q, k, v))
@@ -310,7 +310,7 @@ def test_scores_travel_with_their_tokens() -> None:
         sums[:, :n] += weights.view(2, 2, n).sum(1)
         positions = row.store.positions(0)
         expected = sums.gather(1, positions[0]).float()
-        torch.testing.assert_close(row.scores[0][0], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(row.sums[0][0], expected, atol=1e-5, rtol=1e-5)
         moved += int((before != positions).sum())
         assert {0, 1, *range(n - 5, n)} <= set(positions[0, 0].tolist())
     assert moved >= 30 * 2
@@ -326,15 +326,15 @@ def test_of_equal_scores_the_higher_position_goes() -> None:
 @pytest.mark.parametrize(
     ("n_tokens", "n_sink", "share", "expected"),
     [
-        (2039, 32, "1/2", Shares(32, 1004, 1003)),
-        (2000, 0, "1/2", Shares(0, 1000, 1000)),
-        (8, 32, "1/2", Shares(2, 3, 3)),
-        (1, 0, "1/2", Shares(0, 1, 0)),
-        (10, 0, "1", Shares(0, 10, 0)),
+        (2039, 32, "1/2", H2O.Plan(32, 1004, 1003)),
+        (2000, 0, "1/2", H2O.Plan(0, 1000, 1000)),
+        (8, 32, "1/2", H2O.Plan(2, 3, 3)),
+        (1, 0, "1/2", H2O.Plan(0, 1, 0)),
+        (10, 0, "1", H2O.Plan(0, 10, 0)),
     ],
 )
 def test_the_budget_is_divided_into_sinks_heavy_and_recent(
-    n_tokens: int, n_sink: int, share: str, expected: Shares
+    n_tokens: int, n_sink: int, share: str, expected: H2O.Plan
 ) -> None:
     params = replace(PARAMS, n_sink=n_sink, heavy_share=Fraction(share))
     budget = resolve(request(tokens=n_tokens), 10_000, True)
@@ -345,7 +345,7 @@ def test_the_budget_is_divided_into_sinks_heavy_and_recent(
 def test_the_official_rule_puts_sinks_on_top_of_the_ratio(comm: str, half: int) -> None:
     params = replace(PARAMS, n_sink=32, budget_rule="official")
     budget = resolve(request(ratio="1/5", comm=comm), 10_000, True)
-    assert H2O.plan_for(params, budget, ANY_SHAPE) == Shares(32, half, half)
+    assert H2O.plan_for(params, budget, ANY_SHAPE) == H2O.Plan(32, half, half)
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,10 @@ from engine.observe import ChannelSums
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.infinigen import (
-    InfiniGen,
-    Sizes,
-    common_count,
-    foretold_logits,
-    make_proxy,
-    merged,
-    top_stable,
-)
-from methods.oracle import Oracle, Regions
+from methods.infinigen import InfiniGen, common_count, foretold_logits, make_proxy, merged, top_stable
+from methods.oracle import Oracle
 from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import Check, built, differs, first, request, row_of, step, trace_of
+from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = InfiniGen.Params("matched", Fraction(1, 5), True, "query_key", None, "query_head", "stay", 0, 0)
 AHEAD = replace(PARAMS, lookahead=1, full_layers=2)
@@ -102,7 +94,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     # Channels are those of the first sample.
     trace.observe(0, ChannelSums(False), first_prompt.repeat(1, n, 1, 1), k, 1.0)
     n_channels = InfiniGen.plan_for(params, resolved("1/2", s), trace.shape).n_channels
-    plan = Sizes(n_channels, meta["max_num_kv"])
+    plan = InfiniGen.Plan(n_channels, meta["max_num_kv"])
     row = row_of(InfiniGen, params, trace, request(tokens=1), plan)
     q = (torch.from_numpy(x["hidden"])[:, 0] @ w_q.mT).view(1, n * h, 1, d_h)
     step(row, q, k[:, :, :1], v[:, :, :1])
@@ -272,7 +264,7 @@ def test_each_row_is_foretold_from_its_own_input_also_when_others_leave() -> Non
         return [
             make("0.05", "1/8"),
             make("0.3", lookahead=0),
-            built(Full(Full.Params(), ask("1"), trace, 12)),
+            built(row_for(Full, Full.Params(), ask("1"), trace, 12)),
         ]
 
     alone = make("0.1")
@@ -302,10 +294,10 @@ def test_nothing_is_watched_unless_a_row_that_speaks_wants_it(
 
     monkeypatch.setattr(Model, "forward", spying)
     for row, hooks in (
-        (Full(Full.Params(), ask("1"), trace, 8), 0),
-        (InfiniGen(replace(AHEAD, lookahead=0), ask(), trace, 8), 0),
-        (InfiniGen(AHEAD, ask("1"), trace, 8), 0),  # has everything anyway
-        (InfiniGen(AHEAD, ask(), trace, 8), model.shape.n_layers),
+        (row_for(Full, Full.Params(), ask("1"), trace, 8), 0),
+        (row_for(InfiniGen, replace(AHEAD, lookahead=0), ask(), trace, 8), 0),
+        (row_for(InfiniGen, AHEAD, ask("1"), trace, 8), 0),  # has everything anyway
+        (row_for(InfiniGen, AHEAD, ask(), trace, 8), model.shape.n_layers),
     ):
         seen.clear()
         say(model, [built(row)], n=4)
@@ -326,7 +318,7 @@ def test_a_model_that_cannot_be_foretold_is_refused_with_a_way_out() -> None:
     trace = read(model, prompt(60))
     del model.hf.get_decoder().layers[1].self_attn.layer_idx
     with pytest.raises(ConfigError, match=r"the layer's number.*method\.lookahead=0"):
-        say(model, [built(InfiniGen(AHEAD, ask(), trace, 8))])
+        say(model, [built(row_for(InfiniGen, AHEAD, ask(), trace, 8))])
 
     model = tiny()
     calls: dict[int, Call] = {}
@@ -343,13 +335,13 @@ def test_a_model_that_cannot_be_foretold_is_refused_with_a_way_out() -> None:
 def test_it_decodes_on_other_architectures(kind: str) -> None:
     model = tiny(kind)
     params = replace(AHEAD, full_layers=1)
-    row = built(InfiniGen(params, ask(), read(model, prompt(80)), 8))
+    row = built(row_for(InfiniGen, params, ask(), read(model, prompt(80)), 8))
     assert len(say(model, [row])[0]) == 6
-    compressed = [layer for layer in model.shape.full_layers if layer >= 1]
+    compressed = [layer for layer in model.shape.attention_layers if layer >= 1]
     assert compressed
     assert row.report()["k_mean"] == 16
     assert row.n_selections == 5 * len(compressed)
-    assert row.store.ledger.within(row.budget, model.shape, row.exempt_layers())
+    assert row.store.ledger.within(row.budget, model.shape, row.skipped_layers())
 
 
 def test_where_layers_change_little_the_layer_below_foretells_the_true_selection() -> None:
@@ -364,7 +356,7 @@ def test_where_layers_change_little_the_layer_below_foretells_the_true_selection
         trace = read(model, prompt(120))
         sets = []
         for params in (AHEAD, replace(AHEAD, lookahead=0)):
-            row = built(InfiniGen(params, ask("0.2", "1"), trace, 4))
+            row = built(row_for(InfiniGen, params, ask("0.2", "1"), trace, 4))
             say(model, [row], n=1, feed=[7])
             sets.append(row.store.attended(2))
         overlaps.append(((sets[0] & sets[1]).sum() / sets[0].sum()).item())
@@ -403,7 +395,7 @@ def test_with_all_channels_and_the_true_query_it_is_the_oracle_per_query_head(
     params = replace(PARAMS, comm_mode="native", partial_ratio=Fraction(1), generated=ours)
     mine = row_of(InfiniGen, params, trace, request(tokens=14))
     exact = Oracle.Params("query_head", 0, Fraction(0), generated, "fair", "renormalise")
-    oracle = row_of(Oracle, exact, trace, request(tokens=14), Regions(0, 1, 14))
+    oracle = row_of(Oracle, exact, trace, request(tokens=14), Oracle.Plan(0, 1, 14))
     for t in range(10):
         outs = [step(row, *at_all(60 + t, q, k, v), t + 1) for row in (mine, oracle)]
         assert torch.equal(mine.store.attended(0), oracle.store.attended(0)), t
@@ -419,7 +411,7 @@ def test_selection_by_brute_force(agg: str, alpha: float | None, generated: str)
     q, k, v = random_tokens(h, h_kv, s + 4, seed=3)
     trace = observed_trace(q, k, v, s)
     params = replace(PARAMS, agg=agg, alpha=alpha, generated=generated, comm_mode="native")
-    row = row_of(InfiniGen, params, trace, request(tokens=12), Sizes(n_channels, 12))
+    row = row_of(InfiniGen, params, trace, request(tokens=12), InfiniGen.Plan(n_channels, 12))
     for t in range(4):
         step(row, *at_all(s + t, q, k, v), t + 1)
     n_seen = s if generated == "stay" else s + 3
@@ -569,7 +561,7 @@ def test_the_books_hold_under_every_budget(ratio: str, comm: str, generated: str
     for t in range(3):
         step(row, *at_all(s + t, q, k, v), t + 1)
     n_channels = {"1/128": 1, "1/64": 2, "1/16": 8}[comm]
-    assert row.plan == Sizes(n_channels, int(Fraction(ratio) * s))
+    assert row.plan == InfiniGen.Plan(n_channels, int(Fraction(ratio) * s))
     assert row.report()["proxy_ratio"] == float(Fraction(comm))
     assert row.store.ledger.within(row.budget, trace.shape)
     for t, entry in enumerate(row.store.ledger.entries):
@@ -587,7 +579,8 @@ def test_the_books_hold_under_every_budget(ratio: str, comm: str, generated: str
 def test_query_weights_are_resident_where_they_foretell() -> None:
     model = tiny()
     rows = [
-        built(InfiniGen(params, ask(), read(model, prompt(60)), 4)) for params in (AHEAD, replace(AHEAD, lookahead=0))
+        built(row_for(InfiniGen, params, ask(), read(model, prompt(60)), 4))
+        for params in (AHEAD, replace(AHEAD, lookahead=0))
     ]
     entries = []
     for row in rows:
@@ -676,7 +669,7 @@ def test_what_a_model_has_no_room_for_is_refused() -> None:
 def test_channels_that_comm_stands_for(d_h: int, comm: str, n_channels: int) -> None:
     shape = ModelShape("any", 3, 4, 2, d_h, 1000, (0, 1, 2))
     budget = resolved("0.2", 1000, comm)
-    assert InfiniGen.plan_for(PARAMS, budget, shape) == Sizes(n_channels, 200)
+    assert InfiniGen.plan_for(PARAMS, budget, shape) == InfiniGen.Plan(n_channels, 200)
     native = replace(PARAMS, comm_mode="native")
     assert InfiniGen.plan_for(native, budget, shape).n_channels == d_h // 5
 
@@ -690,7 +683,7 @@ def test_the_label_says_what_is_not_the_published_timing() -> None:
 
 def test_layers_left_whole_are_in_the_overall_share() -> None:
     model = tiny()
-    row = built(InfiniGen(AHEAD, ask("0.1"), read(model, prompt(100)), 4))
+    row = built(row_for(InfiniGen, AHEAD, ask("0.1"), read(model, prompt(100)), 4))
     say(model, [row], n=2)
-    assert row.exempt_layers() == [0, 1]
+    assert row.skipped_layers() == [0, 1]
     assert row.report()["overall_ratio"] == pytest.approx((2 + 0.1) / 3)

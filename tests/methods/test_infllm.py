@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums
 from engine.prefill import Trace, prefill
 from methods.full import Full
-from methods.infllm import InfLLM, Layout, representatives
+from methods.infllm import InfLLM, representatives
 from tests.tiny import prompt, tiny
 from tests.vectors import (
     Check,
@@ -25,6 +25,7 @@ from tests.vectors import (
     first,
     load,
     request,
+    row_for,
     row_of,
     step,
     trace_of,
@@ -54,14 +55,14 @@ def params_of(meta: dict[str, Any]) -> InfLLM.Params:
     )
 
 
-def layout_of(meta: dict[str, Any]) -> Layout:
-    return Layout(meta["n_init"], meta["n_local"], meta["block_size"], meta["topk"], meta["repr_topk"])
+def layout_of(meta: dict[str, Any]) -> InfLLM.Plan:
+    return InfLLM.Plan(meta["n_init"], meta["n_local"], meta["block_size"], meta["topk"], meta["repr_topk"])
 
 
-def planned(layout: Layout, *kinds: type) -> type[InfLLM]:
+def planned(layout: InfLLM.Plan, *kinds: type) -> type[InfLLM]:
     """The method with integers that a vector fixes."""
 
-    def plan_for(cls: type, params: Any, budget: Any, shape: Any) -> Layout:
+    def plan_for(cls: type, params: Any, budget: Any, shape: Any) -> InfLLM.Plan:
         return layout
 
     return type("Planned", (*kinds, InfLLM), {"plan_for": classmethod(plan_for)})
@@ -214,7 +215,7 @@ def take(row: Any, t: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def plain_run(
-    q: Tensor, k: Tensor, v: Tensor, s: int, layout: Layout, params: InfLLM.Params
+    q: Tensor, k: Tensor, v: Tensor, s: int, layout: InfLLM.Plan, params: InfLLM.Params
 ) -> list[tuple[Tensor, Tensor]]:
     """All steps anew from what was attended to, in float64 and by positions: attended (h, n) and output (h, d_h)."""
     h, n_all, c, z, a = q.shape[1], q.shape[2], layout.n_local, layout.block_len, layout.n_sink
@@ -263,7 +264,7 @@ def test_steps_and_blocks_formed_on_the_way_are_those_of_a_plain_run(
     s: int, score: str, per_head: bool, granularity: str
 ) -> None:
     q, k, v = tokens(s + 60, h=6, h_kv=2, seed=1)
-    layout = Layout(4, 21, 8, 3, 2)
+    layout = InfLLM.Plan(4, 21, 8, 3, 2)
     params = replace(PARAMS, block_len=8, repr_score=score, per_head=per_head, repr_granularity=granularity)
     trace = watched(q, k, v, s, BandSums(21), BandLogits(21))
     row = row_of(planned(layout), params, trace, request(tokens=1))
@@ -286,7 +287,7 @@ def test_at_one_distance_a_prompt_that_is_all_local_is_full_until_its_first_far_
     q, k, v = tokens(60)
     trace = watched(q, k, v, 12, BandSums(21))
     trace.turn = lambda x, by: rotated(x, by, 10_000.0)
-    row = row_of(planned(Layout(4, 21, 8, 3, 2)), replace(PARAMS, block_len=8, position="fixed"),
+    row = row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), replace(PARAMS, block_len=8, position="fixed"),
                  trace, request(tokens=1))  # fmt: skip
     full = row_of(Full, Full.Params(), trace_of(k, v, 4, 12), request(ratio="1"))
     apart = [(take(row, t, q, k, v) - take(full, t, q, k, v)).abs().max() for t in range(40)]
@@ -296,7 +297,7 @@ def test_at_one_distance_a_prompt_that_is_all_local_is_full_until_its_first_far_
 
 def test_without_growing_nothing_generated_leaves() -> None:
     q, k, v = tokens(160)
-    layout = Layout(4, 21, 8, 3, 2)
+    layout = InfLLM.Plan(4, 21, 8, 3, 2)
     trace = watched(q, k, v, 100, BandSums(21))
     params = replace(PARAMS, block_len=8, grow_blocks=False)
     row = row_of(planned(layout), params, trace, request(tokens=1))
@@ -313,7 +314,7 @@ def test_weights_are_asked_for_only_where_a_block_can_form_in_time(n_new: int, w
     # 100 - 4 - 21 = 9 * 8 + 3 tokens: the 10th block is there for the query behind 105 tokens.
     q, k, v = tokens(100)
     trace = watched(q, k, v, 100, BandSums(21), BandLogits(21))
-    kind, params = planned(Layout(4, 21, 8, 3, 2)), replace(PARAMS, block_len=8)
+    kind, params = planned(InfLLM.Plan(4, 21, 8, 3, 2)), replace(PARAMS, block_len=8)
     assert row_of(kind, params, trace, request(tokens=1), n_new=n_new).wants_weights == wants
     logit = replace(params, repr_score="logit")
     assert not row_of(kind, logit, trace, request(tokens=1), n_new=n_new).wants_weights
@@ -327,7 +328,7 @@ def test_of_equal_scores_the_earlier_token_and_block_are_chosen() -> None:
     for per_head in (False, True):
         params = replace(PARAMS, block_len=8, per_head=per_head)
         trace = watched(q, k, v, 100, BandSums(21))
-        row = row_of(planned(Layout(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
+        row = row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
         take(row, 0, torch.zeros_like(q), k, v)
         attended = row.store.attended(0)
         assert attended[:, :28].all()
@@ -339,7 +340,7 @@ def test_with_all_blocks_it_is_full_attention(grow: bool) -> None:
     q, k, v = tokens(130)
     params = replace(PARAMS, block_len=8, grow_blocks=grow)
     trace = watched(q, k, v, 100, BandSums(21))
-    row = row_of(planned(Layout(4, 21, 8, 13, 2)), params, trace, request(tokens=1))
+    row = row_of(planned(InfLLM.Plan(4, 21, 8, 13, 2)), params, trace, request(tokens=1))
     full = row_of(Full, Full.Params(), trace_of(k, v, 4, 100), request(ratio="1"))
     for t in range(30):
         torch.testing.assert_close(take(row, t, q, k, v), take(full, t, q, k, v), atol=1e-6, rtol=1e-5)
@@ -412,7 +413,7 @@ def test_every_budget_is_met_or_refused_with_one_that_is(s: int, ratio: str, com
 def test_the_page_of_integers() -> None:
     budget = resolve(request(ratio="0.1", comm="1/128"), 4096, False)
     plan = InfLLM.plan_for(replace(PARAMS, block_len=128), budget, SHAPE)
-    assert plan == Layout(4, 202, 128, 1, 1)
+    assert plan == InfLLM.Plan(4, 202, 128, 1, 1)
     assert plan.n_blocks(4096) == 30
 
 
@@ -420,7 +421,7 @@ def test_fewer_tokens_are_local_where_half_the_budget_leaves_no_block() -> None:
     # 8 blocks of 16 and 2 tokens cannot be attended to, a 9th block must: 200 - 4 - 9 * 16 = 52 > 34 are left.
     budget = resolve(request(tokens=26, comm="1/16"), 200, False)
     plan = InfLLM.plan_for(PARAMS, budget, SHAPE)
-    assert plan == Layout(4, 4, 16, 1, 1)
+    assert plan == InfLLM.Plan(4, 4, 16, 1, 1)
     assert plan.n_blocks(200) == 12 == -((26 - 200) // 16) + 1
 
 
@@ -433,7 +434,7 @@ def test_prompts_without_two_blocks_are_refused_whatever_the_budget() -> None:
 def test_the_official_rule_rounds_blocks_up_and_has_sinks_on_top() -> None:
     params = replace(PARAMS, block_len=128, n_sink=32, budget_rule="official")
     budget = resolve(request(ratio="1/5", comm="1/128"), 10_000, False)
-    assert InfLLM.plan_for(params, budget, SHAPE) == Layout(32, 996, 128, 8, 1)
+    assert InfLLM.plan_for(params, budget, SHAPE) == InfLLM.Plan(32, 996, 128, 8, 1)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -442,7 +443,7 @@ def test_blocks_on_the_device_are_not_moved_again(per_head: bool) -> None:
     cache = BlockCacheSpec(13 * 8, 8, 13, "lru")
     params = replace(PARAMS, block_len=8, per_head=per_head)
     trace = watched(q, k, v, 100, BandSums(21))
-    row = row_of(planned(Layout(4, 21, 8, 3, 2)), params, trace, request(tokens=1), cache=cache)
+    row = row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), params, trace, request(tokens=1), cache=cache)
     held: set[int] = set()
     for t in range(10):
         take(row, t, q, k, v)
@@ -459,7 +460,7 @@ def test_fixed_positions_need_a_rotary_model() -> None:
     params = replace(PARAMS, position="fixed")
     trace = watched(q, k, v, 100, BandSums(21))
     with pytest.raises(ConfigError, match="rotary"):
-        row_of(planned(Layout(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
+        row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-yarn", "glm"])
@@ -489,7 +490,7 @@ def test_variants_with_other_windows_share_a_prefill(position: bool | str) -> No
     def say(observations: Any, *which: Any) -> list[list[int]]:
         with model.hooked():
             trace = prefill(model, ids, observations)
-            rows = [built(InfLLM(params, ask, trace, 40)) for ask in which]
+            rows = [built(row_for(InfLLM, params, ask, trace, 40)) for ask in which]
             return [a.ids for a in decode(model, trace, rows, max_new_tokens=40).answers]
 
     alone = [say(w, ask)[0] for w, ask in zip(wanted, asks, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.budget import resolve
-from methods.oracle import AGGREGATES, Oracle, Regions, token_scores, top_tokens
+from methods.oracle import AGGREGATES, Oracle, token_scores, top_tokens
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")
@@ -27,7 +27,7 @@ def run_vectors(path: Path) -> list[Check]:
     params = replace(PARAMS, agg=agg, lost_mass=spread)
     last = meta["T"] - 1
     trace = trace_of(torch.from_numpy(x["k"]), torch.from_numpy(x["v"]), meta["Hq"], last)
-    row = row_of(Oracle, params, trace, request(tokens=1), Regions(meta["sinks"], n_local, meta["topk"]))
+    row = row_of(Oracle, params, trace, request(tokens=1), Oracle.Plan(meta["sinks"], n_local, meta["topk"]))
     out = step(row, torch.from_numpy(queries), at(x["k"], last), at(x["v"], last))
     per_kv_head = x["attended"].shape[0] != meta["Hq"]
     attended = row.store.attended(0)[:: meta["Hq"] // meta["Hkv"] if per_kv_head else 1]
@@ -45,7 +45,7 @@ def run_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     share = Fraction(str(meta["topk_share"]))
     params = replace(PARAMS, n_sink=meta["sinks"], local_share=1 - share, budget_rule="official")
     row = row_of(Oracle, params, trace, request(ratio=str(meta["ratio"])))
-    expected = Regions(meta["sinks"], meta["local"], meta["topk"])
+    expected = Oracle.Plan(meta["sinks"], meta["local"], meta["topk"])
     if row.plan != expected:
         return f"plan: {row.plan}, expected {expected}"
     for t in range(steps):
@@ -149,12 +149,12 @@ def test_aggregates_differ_where_heads_of_a_group_differ_in_sharpness() -> None:
 
 
 def test_without_selected_tokens_it_is_streamingllm() -> None:
-    from methods.streamingllm import Ends, StreamingLLM
+    from methods.streamingllm import StreamingLLM
 
     q, k, v = random_tokens(4, 2, 60)
     params = StreamingLLM.Params(4, "inside", "original")
-    oracle = row_of(Oracle, PARAMS, trace_of(k, v, 4, 50), request(tokens=20), Regions(4, 13, 0))
-    streaming = row_of(StreamingLLM, params, trace_of(k, v, 4, 50), request(tokens=16), Ends(4, 13))
+    oracle = row_of(Oracle, PARAMS, trace_of(k, v, 4, 50), request(tokens=20), Oracle.Plan(4, 13, 0))
+    streaming = row_of(StreamingLLM, params, trace_of(k, v, 4, 50), request(tokens=16), StreamingLLM.Plan(4, 13))
     for t in range(10):
         tq, tk, tv = (x[:, :, 50 + t : 51 + t] for x in (q, k, v))
         torch.testing.assert_close(
@@ -193,7 +193,7 @@ def test_the_official_integers_are_cut_off_in_double_precision() -> None:
     params = replace(PARAMS, n_sink=0, budget_rule="official")
     budget = resolve(request(ratio="0.29"), 100, drops=False)
     _, k, v = random_tokens(4, 2, 8)
-    assert Oracle.plan_for(params, budget, trace_of(k, v, 4).shape) == Regions(0, 14, 14)
+    assert Oracle.plan_for(params, budget, trace_of(k, v, 4).shape) == Oracle.Plan(0, 14, 14)
 
 
 def test_its_search_is_counted_apart_from_what_a_budget_prices() -> None:

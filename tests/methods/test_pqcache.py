@@ -21,7 +21,7 @@ from kernels.pq_scores import pq_logits
 from methods import pqcache, pqcache_rounds
 from methods.full import Full
 from methods.pqcache import PQCache, code_shape
-from methods.pqcache_quantiser import Lane, Quantiser, Sizes, copy_of, first_rows
+from methods.pqcache_quantiser import Lane, Quantiser, copy_of, first_rows
 from methods.pqcache_rounds import (
     Clock,
     Line,
@@ -33,7 +33,7 @@ from methods.pqcache_rounds import (
     rounds_by_line,
     rounds_by_two_lines,
 )
-from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
+from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = PQCache.Params(
     m="auto", b="auto", n_sink=32, local_share=Fraction(1, 2), budget_rule="fair", fit="all_but_sinks", iterations=10,
@@ -71,7 +71,7 @@ def packed(codes: np.ndarray, b: int) -> PackedCodes:
 
 def row_with(meta: dict[str, Any], x: dict[str, np.ndarray], codes: np.ndarray, k: Tensor, v: Tensor) -> Any:
     """A variant that has the vector's sizes, centroids and codes."""
-    sizes = Sizes(meta["sinks"], meta["local"], meta["k"], meta["m"], meta["b"])
+    sizes = PQCache.Plan(meta["sinks"], meta["local"], meta["k"], meta["m"], meta["b"])
     trace = trace_of(k, v, meta["H"], meta["s"])
     n_new = max(64, meta.get("steps", 1))
     row = row_of(PQCache, PARAMS, trace, request(tokens=1, comm="1"), sizes, n_new)
@@ -207,7 +207,7 @@ def test_budgets_agree_with_the_table() -> None:
             ratio, comm = (f"{row[f'{x}_num']}/{row[f'{x}_den']}" for x in ("ratio", "comm"))
             budget = resolve(request(ratio, comm=comm), row["s"], PQCache.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
-            if budget.is_full:
+            if budget.attends_all:
                 continue
             m, b = code_shape(params, budget.comm, row["d_h"])
             assert m * b <= row["pq_bits"]
@@ -228,7 +228,7 @@ def random_tokens(n: int, h: int = 6, h_kv: int = 2, d_h: int = 16, seed: int = 
     return q, k, v
 
 
-def variant(tokens: Tokens, s: int, sizes: Sizes | None = None, ask: Any = None, n_new: int = 64,
+def variant(tokens: Tokens, s: int, sizes: PQCache.Plan | None = None, ask: Any = None, n_new: int = 64,
             cache: BlockCacheSpec | None = None, trace: Trace | None = None, **changes: Any) -> Any:  # fmt: skip
     q, k, v = tokens
     ask = ask or request(tokens=24, comm="1")
@@ -250,7 +250,7 @@ def token(tokens: Tokens, at: int) -> Tokens:
     return q, k, v
 
 
-def by_definition(q: Tensor, k: Tensor, sizes: Sizes, centroids: Tensor, codes: Tensor, merge: str) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, sizes: PQCache.Plan, centroids: Tensor, codes: Tensor, merge: str) -> Tensor:
     """What a step attends to, (h, n) bool: every head and token by itself in float64."""
     (h, d_h), (h_kv, n, _) = q[0, :, 0].shape, k[0].shape
     g, stop = h // h_kv, n - sizes.n_local - 1
@@ -291,7 +291,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 @pytest.mark.parametrize(("m", "b", "fit"), [(2, 6, "all_but_sinks"), (4, 3, "middle"), (1, 8, "middle")])  # fmt: skip
 def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> None:
     tokens = random_tokens(340)
-    s, sizes = 310, Sizes(4, 9, 12, m, b)
+    s, sizes = 310, PQCache.Plan(4, 9, 12, m, b)
     row = variant(tokens, s, sizes, fit=fit, group_merge=merge)
     q, k, v = tokens
     for t, (out, attended) in enumerate(run(row, tokens, s, 340)):
@@ -314,7 +314,7 @@ def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> N
 
 def test_codes_of_the_prompt_are_nearest_centroids_of_its_own_clustering() -> None:
     tokens = random_tokens(200)
-    row = variant(tokens, 200, Sizes(5, 9, 12, 2, 4))
+    row = variant(tokens, 200, PQCache.Plan(5, 9, 12, 2, 4))
     quantiser = row.with_codes(0, 1)
     assert quantiser.n_fit == quantiser.codes.n == 195
     keys = tokens[1][0, :, 5:]
@@ -327,8 +327,8 @@ def test_codes_of_the_prompt_are_nearest_centroids_of_its_own_clustering() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in random_tokens(90))
-    row = variant((q, k, v), 60, Sizes(3, 4, 200, 2, 4))
-    full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 60), 64))
+    row = variant((q, k, v), 60, PQCache.Plan(3, 4, 200, 2, 4))
+    full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 60), 64))
     for (out, attended), (expected, _) in zip(run(row, (q, k, v), 60, 90), run(full, (q, k, v), 60, 90), strict=True):
         assert attended.all()
         atol = 1e-6 if dtype == torch.float32 else 2**-7
@@ -339,7 +339,7 @@ def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -
 def test_fewer_tokens_than_centroids_are_scored_exactly(fit: str) -> None:
     tokens = random_tokens(60)
     q, k, _ = tokens
-    sizes = Sizes(4, 9, 12, 2, 6)
+    sizes = PQCache.Plan(4, 9, 12, 2, 6)
     row = variant(tokens, 55, sizes, fit=fit)
     _, attended = run(row, tokens, 55, 56)[0]
     logits = (q[0, :, 55].view(2, 3, 16) @ k[0, :, 4:46].mT) / 4  # (h_kv, g, n)
@@ -354,7 +354,7 @@ def test_fewer_tokens_than_centroids_are_scored_exactly(fit: str) -> None:
 def test_tokens_with_equal_codes_go_by_position() -> None:
     q, k, v = random_tokens(80)
     k[:, :, 4:70] = k[:, :, 4:5]
-    _, attended = run(variant((q, k, v), 79, Sizes(4, 8, 12, 2, 4)), (q, k, v), 79, 80)[0]
+    _, attended = run(variant((q, k, v), 79, PQCache.Plan(4, 8, 12, 2, 4)), (q, k, v), 79, 80)[0]
     assert attended[0].nonzero().flatten().tolist() == [*range(16), *range(71, 80)]
 
 
@@ -362,7 +362,7 @@ def test_permuting_heads_permutes_the_result() -> None:
     tokens = random_tokens(120)
     q, k, v = (x.unflatten(1, (2, -1)).flip(1).flatten(1, 2) for x in tokens)
     turned = (q, k, v)
-    plain, other = (run(variant(x, 110, Sizes(4, 9, 12, 2, 4)), x, 110, 120) for x in (tokens, turned))  # fmt: skip
+    plain, other = (run(variant(x, 110, PQCache.Plan(4, 9, 12, 2, 4)), x, 110, 120) for x in (tokens, turned))
     for (out, _), (out_turned, _) in zip(plain, other, strict=True):
         torch.testing.assert_close(out.unflatten(1, (2, 3)).flip(1).flatten(1, 2), out_turned)
 
@@ -370,7 +370,7 @@ def test_permuting_heads_permutes_the_result() -> None:
 def test_first_generated_token_is_recalled_with_its_own_key_and_value() -> None:
     q, k, v = random_tokens(130)
     k[:, :, 110] = 5 * q[:, ::3, 119]  # what one later query looks for
-    row = variant((q, k, v), 110, Sizes(4, 6, 12, 2, 4))
+    row = variant((q, k, v), 110, PQCache.Plan(4, 6, 12, 2, 4))
     steps = run(row, (q, k, v), 110, 120)
     assert all(attended[:, 110].all() for _, attended in steps[:7])  # in the window
     out, attended = steps[9]
@@ -411,12 +411,12 @@ def test_clustering_goes_on_beside_the_prefill_and_is_awaited_at_the_first_step(
 
     monkeypatch.setattr(pqcache, "quantise", held)
     tokens = random_tokens(120)
-    row = variant(tokens, 110, Sizes(4, 9, 12, 2, 4))  # returns though nothing is clustered
+    row = variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4))  # returns though nothing is clustered
     assert not row.pending[0].done()
     go.set()
     beside = outs(row, tokens, 110, 120)
     assert where[0] is not main_thread()
-    inline = variant(tokens, 110, Sizes(4, 9, 12, 2, 4), overlap=False)
+    inline = variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4), overlap=False)
     assert inline.pending[0].done()
     assert where[1] is main_thread()
     assert torch.equal(beside, outs(inline, tokens, 110, 120))
@@ -428,7 +428,7 @@ def test_a_failure_on_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(pqcache, "quantise", fail)
     tokens = random_tokens(120)
-    row = variant(tokens, 110, Sizes(4, 9, 12, 2, 4))
+    row = variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4))
     with pytest.raises(RuntimeError, match="no centroids today"):
         run(row, tokens, 110, 111)
 
@@ -438,10 +438,10 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     monkeypatch.setattr(pqcache, "quantise", lambda *args: made.append(args) or real(*args))
     tokens = random_tokens(140)
     trace = trace_of(tokens[1], tokens[2], 6, 110)
-    rows = [variant(tokens, 110, Sizes(4, 9, k, 2, 4), trace=trace) for k in (12, 30)]
-    rows.append(variant(tokens, 110, Sizes(4, 9, 12, 2, 4), trace=trace, overlap=False))
+    rows = [variant(tokens, 110, PQCache.Plan(4, 9, k, 2, 4), trace=trace) for k in (12, 30)]
+    rows.append(variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4), trace=trace, overlap=False))
     assert len(made) == 1
-    alone = [outs(variant(tokens, 110, Sizes(4, 9, k, 2, 4)), tokens, 110, 140) for k in (12, 30, 12)]
+    alone = [outs(variant(tokens, 110, PQCache.Plan(4, 9, k, 2, 4)), tokens, 110, 140) for k in (12, 30, 12)]
     made.clear()
     together: list[list[Tensor]] = [[] for _ in rows]
     for at in range(110, 140):  # step by step, long enough for generated tokens to be coded
@@ -452,9 +452,9 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     changes: list[dict[str, Any]]
     changes = [{"seed": 1}, {"iterations": 3}, {"tol": 0.0}, {"empty": "keep"}, {"fit": "middle"}]
     for change in changes:
-        variant(tokens, 110, Sizes(4, 9, 12, 2, 4), trace=trace, **change)
-    variant(tokens, 110, Sizes(5, 9, 12, 2, 4), trace=trace)
-    variant(tokens, 110, Sizes(4, 9, 12, 2, 3), trace=trace)
+        variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4), trace=trace, **change)
+    variant(tokens, 110, PQCache.Plan(5, 9, 12, 2, 4), trace=trace)
+    variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 3), trace=trace)
     for future in [x for x in trace._shared.values() if hasattr(x, "result")]:
         future.result()
     assert len(made) == 7
@@ -476,11 +476,11 @@ class Copies(Lane):
 
 def test_codes_are_on_their_way_a_layer_ahead() -> None:
     q, k, v = random_tokens(340)
-    layers, sizes = range(3), Sizes(4, 9, 12, 2, 4)
+    layers, sizes = range(3), PQCache.Plan(4, 9, 12, 2, 4)
     rows = []
     for lane in (None, Copies()):
         trace = trace_of(k, v, 6, 300)
-        trace.shape = replace(trace.shape, n_layers=3, full_layers=(0, 1, 2))
+        trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
         for layer in (1, 2):
             trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], 0.25)
         row = variant((q, k, v), 300, sizes, trace=trace, rebuild_every=15)
@@ -501,7 +501,7 @@ def test_codes_are_on_their_way_a_layer_ahead() -> None:
 
 def test_a_block_cache_changes_books_and_no_output() -> None:
     tokens = random_tokens(330)
-    sizes, books = Sizes(4, 9, 30, 2, 4), {}
+    sizes, books = PQCache.Plan(4, 9, 30, 2, 4), {}
     for policy, n_tokens in (("lfu", 0), ("lfu", 64), ("lru", 64)):
         cache = BlockCacheSpec(n_tokens, 16, 4, policy)
         row = variant(tokens, 300, sizes, cache=cache)
@@ -538,7 +538,7 @@ def test_rebuilding_swaps_centroids_and_codes_at_the_next_step(overlap: bool, fi
     tokens = random_tokens(360, seed=3)
     k = tokens[1]
     k[:, :, 300:] += 4  # what is generated looks different
-    sizes = Sizes(4, 9, 12, 2, 4)
+    sizes = PQCache.Plan(4, 9, 12, 2, 4)
     row = variant(tokens, 300, sizes, rebuild_every=20, overlap=overlap, fit=fit)
     run(row, tokens, 300, 320)
     old = row.quantisers[0]
@@ -563,7 +563,7 @@ def test_rebuilding_swaps_centroids_and_codes_at_the_next_step(overlap: bool, fi
 
 def test_a_short_prompt_is_rebuilt_from_new_centroids() -> None:
     tokens = random_tokens(90)
-    row = variant(tokens, 50, Sizes(4, 6, 12, 2, 6), rebuild_every=30)
+    row = variant(tokens, 50, PQCache.Plan(4, 6, 12, 2, 6), rebuild_every=30)
     run(row, tokens, 50, 90)
     assert row.quantisers[0].centroids.shape == (2, 2, 64, 8)
     assert row.quantisers[0].n_fit == 76
@@ -584,7 +584,7 @@ def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: 
     for i, s in enumerate((100, 100, 200, 300, 400)):
         tokens = random_tokens(s)
         trace = trace_of(tokens[1], tokens[2], 6, s)
-        trace.shape = replace(trace.shape, n_layers=3, full_layers=(0, 1, 2))
+        trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
         for layer in (1, 2):
             trace.add(layer, tokens[1], tokens[2], 0.25)
         row = variant(tokens, s, trace=trace, b=4, iterations="auto")

@@ -15,16 +15,9 @@ from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
 from methods.full import Full
-from methods.pyramidinfer import (
-    Answered,
-    Course,
-    PyramidInfer,
-    fit_course,
-    n_of_block,
-    rising_weights,
-)
+from methods.pyramidinfer import Answered, PyramidInfer, fit_course, n_of_block, rising_weights
 from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, request
+from tests.vectors import Check, built, differs, first, request, row_for
 
 PARAMS = PyramidInfer.Params(None, None, None, None, 4, 1, 1.2, False)
 PUBLISHED = PyramidInfer.Params("cosine", Fraction(9, 10), Fraction(1, 5), 64, 4, 1, 1.2, False)
@@ -38,7 +31,7 @@ def run_vectors(path: Path) -> list[Check]:
     with np.load(path) as file:
         x = {name: file[name] for name in file.files}
     schedule = {"cosine": "cosine", "linear": "constant", "constant": "constant"}
-    course = Course(
+    course = PyramidInfer.Plan(
         s=int(x["input_len"]),
         n_layers=int(x["num_layers"]),
         tail=1 + int(x["recent_length"]),
@@ -101,13 +94,13 @@ def test_pyramidinfer_agrees_with_reference_vectors(path: Path) -> None:
     assert [problem for _, problem in run_vectors(path)] == [None]
 
 
-def read(kind: str, s: int, course: Course | None, seed: int = 0) -> Trace:
+def read(kind: str, s: int, course: PyramidInfer.Plan | None, seed: int = 0) -> Trace:
     model = tiny(kind)
     with model.hooked():
         return prefill(model, prompt(s, seed), thinning=course)
 
 
-def course_for(s: int, share: float, n_layers: int, **changes: Any) -> Course:
+def course_for(s: int, share: float, n_layers: int, **changes: Any) -> PyramidInfer.Plan:
     return fit_course(replace(PARAMS, **changes), s, int(s * share), n_layers)
 
 
@@ -230,12 +223,12 @@ def budget(ratio: str, s: int) -> Budget:
 
 def test_a_course_that_lets_all_go_on_answers_as_full_attention() -> None:
     model = tiny("llama")
-    all_go_on = Course(100, 3, 10, 64, 4, 1, 1.2, "constant", 1.0)
+    all_go_on = PyramidInfer.Plan(100, 3, 10, 64, 4, 1, 1.2, "constant", 1.0)
     trace = read("llama", 100, all_go_on)
     assert trace.positions == {}
-    row = PyramidInfer(PARAMS, request(tokens=80), trace, 12)
+    row = row_for(PyramidInfer, PARAMS, request(tokens=80), trace, 12)
     row.plan = all_go_on
-    rows = [built(row), built(Full(Full.Params(), request("1"), trace, 12))]
+    rows = [built(row), built(row_for(Full, Full.Params(), request("1"), trace, 12))]
     with model.hooked():
         ours, full = decode(model, trace, rows, max_new_tokens=12).answers
     assert ours.ids == full.ids
@@ -249,7 +242,7 @@ def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
     observations = PyramidInfer.observations(params, course)
     with model.hooked():
         trace = prefill(model, prompt(s), observations, thinning=course)
-    row = built(PyramidInfer(params, request(tokens=60), trace, n_new))
+    row = built(row_for(PyramidInfer, params, request(tokens=60), trace, n_new))
     expected = {layer: course.lengths()[layer] for layer in range(3)}
     base = dict(expected)
 
@@ -286,8 +279,8 @@ def test_rows_of_the_last_queries_are_means_over_heads() -> None:
 def test_short_answers_are_not_watched() -> None:
     trace = read("llama", 90, fit_course(PARAMS, 90, 60, 3))
     params = replace(PARAMS, compress_generated=True)
-    assert not PyramidInfer(params, request(tokens=60), trace, 16).wants_weights
-    assert PyramidInfer(params, request(tokens=60), trace, 60).wants_weights
+    assert not row_for(PyramidInfer, params, request(tokens=60), trace, 16).wants_weights
+    assert row_for(PyramidInfer, params, request(tokens=60), trace, 60).wants_weights
 
 
 def test_a_budget_below_the_first_layer_is_refused_with_what_works() -> None:

@@ -13,10 +13,11 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.pyramidkv import PyramidKV, fit_pyramid, layer_counts, pyramid
+from methods.allocators import pyramid
+from methods.pyramidkv import PyramidKV, fit_schedule, schedule
 from methods.snapkv import SnapKV
 from tests.methods.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
-from tests.vectors import Check, built, differs, first, load, request
+from tests.vectors import Check, built, differs, first, load, request, row_for
 
 PARAMS = PyramidKV.Params(8, 7, "max", "mean", 20, match_published=False)
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pyramidkv").glob("*.npz"))
@@ -31,7 +32,7 @@ def run_vectors(path: Path) -> list[Check]:
 def check_table(x: dict[str, np.ndarray]) -> str | None:
     ours = np.full_like(x["kept_total"], -1)
     for line, (s, cap, w, beta, n_layers) in zip(ours, x["config"].tolist(), strict=True):
-        line[:n_layers] = np.array(layer_counts(s, cap, w, beta, n_layers)) + min(w, s)
+        line[:n_layers] = np.array(pyramid(s, cap, w, beta, n_layers)) + min(w, s)
     return differs("kept per layer", ours, x["kept_total"])
 
 
@@ -41,7 +42,7 @@ def check_layers(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
         plain.window, plain.kernel, plain.pooling, plain.reduce, meta["beta"], match_published=True
     )
     trace = layered(*vector_heads(x, meta), n_layers=meta["layers"], w=meta["window"])
-    row = built(PyramidKV(params, request(tokens=meta["capacity"]), trace, 4))
+    row = built(row_for(PyramidKV, params, request(tokens=meta["capacity"]), trace, 4))
     counts = [count + row.plan.window for count in row.plan.counts]
     return first(
         differs("kept per layer", counts, x["kept_total"]),
@@ -84,24 +85,24 @@ def test_pyramidkv_agrees_with_reference_vectors(path: Path) -> None:
 def test_the_schedule_has_the_worked_values(
     s: int, cap: int, w: int, n_layers: int, first_total: int, last_total: int, mean: float
 ) -> None:
-    plan = pyramid(s, cap, w, 20, n_layers)
+    plan = schedule(s, cap, w, 20, n_layers)
     assert (plan.counts[0] + w, plan.counts[-1] + w) == (first_total, last_total)
     assert plan.total / n_layers == mean
 
 
 def test_a_prompt_shorter_than_cap_is_kept_whole() -> None:
-    assert layer_counts(33, 40, 8, 20, 4) == [25] * 4
+    assert pyramid(33, 40, 8, 20, 4) == [25] * 4
 
 
 def test_a_single_layer_has_no_pyramid() -> None:
-    assert layer_counts(4000, 1000, 8, 20, 1) == [992]
-    assert fit_pyramid(4000, 1000, 8, 20, 1).cap == 1000
+    assert pyramid(4000, 1000, 8, 20, 1) == [992]
+    assert fit_schedule(4000, 1000, 8, 20, 1).cap == 1000
 
 
 def test_a_short_prompt_flattens_the_slope_until_its_first_layer_keeps_everything() -> None:
-    steep = layer_counts(960, 496, 40, 20, 11)  # 2 * 456 - 22 = 890 of 920 tokens before the window
+    steep = pyramid(960, 496, 40, 20, 11)  # 2 * 456 - 22 = 890 of 920 tokens before the window
     assert (steep[0], steep[-1]) == (890, 22 + (890 - 22) % 10)
-    flatter = layer_counts(920, 496, 40, 20, 11)  # 890 of 880
+    flatter = pyramid(920, 496, 40, 20, 11)  # 890 of 880
     assert (flatter[0], flatter[-1]) == (880, 32 + (880 - 32) % 10)
 
 
@@ -113,7 +114,7 @@ def test_the_mean_is_within_the_budget_and_counts_never_increase(
     prompt: tuple[int, int], window: int, beta: int, n_layers: int
 ) -> None:
     s, n_tokens = prompt
-    plan = fit_pyramid(s, n_tokens, window, beta, n_layers)
+    plan = fit_schedule(s, n_tokens, window, beta, n_layers)
     assert plan.total <= n_tokens * n_layers
     assert all(0 <= count <= s - plan.window for count in plan.counts)
     assert list(plan.counts) == sorted(plan.counts, reverse=True)
@@ -122,15 +123,15 @@ def test_the_mean_is_within_the_budget_and_counts_never_increase(
 @given(PROMPTS, st.integers(1, 64), st.integers(1, 40), st.integers(1, 80))
 def test_no_larger_cap_would_fit(prompt: tuple[int, int], window: int, beta: int, n_layers: int) -> None:
     s, n_tokens = prompt
-    plan = fit_pyramid(s, n_tokens, window, beta, n_layers)
+    plan = fit_schedule(s, n_tokens, window, beta, n_layers)
     for cap in range(plan.cap + 1, n_tokens + 1):
-        assert pyramid(s, cap, window, beta, n_layers).total > n_tokens * n_layers
+        assert schedule(s, cap, window, beta, n_layers).total > n_tokens * n_layers
 
 
 @given(PROMPTS, st.integers(1, 64), st.integers(1, 80))
 def test_beta_of_one_is_uniform(prompt: tuple[int, int], window: int, n_layers: int) -> None:
     s, n_tokens = prompt
-    plan = fit_pyramid(s, n_tokens, window, 1, n_layers)
+    plan = fit_schedule(s, n_tokens, window, 1, n_layers)
     assert plan.cap == n_tokens
     assert set(plan.counts) == {n_tokens - plan.window}
 
@@ -144,18 +145,18 @@ def tokens(s: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("cap", [7, 20, 59])
 def test_beta_of_one_equals_snapkv_with_the_same_cap(cap: int) -> None:
     trace = layered(*tokens(60), n_layers=4, w=8)
-    ours = built(PyramidKV(replace(PARAMS, beta=1), request(tokens=cap), trace, 4))
-    theirs = built(SnapKV(SnapKV.Params(8, 7, "max", "mean"), request(tokens=cap), trace, 4))
+    ours = built(row_for(PyramidKV, replace(PARAMS, beta=1), request(tokens=cap), trace, 4))
+    theirs = built(row_for(SnapKV, SnapKV.Params(8, 7, "max", "mean"), request(tokens=cap), trace, 4))
     for layer in range(4):
         assert np.array_equal(kept_positions(ours, layer), kept_positions(theirs, layer))
 
 
 def test_layers_keep_their_own_counts_by_their_rank_among_the_compressed() -> None:
     trace = layered(*tokens(300), n_layers=5, w=8, skipped=2)
-    row = built(PyramidKV(PARAMS, request(ratio="1/5"), trace, 4))
+    row = built(row_for(PyramidKV, PARAMS, request(ratio="1/5"), trace, 4))
     assert len(set(row.plan.counts)) == 5
     kept = [count + 8 for count in row.plan.counts]
-    for rank, layer in enumerate(trace.shape.full_layers):
+    for rank, layer in enumerate(trace.shape.attention_layers):
         positions = kept_positions(row, layer)
         assert (positions.sum(-1) == kept[rank]).all()
         assert positions[..., -8:].all()
@@ -184,7 +185,7 @@ def test_published_integers_may_lie_above_the_budget() -> None:
 
 def test_the_whole_budget_keeps_everything_in_every_layer() -> None:
     trace = layered(*tokens(60), n_layers=3, w=8)
-    row = built(PyramidKV(PARAMS, request(ratio="1"), trace, 4))
+    row = built(row_for(PyramidKV, PARAMS, request(ratio="1"), trace, 4))
     assert all(kept_positions(row, layer).all() for layer in range(3))
     assert [count + row.plan.window for count in row.plan.counts] == [60] * 3
 

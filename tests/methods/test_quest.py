@@ -17,17 +17,8 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.quest import (
-    AGGREGATES,
-    Bounds,
-    Pages,
-    Quest,
-    matched_page_len,
-    scores_of_rows,
-    select_pages,
-    tokens_of,
-)
-from tests.vectors import Check, built, differs, first, request, row_of, step, trace_of
+from methods.quest import AGGREGATES, Bounds, Quest, matched_page_len, scores_of_rows, select_pages, tokens_of
+from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = Quest.Params("matched", 16, "harness", False, "query_head", 0)
 NATIVE = replace(PARAMS, comm_mode="native")
@@ -52,7 +43,7 @@ def check_step(variant: str, meta: dict[str, Any], x: dict[str, np.ndarray]) -> 
     (h, d_h), n, page_len = q.shape, k.shape[1], meta["page_size"]
     q, k, v = q.view(1, h, 1, d_h), k.unsqueeze(0), v.unsqueeze(0)
     params = replace(PAGED, page_len=page_len, variant=variant, agg=meta.get("agg", "query_head"))
-    plan = Pages(page_len, meta["budget"])
+    plan = Quest.Plan(page_len, meta["budget"])
     # A budget of the whole prompt would leave everything where it is; theirs still counts pages.
     row = row_of(Quest, params, trace_of(k, v, h, n - 1), request(tokens=1, comm="1"), plan)
     out = step(row, q, k[:, :, n - 1 :], v[:, :, n - 1 :])
@@ -167,8 +158,8 @@ def test_with_all_pages_it_is_full_attention(page_generated: bool, variant: str)
     q, k, v = random_tokens(6, 2, 75)
     params = replace(NATIVE, page_len=8, variant=variant, page_generated=page_generated)
     asked = request(tokens=20, comm="1")
-    row = row_of(Quest, params, trace_of(k, v, 6, 63), asked, Pages(8, 80))
-    full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
+    row = row_of(Quest, params, trace_of(k, v, 6, 63), asked, Quest.Plan(8, 80))
+    full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
     for (out, attended), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
         assert attended.all()
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
@@ -178,7 +169,7 @@ def test_the_accuracy_code_has_a_page_too_few_while_the_last_one_is_short() -> N
     q, k, v = random_tokens(6, 2, 75)
     params = replace(PAGED, page_len=8, variant="eval")
     asked = request(tokens=20, comm="1")
-    row = row_of(Quest, params, trace_of(k, v, 6, 63), asked, Pages(8, 80))
+    row = row_of(Quest, params, trace_of(k, v, 6, 63), asked, Quest.Plan(8, 80))
     for t, (_, attended) in enumerate(run(row, q, k, v, 63, 75)):
         assert attended.all() == ((64 + t) % 8 == 0)
 
@@ -187,7 +178,7 @@ def test_the_whole_budget_is_full_attention_though_it_is_no_multiple_of_a_page()
     q, k, v = random_tokens(6, 2, 75)
     for params in (PARAMS, NATIVE, PAGED, replace(PAGED, variant="eval")):
         row = row_of(Quest, params, trace_of(k, v, 6, 63), request("1", comm="0"))
-        full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
+        full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
         for (out, _), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
             assert torch.equal(out, expected)
         assert row.report() == {}
@@ -220,7 +211,7 @@ def test_padding_never_wins() -> None:
         assert not attended[:, 40:42].any()
         assert attended[:, :40].sum(-1).tolist() == [24, 24]
         # Taken, the short page gives its real tokens and nothing else.
-        every = row_of(Quest, params, trace_of(k, v, 2, 42), request(tokens=24, comm="1"), Pages(8, 48))
+        every = row_of(Quest, params, trace_of(k, v, 2, 42), request(tokens=24, comm="1"), Quest.Plan(8, 48))
         out = step(every, q[:, :, 42:], k_last, v[:, :, 42:])
         keys = torch.cat([k[:, :, :42], k_last], 2)
         expected = exact(q[:, :, 42:], keys, v, torch.ones(2, 43, dtype=torch.bool))
@@ -405,9 +396,9 @@ def test_comm_makes_pages_of_2_over_comm_tokens(comm: str, page_len: int) -> Non
 
 
 def test_pages_that_a_budget_has() -> None:
-    assert [Pages(16, b).k(203, "harness") for b in (16, 64, 79, 203, 400)] == [1, 4, 4, 12, 13]
-    assert [Pages(16, b).k(203, "eval") for b in (16, 33, 64, 203, 400)] == [3, 3, 4, 12, 12]
-    assert [Pages(16, b).k(40, variant) for b in (33, 64) for variant in ("eval", "serving")] == [
+    assert [Quest.Plan(16, b).k(203, "harness") for b in (16, 64, 79, 203, 400)] == [1, 4, 4, 12, 13]
+    assert [Quest.Plan(16, b).k(203, "eval") for b in (16, 33, 64, 203, 400)] == [3, 3, 4, 12, 12]
+    assert [Quest.Plan(16, b).k(40, variant) for b in (33, 64) for variant in ("eval", "serving")] == [
         3, 2, 3, 3
     ]  # fmt: skip
 
@@ -445,16 +436,16 @@ def test_the_first_layers_stay_whole_and_the_report_has_the_share_of_all() -> No
     q, k, v = random_tokens(4, 2, 65)
     shape = ModelShape("any", 5, 4, 2, 16, 1 << 20, (0, 1, 2, 4))
     trace = Trace(shape, 64, torch.device("cpu"))
-    for layer in shape.full_layers:
+    for layer in shape.attention_layers:
         trace.add(layer, k[:, :, :64], v[:, :, :64], 0.25)
     row = row_of(Quest, replace(NATIVE, full_layers=2), trace, request("0.3", comm="1/8"))
-    for layer in shape.full_layers:
+    for layer in shape.attention_layers:
         step(row, q[:, :, 64:], k[:, :, 64:], v[:, :, 64:], layer=layer)
-    assert list(row.exempt_layers()) == [0, 1]
-    assert [row.store.can_fetch(layer) for layer in shape.full_layers] == [False, False, True, True]
+    assert list(row.skipped_layers()) == [0, 1]
+    assert [row.store.can_fetch(layer) for layer in shape.attention_layers] == [False, False, True, True]
     attended = [entry.attended / 4 for entry in row.store.ledger.entries]
     assert attended == [65, 65, 17, 17]
-    assert row.store.ledger.within(row.budget, shape, row.exempt_layers())
+    assert row.store.ledger.within(row.budget, shape, row.skipped_layers())
     assert not row.store.ledger.within(row.budget, shape)
     assert row.report() == {
         "comm_mode": "native", "page_len": 16, "n_pages": 4, "k_pages": 1, "achieved_ratio": 0.25,

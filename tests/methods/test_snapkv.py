@@ -14,9 +14,10 @@ from engine import observe
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import LastQueries
-from methods import snapkv
-from methods.snapkv import Kept, SnapKV, fit_window, keep_top, pool_scores, reduce_group
-from tests.vectors import Check, at, built, differs, first, load, request, row_of, step, trace_of
+from methods import scorers
+from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
+from methods.snapkv import SnapKV, fit_window
+from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SnapKV.Params(8, 5, "max", "mean")
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "snapkv").glob("*.npz"))
@@ -30,8 +31,9 @@ def run_vectors(path: Path) -> list[Check]:
 
 
 def check_sample(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
-    row = row_for(vector_heads(x, meta), vector_params(meta), meta["capacity"])
-    raw, pooled = row.raw_scores(0), row.scores(0)
+    row = snapkv_row(vector_heads(x, meta), vector_params(meta), meta["capacity"])
+    votes = window_votes(row.trace, LastQueries(row.params.window), row.plan.window, 0)
+    raw, pooled = reduce_group(votes, row.trace.shape.h_kv, row.params.reduce), row.scores(0)
     k_out, v_out = (expected_tokens(x, name) for name in ("k_out", "v_out"))
     kept = kept_positions(row)
     problem = first(
@@ -85,7 +87,7 @@ def expected_tokens(x: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def check_kept(kept: np.ndarray, must: np.ndarray, may: np.ndarray, total: int) -> str | None:
-    """Kept tokens (heads, s) against what has to be and what may be among those before the window."""
+    """SnapKV.Plan tokens (heads, s) against what has to be and what may be among those before the window."""
     n_past = must.shape[-1]
     past = kept[:, :n_past]
     if not kept[:, n_past:].all():
@@ -98,7 +100,7 @@ def check_kept(kept: np.ndarray, must: np.ndarray, may: np.ndarray, total: int) 
     return f"{wrong} tokens are kept that may not be" if wrong else None
 
 
-def row_for(qkv: tuple[torch.Tensor, ...], params: SnapKV.Params, cap: int) -> SnapKV:
+def snapkv_row(qkv: tuple[torch.Tensor, ...], params: SnapKV.Params, cap: int) -> SnapKV:
     """One variant on a prompt of all of q, k, v."""
     q, k, v = qkv
     trace = trace_of(k, v, q.shape[1])
@@ -119,7 +121,7 @@ def tokens(s: int, h: int = 4, h_kv: int = 2, seed: int = 0) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("cap", [1, 2, 7, 8, 9, 20, 59])
 def test_snapkv_keeps_cap_distinct_tokens_per_head_and_the_window(cap: int) -> None:
-    row = row_for(tokens(60), PARAMS, cap)
+    row = snapkv_row(tokens(60), PARAMS, cap)
     kept = kept_positions(row)
     assert (kept.sum(-1) == cap).all()
     assert kept[..., -row.plan.window :].all()
@@ -128,7 +130,7 @@ def test_snapkv_keeps_cap_distinct_tokens_per_head_and_the_window(cap: int) -> N
 
 def test_the_step_attends_to_what_was_kept_and_everything_generated() -> None:
     q, k, v = tokens(63)
-    row = row_for((q[:, :, :60], k[:, :, :60], v[:, :, :60]), PARAMS, 20)
+    row = snapkv_row((q[:, :, :60], k[:, :, :60], v[:, :, :60]), PARAMS, 20)
     kept = kept_positions(row)[0].repeat(2, 0)
     for t in range(1, 4):
         n = 60 + t
@@ -141,14 +143,14 @@ def test_the_step_attends_to_what_was_kept_and_everything_generated() -> None:
 
 def test_a_window_as_large_as_the_budget_shrinks_to_half_of_it_and_is_reported() -> None:
     assert [fit_window(cap, 8) for cap in (1, 2, 7, 8, 9)] == [1, 1, 3, 4, 8]
-    row = row_for(tokens(60), PARAMS, 7)
-    assert row.plan == Kept(7, 3)
+    row = snapkv_row(tokens(60), PARAMS, 7)
+    assert row.plan == SnapKV.Plan(7, 3)
     assert row.report() == {"window": 3}
-    assert row_for(tokens(60), PARAMS, 9).report() == {}
+    assert snapkv_row(tokens(60), PARAMS, 9).report() == {}
 
 
 def test_a_prompt_shorter_than_the_window_is_halved_too() -> None:
-    row = row_for(tokens(6), PARAMS, 5)
+    row = snapkv_row(tokens(6), PARAMS, 5)
     assert (kept_positions(row).sum(-1) == 5).all()
 
 
@@ -157,9 +159,9 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
     q, k, v = tokens(63)
     prompt = q[:, :, :60], k[:, :, :60], v[:, :, :60]
     params = replace(PARAMS, reduce="query_head")
-    ours = row_for(prompt, params, 20)
+    ours = snapkv_row(prompt, params, 20)
     repeated = [x.repeat_interleave(2, 1) for x in (k, v)]
-    theirs = row_for((prompt[0], *(x[:, :, :60] for x in repeated)), PARAMS, 20)
+    theirs = snapkv_row((prompt[0], *(x[:, :, :60] for x in repeated)), PARAMS, 20)
     assert not np.array_equal(ours.store.attended(0)[0], ours.store.attended(0)[1])
     for t in range(3):
         out = step(ours, *(at(x.numpy(), 60 + t) for x in (q, k, v)), t=t + 1)
@@ -202,7 +204,7 @@ def test_of_equal_scores_the_lower_position_is_kept(case: tuple[list[int], int])
 
 @pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, pooling="avg", reduce="max")])
 def test_more_budget_never_keeps_less(params: SnapKV.Params) -> None:
-    kept = [kept_positions(row_for(tokens(60), params, cap)) for cap in (12, 13, 30, 59)]
+    kept = [kept_positions(snapkv_row(tokens(60), params, cap)) for cap in (12, 13, 30, 59)]
     for less, more in pairwise(kept):
         assert (more | ~less).all()
 
@@ -214,20 +216,20 @@ def test_variants_of_one_window_share_the_votes(monkeypatch: pytest.MonkeyPatch)
         calls.append(arguments)
         return observe.window_scores(*arguments)
 
-    monkeypatch.setattr(snapkv, "window_scores", counted)
+    monkeypatch.setattr(scorers, "window_scores", counted)
     q, k, v = tokens(200)
     trace = trace_of(k, v, 4)
     trace.observe(0, LastQueries(8), q, k, trace.scales[0])
     for ratio in ("1/10", "1/5", "1/2"):
         for params in (PARAMS, replace(PARAMS, pooling="avg", reduce="max")):
-            built(SnapKV(params, request(ratio=ratio), trace, 4))
+            built(row_for(SnapKV, params, request(ratio=ratio), trace, 4))
     assert len(calls) == 1
 
 
 def test_snapkv_is_compensated_with_half_of_comm_in_tokens() -> None:
     budget = resolve(request(ratio="1/5", comm="1/128"), 10_000, SnapKV.drops)
     _, k, v = tokens(10)
-    assert SnapKV.plan_for(PARAMS, budget, trace_of(k, v, 4).shape) == Kept(2039, 8)
+    assert SnapKV.plan_for(PARAMS, budget, trace_of(k, v, 4).shape) == SnapKV.Plan(2039, 8)
     assert budget.ratio == Fraction(1, 5)
 
 

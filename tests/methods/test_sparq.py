@@ -16,17 +16,8 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
 from methods.oracle import Oracle
-from methods.sparq import (
-    Regions,
-    SparQ,
-    covered_mass,
-    n_components,
-    query_weights,
-    read_columns,
-    read_rows,
-    top_components,
-)
-from tests.vectors import Check, at, built, differs, first, load, request, row_of, step, trace_of
+from methods.sparq import SparQ, covered_mass, n_components, query_weights, read_columns, read_rows, top_components
+from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SparQ.Params(4, Fraction(1, 2), True, "columns", "on_top", "fair")
 PUBLISHED = replace(PARAMS, n_sink=0, generated="inside")
@@ -51,11 +42,11 @@ def run_vectors(path: Path) -> list[Check]:
     return [(f"{path.stem}/{b}", check_step(meta, row)) for b, row in enumerate(rows)]
 
 
-def regions(meta: dict[str, Any]) -> Regions:
+def regions(meta: dict[str, Any]) -> SparQ.Plan:
     """Theirs: k has the local tokens inside; current token and sinks come on top."""
     k = meta["k"] if "k" in meta else meta["budget"]
     local = meta["local_k"] if "local_k" in meta else meta["local"]
-    return Regions(meta.get("sinks", 0), local + 1, k - local, meta["r"])
+    return SparQ.Plan(meta.get("sinks", 0), local + 1, k - local, meta["r"])
 
 
 def check_step(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
@@ -132,7 +123,7 @@ def test_budgets_agree_with_the_table() -> None:
             budget = resolve(asked, row["s"], SparQ.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             fair = SparQ.plan_for(params, budget, shape)
-            assert fair == Regions(row["n_sink"], row["local"] + 1, row["k"], row["sparq_r"])
+            assert fair == SparQ.Plan(row["n_sink"], row["local"] + 1, row["k"], row["sparq_r"])
             theirs = SparQ.plan_for(replace(params, budget_rule="official"), budget, shape)
             total = theirs.n_sink + theirs.n_window + theirs.k
             assert total == row["off_sparq_total"]
@@ -156,7 +147,7 @@ def run(row: Any, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> lis
     return steps
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, plan: Regions, n_window: int) -> tuple[Tensor, Tensor]:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, plan: SparQ.Plan, n_window: int) -> tuple[Tensor, Tensor]:
     """One step in float64, a query head at a time: output (h, d_h) and what each KV head selects (h_kv, n)."""
     q, k, v = q[0, :, 0].double(), k[0].double(), v[0].double()
     (h, d_h), (h_kv, n, _) = q.shape, k.shape
@@ -185,7 +176,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, plan: Regions, n_window: int)
 @pytest.mark.parametrize("r", [1, 3, 16])
 def test_every_step_is_the_definition(r: int, generated: str, layout: str) -> None:
     q, k, v = random_tokens(6, 2, 110)
-    plan = Regions(3, 8, 12, r)
+    plan = SparQ.Plan(3, 8, 12, r)
     params = replace(PARAMS, layout=layout, generated=generated)
     row = row_of(SparQ, params, trace_of(k, v, 6, 90), request(tokens=22, comm="1"), plan)
     for t, (out, attended) in enumerate(run(row, q, k, v, 90, 110)):
@@ -212,9 +203,9 @@ def test_with_all_components_it_is_the_oracle_of_mean_logits(generated: str) -> 
 def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in random_tokens(6, 2, 60))
     row = row_of(
-        SparQ, PUBLISHED, trace_of(k, v, 6, 50), request(tokens=40, comm="1/16"), Regions(0, 6, 200, 1)
+        SparQ, PUBLISHED, trace_of(k, v, 6, 50), request(tokens=40, comm="1/16"), SparQ.Plan(0, 6, 200, 1)
     )  # fmt: skip
-    full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
+    full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
     for (out, attended), (expected, _) in zip(run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True):
         assert attended.all()
         assert row.covered is None
@@ -225,7 +216,7 @@ def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -
 def test_the_whole_budget_is_full_attention_though_comm_pays_for_nothing() -> None:
     q, k, v = random_tokens(6, 2, 60)
     row = row_of(SparQ, PARAMS, trace_of(k, v, 6, 50), request("1", comm="0"))
-    full = built(Full(Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
+    full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
     for (out, _), (expected, _) in zip(run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True):
         assert torch.equal(out, expected)
 
@@ -244,7 +235,7 @@ def test_what_is_missing_goes_to_the_mean_of_v() -> None:
     # All logits are zero: k + 1 of n tokens have that share of the mass, and attention is their plain mean.
     q, k, v = random_tokens(2, 1, 40)
     q = torch.zeros_like(q)
-    row = row_of(SparQ, PUBLISHED, trace_of(k, v, 2, 39), request(tokens=12, comm="1/8"), Regions(0, 4, 9, 2))
+    row = row_of(SparQ, PUBLISHED, trace_of(k, v, 2, 39), request(tokens=12, comm="1/8"), SparQ.Plan(0, 4, 9, 2))
     out, attended = run(row, q, k, v, 39, 40)[0]
     assert attended.sum(-1).tolist() == [13, 13]
     torch.testing.assert_close(row.covered, torch.full((1, 1, 2), 13 / 40))
@@ -295,7 +286,7 @@ def test_covered_mass_counts_each_attended_token_once() -> None:
 def test_both_layouts_read_the_same_components() -> None:
     q, k, v = random_tokens(6, 2, 50)
     trace = trace_of(k, v, 6, 30)
-    plans = [Regions(2, 4, 6, 3)] * 3
+    plans = [SparQ.Plan(2, 4, 6, 3)] * 3
     rows = [row_of(SparQ, PARAMS, trace, request(tokens=12, comm="1"), plan) for plan in plans]
     for t in range(20):
         tq, tk, tv = (x[:, :, 30 + t : 31 + t] for x in (q, k, v))
@@ -394,7 +385,7 @@ def test_a_plain_cache_moves_whole_keys() -> None:
 def test_fetched_tokens_go_through_the_block_cache() -> None:
     q, k, v = random_tokens(6, 2, 64)
     cache = BlockCacheSpec(32, 4, 8, "lfu")
-    plan = Regions(4, 9, 12, 2)
+    plan = SparQ.Plan(4, 9, 12, 2)
     row = row_of(SparQ, PARAMS, trace_of(k, v, 6, 60), request(tokens=24, comm="1/8"), plan, 64, cache)
     for t in range(4):  # the same query again: what was fetched is cached by then
         step(row, q[:, :, 60:61], k[:, :, 60 + t : 61 + t], v[:, :, 60 + t : 61 + t], t + 1)

@@ -7,7 +7,7 @@ import torch
 
 from engine.budget import resolve
 from engine.errors import ConfigError
-from methods.streamingllm import Ends, StreamingLLM
+from methods.streamingllm import StreamingLLM
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = StreamingLLM.Params(4, "inside", "original")
@@ -26,7 +26,7 @@ def run_vectors(path: Path) -> list[Check]:
     else:
         # One token, lest a short prompt be a whole budget; the case says what is kept.
         params = replace(params, n_sink=0)
-        ends = Ends(meta["sinks"], meta["recent"])
+        ends = StreamingLLM.Plan(meta["sinks"], meta["recent"])
         row = row_of(StreamingLLM, params, trace, request(tokens=1), ends)
         problem = check_rolling(row, x, meta["T"])
     return [(path.stem, problem)]
@@ -93,7 +93,7 @@ def test_compensation_buys_half_of_comm_in_tokens() -> None:
     _, k, v = tokens(400)
     row = row_of(StreamingLLM, PARAMS, trace_of(k, v, 4), request(ratio="1/10", comm="1/64"))
     assert row.budget.nominal_tokens == 40
-    assert row.plan == Ends(4, 40 + 3 - 4 + 1)  # 400/128 = 3.1 tokens more
+    assert row.plan == StreamingLLM.Plan(4, 40 + 3 - 4 + 1)  # 400/128 = 3.1 tokens more
 
 
 def test_a_budget_of_sinks_alone_is_refused() -> None:

@@ -18,22 +18,17 @@ from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods import xkv
+from methods.allocators import by_need, by_need_until, by_shares
+from methods.scorers import keep_top, pool_scores, reduce_group
 from methods.xkv import (
     XKV,
-    Sizes,
-    allocate_target,
-    allocate_total,
     average_shares,
-    group_scores,
     layer_vector,
-    pooled_scores,
     profile,
     retention_ratio,
-    share_out,
     tokens_for,
-    top_tokens,
 )
-from tests.vectors import Check, built, differs, first, request, row_of, step, trace_of
+from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0)
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "xkv").glob("*.npz"))
@@ -51,8 +46,8 @@ def run_vectors(path: Path) -> list[Check]:
 def check_allocation(x: dict[str, np.ndarray]) -> str | None:
     w, problems = torch.from_numpy(x["w"]), []
     for kind, given_by, allocate in (
-        ("total", "total_sizes", lambda value: allocate_total(w, int(value))),
-        ("target", "targets", lambda value: allocate_target(w, float(value))),
+        ("total", "total_sizes", lambda value: by_need(w, int(value))),
+        ("target", "targets", lambda value: by_need_until(w, float(value))),
     ):
         if given_by in x:
             ours = [allocate(value) for value in x[given_by]]
@@ -69,13 +64,13 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
     budget = request(tokens=n + ows)
     row = row_of(XKV, params, seen(trace_of(k, v, q.shape[1]), q, ows), budget)
     mass = window_scores(q[:, :, -ows:], k, q.shape[3] ** -0.5) / ows
-    per_head = pooled_scores(mass, params.kernel)
+    per_head = pool_scores(mass, params.kernel, "avg")
     problems = [
         differs("scores of query heads", per_head[0], x["w_query_head"], 1e-6),
-        differs("scores of KV heads", group_scores(per_head, h_kv)[0], x["w_kv_head"], 1e-6),
+        differs("scores of KV heads", reduce_group(per_head, h_kv, "mean")[0], x["w_kv_head"], 1e-6),
         differs("scores that a row has", row.scores(0)[0], x["w_kv_head"], 1e-6),
         differs("layer vector", row.weights[0], x["w_layer"], 1e-6),
-        differs("tokens of query heads", top_tokens(per_head, n)[0], x["index_query_head"]),
+        differs("tokens of query heads", keep_top(per_head, n)[0], x["index_query_head"]),
     ]
     for scope, heads in (("kv_head", h_kv), ("layer", h_kv), ("query_head", q.shape[1])):
         row = row_of(XKV, replace(params, index_scope=scope), row.trace, budget)
@@ -95,7 +90,7 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
 def check_shares(x: dict[str, np.ndarray]) -> str | None:
     reports = [{"n": counts.tolist()} for counts in x["sampled_lists"]]
     shares = average_shares(reports, seed=0, share=Fraction(1))
-    sizes = share_out(shares, int(x["total"]), [int(x["cap"])] * len(shares))
+    sizes = by_shares(shares, int(x["total"]), [int(x["cap"])] * len(shares))
     return first(
         differs("mean shares", shares, x["mean_share"], 1e-12),
         differs("final list", sizes, x["final_list"]),
@@ -109,7 +104,7 @@ def test_xkv_agrees_with_reference_vectors(path: Path) -> None:
 
 def seen(trace: Trace, q: torch.Tensor, ows: int = 8) -> Trace:
     """The trace, with its last queries observed in every layer."""
-    for layer in trace.shape.full_layers:
+    for layer in trace.shape.attention_layers:
         trace.observe(layer, LastQueries(ows), q, trace.keys(layer), trace.scales[layer])
     return trace
 
@@ -155,18 +150,18 @@ def tables(draw: st.DrawFn) -> torch.Tensor:
 @given(tables(), st.floats(0, 1))
 def test_the_greedy_loop_gives_the_same_list(weights: torch.Tensor, part: float) -> None:
     total = int(part * weights.numel())
-    counts = allocate_total(weights, total)
+    counts = by_need(weights, total)
     assert counts == greedy(weights, total)
     assert sum(counts) == total
 
 
 def even(n_layers: int, n_past: int, total: int) -> list[int]:
-    return share_out([1.0] * n_layers, total, [n_past] * n_layers)
+    return by_shares([1.0] * n_layers, total, [n_past] * n_layers)
 
 
 def pyramid(n_layers: int, n_past: int, total: int) -> list[int]:
     """Linearly less in higher layers, as PyramidKV has it."""
-    return share_out([float(n_layers - i) for i in range(n_layers)], total, [n_past] * n_layers)
+    return by_shares([float(n_layers - i) for i in range(n_layers)], total, [n_past] * n_layers)
 
 
 @given(st.integers(1, 8), st.integers(1, 60), st.floats(0, 1), st.integers(0, 1000))
@@ -175,28 +170,28 @@ def test_it_retains_at_least_what_uniform_and_pyramid_sizes_do(
 ) -> None:
     weights = torch.rand(n_layers, n_past, generator=torch.Generator().manual_seed(seed)) ** 4
     total = int(part * weights.numel())
-    best = mean_retention(weights, allocate_total(weights, total))
+    best = mean_retention(weights, by_need(weights, total))
     for schedule in (even, pyramid):
         assert best >= mean_retention(weights, schedule(n_layers, n_past, total)) - 1e-12
 
 
 @given(tables(), st.floats(0.01, 1))
 def test_a_target_is_reached_with_as_few_tokens_as_can_be(weights: torch.Tensor, r_avg: float) -> None:
-    counts = allocate_target(weights, r_avg)
+    counts = by_need_until(weights, r_avg)
     assert mean_retention(weights, counts) >= r_avg - 1e-9
     if r_avg < 1 and sum(counts) > 0:
-        fewer = allocate_total(weights, sum(counts) - 1)
+        fewer = by_need(weights, sum(counts) - 1)
         assert mean_retention(weights, fewer) < r_avg + 1e-9
 
 
 def test_a_target_of_one_keeps_everything() -> None:
     weights = torch.rand(7, 333, generator=torch.Generator().manual_seed(0))
-    assert allocate_target(weights, 1.0) == [333] * 7
+    assert by_need_until(weights, 1.0) == [333] * 7
 
 
 def test_ties_go_to_the_lower_layer() -> None:
     weights = torch.tensor([[1.0, 1.0, 2.0], [2.0, 1.0, 1.0]])
-    assert [allocate_total(weights, n) for n in range(5)] == [
+    assert [by_need(weights, n) for n in range(5)] == [
         [0, 0],
         [1, 0],
         [1, 1],
@@ -208,13 +203,13 @@ def test_ties_go_to_the_lower_layer() -> None:
 def test_a_layer_without_scores_counts_as_uniform() -> None:
     weights = torch.tensor([[0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 1.0, 1.0]])
     assert retention_ratio(weights, [1, 4]).tolist() == [0.25, 1.0]
-    assert allocate_total(weights, 5) == [4, 1]
+    assert by_need(weights, 5) == [4, 1]
 
 
 def test_no_layer_wins_by_its_mass() -> None:
     weights = torch.rand(4, 50, generator=torch.Generator().manual_seed(1))
     scale = torch.tensor([[1.0], [64.0], [0.125], [8.0]])
-    assert allocate_total(weights * scale, 60) == allocate_total(weights, 60)
+    assert by_need(weights * scale, 60) == by_need(weights, 60)
 
 
 def test_a_model_of_32_layers_and_128k_tokens_is_divided_within_a_second() -> None:
@@ -222,7 +217,7 @@ def test_a_model_of_32_layers_and_128k_tokens_is_divided_within_a_second() -> No
     seconds = []
     for _ in range(3):  # the best of three: test machines stall
         start = perf_counter()
-        counts = allocate_total(weights, 32 * 13_107)
+        counts = by_need(weights, 32 * 13_107)
         seconds.append(perf_counter() - start)
     assert sum(counts) == 32 * 13_107
     assert min(seconds) < 1
@@ -235,15 +230,15 @@ def test_a_model_of_32_layers_and_128k_tokens_is_divided_within_a_second() -> No
 def test_shared_out_tokens_sum_exactly_and_stay_below_the_caps(rows: list[tuple[float, int]], part: float) -> None:
     shares, caps = [share for share, _ in rows], [cap for _, cap in rows]
     total = int(part * sum(caps))
-    sizes = share_out(shares, total, caps)
+    sizes = by_shares(shares, total, caps)
     assert sum(sizes) == total
     assert all(0 <= size <= cap for size, cap in zip(sizes, caps, strict=True))
 
 
 def test_what_a_cap_cuts_off_goes_to_the_others_by_their_shares() -> None:
-    assert share_out([0.6, 0.2, 0.1, 0.1], 100, [40, 99, 99, 99]) == [40, 30, 15, 15]
-    assert share_out([0.25] * 4, 6, [9] * 4) == [2, 2, 1, 1]
-    assert share_out([1.0, 0.0, 0.0], 10, [4, 9, 9]) == [4, 3, 3]
+    assert by_shares([0.6, 0.2, 0.1, 0.1], 100, [40, 99, 99, 99]) == [40, 30, 15, 15]
+    assert by_shares([0.25] * 4, 6, [9] * 4) == [2, 2, 1, 1]
+    assert by_shares([1.0, 0.0, 0.0], 10, [4, 9, 9]) == [4, 3, 3]
 
 
 def test_the_averaged_tenth_is_drawn_by_its_seed() -> None:
@@ -260,15 +255,15 @@ def test_the_averaged_tenth_is_drawn_by_its_seed() -> None:
 
 def test_equal_scores_go_to_the_lower_position() -> None:
     scores = torch.tensor([[[1.0, 3.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]])
-    assert top_tokens(scores, 2).tolist() == [[[0, 1], [0, 1]]]
-    assert top_tokens(scores, 0).shape == (1, 2, 0)
-    assert top_tokens(scores, 4).tolist() == [[[0, 1, 2, 3]] * 2]
+    assert keep_top(scores, 2).tolist() == [[[0, 1], [0, 1]]]
+    assert keep_top(scores, 0).shape == (1, 2, 0)
+    assert keep_top(scores, 4).tolist() == [[[0, 1, 2, 3]] * 2]
 
 
 def test_heads_may_be_averaged_before_or_after_the_pooling() -> None:
     scores = torch.rand(1, 6, 40, generator=torch.Generator().manual_seed(0))
-    whole, grouped = pooled_scores(scores, 7), pooled_scores(group_scores(scores, 2), 7)
-    torch.testing.assert_close(group_scores(whole, 2), grouped)
+    whole, grouped = pool_scores(scores, 7, "avg"), pool_scores(reduce_group(scores, 2, "mean"), 7, "avg")
+    torch.testing.assert_close(reduce_group(whole, 2, "mean"), grouped)
     torch.testing.assert_close(layer_vector(whole), layer_vector(grouped), atol=1e-6, rtol=0)
 
 
@@ -276,14 +271,14 @@ def test_a_window_is_kept_and_counted_in_every_layer() -> None:
     trace = layers()
     row = row_of(XKV, PARAMS, trace, request(tokens=20))
     draw = torch.Generator().manual_seed(9)
-    for layer, n in enumerate(row.counts):
+    for layer, n in enumerate(row.counted):
         q, k, v = (torch.randn(1, heads, 1, 16, generator=draw) for heads in (4, 2, 2))
         step(row, q, k, v, 1, layer)
         attended = row.store.attended(layer)
         assert attended[:, -9:].all(), "the window and the current token"
         assert attended.sum(-1).tolist() == [n + 8 + 1] * 4
-    assert len(set(row.counts)) > 1
-    assert sum(row.counts) == 3 * (20 - 8)
+    assert len(set(row.counted)) > 1
+    assert sum(row.counted) == 3 * (20 - 8)
     assert row.store.ledger.within(row.budget, trace.shape)
 
 
@@ -314,7 +309,7 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
 @pytest.mark.parametrize("scope", ["kv_head", "layer", "query_head"])
 def test_a_layer_may_be_left_with_its_window(scope: str) -> None:
     row = row_of(XKV, replace(PARAMS, index_scope=scope), layers(), request(tokens=1))
-    assert row.counts == [0, 0, 0]
+    assert row.counted == [0, 0, 0]
     q, k, v = (torch.ones(1, heads, 1, 16) for heads in (4, 2, 2))
     step(row, q, k, v)
     assert row.store.attended(0).sum(-1).tolist() == [2] * 4
@@ -322,18 +317,18 @@ def test_a_layer_may_be_left_with_its_window(scope: str) -> None:
 
 def test_uniform_sizes_are_those_of_snapkv() -> None:
     row = row_of(XKV, replace(PARAMS, allocation="uniform"), layers(), request(tokens=20))
-    assert row.counts == [12, 12, 12]
+    assert row.counted == [12, 12, 12]
 
 
 def test_shares_by_hand_divide_the_same_total() -> None:
     params = replace(PARAMS, allocation="sampled", shares=(3.0, 2.0, 1.0))
-    assert row_of(XKV, params, layers(), request(tokens=20)).counts == [18, 12, 6]
+    assert row_of(XKV, params, layers(), request(tokens=20)).counted == [18, 12, 6]
 
 
 def test_the_quality_mode_ends_at_its_target_whatever_the_budget() -> None:
     params = replace(PARAMS, mode="quality", r_avg=Fraction(3, 4))
     small, large = (row_of(XKV, params, layers(), request(tokens=n)) for n in (5, 90))
-    assert small.counts == large.counts
+    assert small.counted == large.counted
     assert small.plan.ows == 8
     assert 0.75 <= small.report()["r_avg"] < 0.77
     assert XKV.label(params, request(tokens=5)) == "XKV (0.75 kept)"
@@ -342,8 +337,8 @@ def test_the_quality_mode_ends_at_its_target_whatever_the_budget() -> None:
 @pytest.mark.parametrize(("tokens", "ows"), [(1, 1), (5, 2), (8, 4), (9, 8)])
 def test_a_budget_no_larger_than_the_window_halves_it(tokens: int, ows: int) -> None:
     row = row_of(XKV, PARAMS, layers(), request(tokens=tokens))
-    assert row.plan == Sizes(ows, 3 * (tokens - ows))
-    assert sum(row.counts) == 3 * (tokens - ows)
+    assert row.plan == XKV.Plan(ows, 3 * (tokens - ows))
+    assert sum(row.counted) == 3 * (tokens - ows)
 
 
 @given(st.integers(2, 5000), st.fractions(Fraction(1, 50), 1), st.sampled_from(["0", "1/64"]))
@@ -365,7 +360,7 @@ def test_its_report_is_json_and_says_what_was_kept() -> None:
     trace = layers()
     row = row_of(XKV, replace(PARAMS, profile_bins=16), trace, request(tokens=20))
     report = json.loads(json.dumps(row.report(), allow_nan=False))
-    assert report["n"] == row.counts
+    assert report["n"] == row.counted
     assert report["r_avg"] == pytest.approx(sum(report["retention"]) / 3)
     assert report["compression_ratio"] == pytest.approx(20 / 120)
     assert [len(line) for line in report["w"]] == [16] * 3
@@ -379,7 +374,7 @@ def test_its_report_is_json_and_says_what_was_kept() -> None:
 
 def test_a_whole_prompt_has_nothing_to_report() -> None:
     trace = layers()
-    assert built(XKV(PARAMS, request(ratio="1"), trace, 4)).report() == {}
+    assert built(row_for(XKV, PARAMS, request(ratio="1"), trace, 4)).report() == {}
 
 
 def test_profiles_and_curves_of_a_uniform_layer_are_straight() -> None:

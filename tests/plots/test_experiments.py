@@ -67,7 +67,7 @@ def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke
         kind = load_class(ready.method)
         params = build_params(kind, ready.method.params, "method")
         for length in ready.task.params["lengths"]:
-            kind.plan_for(params, kind.budget_for(ready.budget, length), shape)
+            kind.variant_for(params, ready.budget, shape, length)
 
 
 @pytest.mark.parametrize("name", ["pqcache_table2", "pqcache_figure12a", "clusterkv_table1", "xkv_figure5"])

@@ -1,0 +1,60 @@
+"""What all methods share: a variant, and when it is full attention itself."""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from engine.budget import BudgetRequest, resolve
+from engine.shapes import ModelShape
+from methods.base import SelectiveAttention, Variant
+from tests.vectors import built, step, trace_of
+
+SHAPE = ModelShape("vectors", 1, 4, 2, 8, 1 << 20, (0,))
+
+
+class Halving(SelectiveAttention):
+    """Keeps every token, each at half its length: it attends to all and changes what it keeps."""
+
+    title = "Halving"
+    drops = True
+    changes = True
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+    def arrange(self, layer: int) -> None:
+        everything = torch.arange(self.trace.s_prompt).expand(1, self.trace.shape.h_kv, -1)
+        self.store.keep(layer, everything)
+        (part,) = self.store.resident(layer)
+        part.v.mul_(0.5)
+
+
+def variant(tokens: int, n_answer: int | None = None, method: type[SelectiveAttention] = Halving) -> Variant:
+    request = BudgetRequest(None, 60, Fraction(0))
+    budget = replace(resolve(request, 60, drops=True), tokens=tokens, n_answer=n_answer)
+    return Variant(method, method.Params(), budget, None)
+
+
+def test_full_attention_attends_to_all_changes_nothing_and_never_evicts() -> None:
+    unchanged = type("Unchanged", (Halving,), {"changes": False})
+    assert variant(60, method=unchanged).is_full
+    assert not variant(59, method=unchanged).is_full
+    assert not variant(60).is_full
+    assert not variant(60, n_answer=10, method=unchanged).is_full
+    assert variant(70, n_answer=10, method=unchanged).is_full
+
+
+def test_a_method_that_changes_what_it_keeps_is_asked_even_with_the_whole_prompt_in_its_budget() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 61, 8, generator=draw) for heads in (4, 2, 2))
+    trace = trace_of(k, v, 4, 60)
+
+    def out(method: type[SelectiveAttention]) -> Tensor:
+        row = built(variant(60, method=method).row(trace, 4))
+        return step(row, q[:, :, 60:], k[:, :, 60:], 0 * v[:, :, 60:])
+
+    unchanged = type("Unchanged", (Halving,), {"changes": False})
+    torch.testing.assert_close(out(Halving), out(unchanged) / 2)
