@@ -52,7 +52,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Access:
-    """One fetch, as `evals/accesses.py` keeps and replays it."""
+    """One fetch, as `evals/studies/accesses.py` keeps and replays it."""
 
     step: int
     layer: int

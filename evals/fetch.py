@@ -5,12 +5,12 @@ its place below the data folder, and its checksum. A checksum that nobody has pi
 the one of every large file at a commit. What has arrived is written down in `<benchmark>/fetched.json`, so that a
 second call finds it; a download that broke off goes on where it stopped.
 
-The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `evals/data.py` looks for files anyway.
+The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `evals/tasks/sources.py` looks for files anyway.
 $HF_ENDPOINT and $KVBENCH_GITHUB name mirrors of the two sites.
 
 To add a benchmark: a line in `SOURCES`.
 
-Not here: what the files mean (each task), and which of several folders is read (`evals/data.py`).
+Not here: what the files mean (each task), and which of several folders is read (`evals/tasks/sources.py`).
 """
 
 import argparse

@@ -7,7 +7,7 @@ the same as if the cell had run alone.
 Everything that can be wrong with a cell is found before a model is loaded, and what only the prompts can tell before
 the first prefill.
 
-Not here: what a folder is (`evals/results.py`), what a sample is (`evals/task.py`), how a row decodes (`engine`).
+Not here: what a folder is (`evals/results.py`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
 """
 
 import re
@@ -44,11 +44,8 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
-from evals import accesses
-from evals.latency import Latency, Timed
 from evals.logger import Copies
 from evals.progress import Progress, Standing
-from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.results import (
     EXACT,
     Holder,
@@ -67,8 +64,11 @@ from evals.results import (
     versions,
 )
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
-from evals.task import Sample, Task
-from evals.teach import Lesson, Mark, Taught
+from evals.studies import accesses
+from evals.tasks.base import Sample, Task
+from evals.tasks.forced import Lesson, Mark, Taught
+from evals.tasks.latency import Latency, Timed
+from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.width import room_bytes, variant_bytes, waves
 from methods.base import SelectiveAttention, Variant
 from methods.full import Full

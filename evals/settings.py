@@ -23,7 +23,7 @@ from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
 from engine.errors import ConfigError
 from evals.overrides import unknown_key
-from evals.prompt import CHATS, SCOPES
+from evals.tasks.prompt import CHATS, SCOPES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
