@@ -1,7 +1,7 @@
 """RULER: thirteen tasks that ask for what a long text hides, chains together or repeats.
 
-Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder. `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never
-            share a run.
+Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder.
+            `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
             `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files
             have it at the end of their text and are split there.
