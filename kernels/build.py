@@ -90,9 +90,9 @@ def build(name: str, at: str, folder: int, path: Path) -> int:
         file = open_trusted(folder, path.name)
         if file is not None:
             return file
-        for rest in os.listdir(folder):
-            if rest.startswith(MAKING):  # only who holds the lock makes such, so this one was killed
-                shutil.rmtree(rest, dir_fd=folder)
+        # Only who holds the lock makes such folders, so these are of killed compilers.
+        for rest in [name for name in os.listdir(folder) if name.startswith(MAKING)]:
+            shutil.rmtree(rest, dir_fd=folder)
         compile_library(name, at, folder, path)
         file = open_trusted(folder, path.name)
         if file is None:

@@ -159,3 +159,12 @@ def test_hashing_that_takes_long_is_said_once(
     assert "Hashing" in capsys.readouterr().err
     digest(checkpoint)
     assert capsys.readouterr().err == ""
+
+
+def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.model import embedded_file
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert digest(embedded_file()) == digests.first_digest_of(str(embedded_file())) == "f398b721a399"
