@@ -62,7 +62,7 @@ def read_json(path: Path, source: str) -> dict[str, Any]:
     """What a file of upstream's words holds; a damaged one is named, with its upstream `source`."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise ConfigError(f"{path} is no JSON ({error}); get it again from {source}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no JSON object; get it again from {source}")

@@ -603,6 +603,22 @@ def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: 
         assert kept["clustering"] == clustering
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", "[" * 100_000, '{"clustering": [[1]], "layers": 5}'])
+def test_a_damaged_profile_is_made_again(cache_home: Path, content: str) -> None:
+    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
+    profile = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
+    profile.path.write_text(content, encoding="latin-1")
+    made = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
+    assert [one[:2] for one in made.clustering] == [one[:2] for one in profile.clustering]
+    assert json.loads(profile.path.read_text())["layers"] == []
+
+
+def test_a_profile_that_cannot_be_kept_is_used_all_the_same(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
+    assert pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1).clustering
+
+
 def test_the_bound_follows_the_profile(tmp_path: Path) -> None:
     clustering = [(n, r, 1e-3 + 1e-6 * n * r) for n in (1000, 2000, 4000) for r in (3, 9)]
     layers = [(n, 2e-3 + 5e-6 * n + 1e-9 * n * n) for n in (1000, 2000, 4000)]

@@ -53,6 +53,13 @@ def test_a_missing_file_is_reported_with_folders_and_source(no_home: Path) -> No
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"a":' * 100_000])
+def test_a_damaged_file_of_words_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "words.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"words\.json .*; get it again from upstream"):
+        data.read_json(tmp_path / "words.json", "upstream")
+
+
 def test_embedded_prose_is_long_and_free_of_markup() -> None:
     prose = data.embedded_prose()
     assert len(prose) > 100_000
