@@ -133,7 +133,7 @@ class SnapKV(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         first = 0 if self.budget.is_full else self.trace.s_prompt - self.plan.window
-        return range(first, self.store.n_seen(layer))
+        return range(first, self.store[layer].n_seen)
 
     def report(self) -> dict[str, Any]:
         shrunk = not self.budget.is_full and self.plan.window < self.params.window

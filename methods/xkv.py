@@ -336,7 +336,7 @@ class XKV(SelectiveAttention):
         return share_out(shares, self.plan.total, [n_past] * n_layers)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
+        n = self.store[layer].n_seen
         return range(0 if self.budget.is_full else self.trace.s_prompt - self.plan.ows, n)
 
     def report(self) -> dict[str, Any]:
