@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.ledger import Entry
 from engine.meter import Meter
-from kernels.gather import flat_rows
+from kernels.gather import flat_rows, gather_tokens
 
 
 class Host:
@@ -162,16 +162,17 @@ class Layer:
         assert self.view is None, f"layer {self.index} holds its prompt as a view"
         assert self.n_window == self.n_seen - self.start > 0, f"layer {self.index} has a window that slid"
         positions = self.positions()  # (1, h_kv, n)
-        n_stay = positions.shape[-1] - slots.shape[-1]
-        fillers, holes = moves(slots, positions.shape[-1])
-        h_kv, n_slots = self.k.shape[1:3]
-        pairs = flat_rows(torch.cat([fillers, holes], -1), h_kv, n_slots).view(h_kv, 2, -1)
-        source, target = pairs[:, 0].flatten(), pairs[:, 1].flatten()
+        n, k = positions.shape[-1], slots.shape[-1]
+        holes, order = moves(slots, n)
+        rows = flat_rows(holes, self.k.shape[1], self.k.shape[2])
         for buffer in (self.k, self.v):
-            rows = buffer.view(-1, buffer.shape[-1])
-            rows.index_copy_(0, target, rows.index_select(0, source))
+            last = buffer[:, :, n - k : n]
+            last = last.clone() if order is None else gather_tokens(last, order)
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, rows, last.view(-1, last.shape[-1]))
+        last = positions[..., n - k :]
+        last = last if order is None else last.gather(-1, order)
         self.evictions = positions.gather(-1, slots)
-        self._keep(positions.scatter(-1, holes, positions.gather(-1, fillers))[..., :n_stay])
+        self._keep(positions.scatter(-1, holes, last)[..., : n - k])
 
     def drop_but(self, slots: Tensor) -> None:
         """After attention, drop for good all but the tokens in these ascending slots (k,), for all KV heads alike.
@@ -297,16 +298,15 @@ def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:
     return slots
 
 
-def moves(slots: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """From where to where tokens move when those in `slots` (1, h_kv, k) of `n` leave: twice (1, h_kv, k).
+def moves(slots: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
+    """Where the last k of n tokens go when those in `slots` (1, h_kv, k) leave, and which of them: twice (1, h_kv, k).
 
-    Tokens that stay and lie in the last k slots go to slots that become free in front of them. Where a head has fewer
-    of those than k, the other pairs are a slot and itself, of tokens that leave.
+    Those that stay go to the slots that become free in front of them. Where a head has fewer of them than k, the others
+    are tokens that leave, and go to where they are. An order of None stands for that of the last tokens.
     """
     k = slots.shape[-1]
-    last = torch.arange(n - k, n, device=slots.device)
     if k == 1:
-        return last.expand_as(slots), slots
+        return slots, None
     leaves = torch.zeros(*slots.shape[:-1], n, dtype=torch.uint8, device=slots.device)
     order = leaves.scatter_(-1, slots, 1)[..., n - k :].sort(dim=-1, stable=True).indices
-    return last[order], slots.sort(dim=-1).values
+    return slots.sort(dim=-1).values, order

@@ -81,8 +81,11 @@ class Meter:
             found = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
         elif self.blocks is not None:
             found = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
+        elif heads == h_kv:
+            found = n_tokens, 0, 0
         else:
-            found = n_tokens if heads == h_kv else len(distinct_tokens(idx, h_kv, n_seen)), 0, 0
+            marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
+            found = int(marks.count_nonzero()), 0, 0
         n_distinct, hits, hits_of_heads = found
         if self.has_cache:
             counts["cache_hits"] += hits
