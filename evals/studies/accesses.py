@@ -31,8 +31,9 @@ from rich.table import Table
 
 from engine.blocks import BlockCache, BlockCacheSpec
 from engine.errors import ConfigError
+from engine.meter import Access
 from engine.recent import RecentTokens
-from engine.store import Access, Store
+from engine.store import Store
 
 BLOCK_LEN = 128
 

@@ -137,8 +137,8 @@ def test_books_budget_and_promises_hold_at_every_step(name: str, ratio: str) -> 
             assert entry.attended == int(attended.sum())
             assert attended[:, list(row.protected(layer))].all()
             assert attended[:, -1].all(), "the current token is always attended to"
-            n_resident = row.store.n_seen(layer) - row.store.n_window(layer)
-            for idx in row.store.layers[layer].fetched:
+            n_resident = row.store[layer].n_seen - row.store[layer].n_window
+            for idx in row.store[layer].fetches:
                 for tokens in idx[0]:
                     real = tokens[tokens >= 0]
                     assert len(real) == len(real.unique()), "a token was fetched twice"
