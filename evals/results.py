@@ -26,10 +26,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
+from functools import cache, lru_cache
 from io import BytesIO
 from math import exp, fsum, isfinite, log
 from pathlib import Path
@@ -40,10 +41,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from engine.errors import ConfigError
+from evals.foreign import NoJson, read_bytes, refuse_depth
 
 SCHEMA_VERSION = 1
 EXACT = "exact"  # the prefill of every run that names no other
 N_RESAMPLES = 10_000
+LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
 KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result
 
@@ -85,40 +88,74 @@ METRICS = {  # by the name that a task declares; "score" without one
 
 # --- typed rows ---
 
-PLAIN = str | float | bool | None | list[Any] | dict[str, Any]
+Check = Callable[[Any], bool]
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return isfinite(value)
+    if isinstance(value, list):
+        return all(map(_is_plain, cast(list[Any], value)))
+    items = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
+    return all(isinstance(key, str) for key in items) and all(map(_is_plain, items.values()))
+
+
+def _check_of(hint: Any) -> Check:
     """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return _matches(value, PLAIN)
+        return _is_plain
     if origin is UnionType:
-        return any(_matches(value, arg) for arg in args)
+        checks = [_check_of(arg) for arg in args]
+        return lambda value: any(check(value) for check in checks)
     if origin is list:
-        return isinstance(value, list) and all(_matches(v, args[0]) for v in cast(list[Any], value))
+        inner = _check_of(args[0])
+        return lambda value: isinstance(value, list) and all(map(inner, cast(list[Any], value)))
     if origin is dict:
-        items = cast(dict[Any, Any], value).items() if isinstance(value, dict) else [(None, None)]
-        return all(isinstance(k, str) and _matches(v, args[1]) for k, v in items)
-    if isinstance(value, bool):
-        return hint is bool
+        inner = _check_of(args[1])
+        return lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(key, str) for key in cast(dict[Any, Any], value))
+            and all(map(inner, cast(dict[str, Any], value).values()))
+        )
     if hint is float:
-        return isinstance(value, int) or (isinstance(value, float) and isfinite(value))
-    return isinstance(value, hint)
+        return lambda value: (
+            not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and isfinite(value)))
+        )
+    return lambda value: isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+
+
+@cache
+def _checks(kind: type) -> tuple[tuple[str, Any, Check], ...]:
+    """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
+    return tuple((spec.name, spec.type, _check_of(spec.type)) for spec in fields(kind))
 
 
 def _check_types(row: Any) -> None:
     """ValueError with the first field of a dataclass whose value is not of the declared type."""
-    for spec in fields(row):
-        value = getattr(row, spec.name)
-        if not _matches(value, spec.type):
-            kind = spec.type.__name__ if isinstance(spec.type, type) else spec.type
-            raise ValueError(f"key {spec.name!r} is {value!r:.80}, not of type {kind}")
+    for name, hint, check in _checks(row.__class__):
+        value = getattr(row, name)
+        if not check(value):
+            kind = hint.__name__ if isinstance(hint, type) else hint
+            raise ValueError(f"key {name!r} is {value!r:.80}, not of type {kind}")
 
 
 def _check_choice(key: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"key {key!r} is {value!r}, not one of {', '.join(allowed)}")
+
+
+def _loads(text: str) -> Any:
+    """JSON of a run; ValueError where it is none, or nested more deeply than what is done with it can follow."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise NoJson("it is nested too deeply") from None
+    refuse_depth(found)
+    return found
 
 
 def _check_keys(data: Any, keys: Iterable[str]) -> dict[str, Any]:
@@ -185,7 +222,11 @@ class SampleRow:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        data = _check_keys(json.loads(line), ROW_KEYS - {"fields"})
+        return cls.from_data(_loads(line))
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        data = _check_keys(data, ROW_KEYS - {"fields"})
         known = {key: data.pop(key) for key in ROW_KEYS - {"fields"}}
         return cls(**known, fields=data)
 
@@ -277,7 +318,7 @@ class RunResult(RunFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = _check_keys(json.loads(text), ["schema_version"])
+        data = _check_keys(_loads(text), ["schema_version"])
         if data["schema_version"] != SCHEMA_VERSION:  # before the keys, which may be others there
             version = data["schema_version"]
             raise ValueError(f"schema_version is {version!r}; only {SCHEMA_VERSION} can be read")
@@ -343,17 +384,31 @@ def bootstrap_ci95(scores: Sequence[float], weights: Sequence[int] | None = None
         return [float(scores[0])] * 2 if n else None
     order = np.argsort(np.asarray(scores, dtype=np.float64), kind="stable")
     values = np.asarray(scores, dtype=np.float64)[order]
-    counts = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)[order]
+    counts = None if weights is None else np.asarray(weights, dtype=np.float64)[order]
+    weighted = values if counts is None else values * counts
+    means: list[Any] = []
+    for drawn in _first_draws(n) if n <= 256 else _draws(n):
+        part = weighted[drawn].mean(axis=1)
+        means.append(part if counts is None else part / counts[drawn].mean(axis=1))
+    # Without the bounds, rounding could put equal scores outside of their own interval.
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975]).clip(values[0], values[-1])
+    return [float(low), float(high)]
+
+
+def _draws(n: int) -> Iterator[Any]:
+    """Which samples each resample has, some resamples at a time."""
+    import numpy as np
+
     rng = np.random.default_rng(BOOTSTRAP_SEED + n)
     chunk = max(1, 1_000_000 // n)  # resamples at a time: 8 MB of indices
-    means = np.empty(N_RESAMPLES)
     for start in range(0, N_RESAMPLES, chunk):
-        part = means[start : start + chunk]
-        drawn = rng.integers(0, n, size=(len(part), n))
-        part[:] = (values * counts)[drawn].mean(axis=1) / counts[drawn].mean(axis=1)
-    # Without the bounds, rounding could put equal scores outside of their own interval.
-    low, high = np.quantile(means, [0.025, 0.975]).clip(values[0], values[-1])
-    return [float(low), float(high)]
+        yield rng.integers(0, n, size=(min(chunk, N_RESAMPLES - start), n))
+
+
+@lru_cache(maxsize=2)
+def _first_draws(n: int) -> tuple[Any, ...]:
+    """All of `_draws`, kept: a report asks for hundreds of intervals of as many samples; 20 MB at most each."""
+    return tuple(_draws(n))
 
 
 def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
@@ -458,13 +513,13 @@ def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], in
     for number, line in enumerate(lines, start=1):
         place = f"{path} line {number}"
         try:
-            json.loads(line if line.endswith(b"\n") else b"")
+            data = _loads(line.decode() if line.endswith(b"\n") else "")
         except ValueError:
             if number == len(lines):
                 break
             raise ConfigError(f"{place} is not JSON; delete it to run its sample again") from None
         try:
-            row = SampleRow.from_json(line.decode())
+            row = SampleRow.from_data(data)
         except ValueError as error:
             raise ConfigError(f"{place} is not a sample ({error}); delete it to run its sample again") from None
         if row.id in rows:
@@ -478,9 +533,9 @@ def read_samples(folder: Path) -> list[SampleRow]:
     """The rows of a finished run; ValueError with the file's name if one of them is not whole."""
     path = folder / "samples.jsonl"
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST_SAMPLES)
         rows, n_bytes = _parse_samples(path, content)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if n_bytes < len(content):
         raise ValueError(f"{path} ends within a line; run the same command again to complete it")
@@ -491,14 +546,21 @@ def read_runs(root: Path) -> list[tuple[Path, RunResult]]:
     """Every finished run below `root`, by folder; ValueError with the name of a damaged file."""
     runs: list[tuple[Path, RunResult]] = []
     for path in sorted(root.rglob("result.json")):
-        try:
-            result = RunResult.from_json(path.read_bytes().decode())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is not the result of a run: {error}") from None
-        if said := _disagreement(result, read_samples(path.parent)):
-            raise ValueError(f"{path} says {said}; run the same command again to repair it")
-        runs.append((path.parent, result))
+        runs.append((path.parent, read_run(path.parent)[0]))
     return runs
+
+
+def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
+    """A finished run and its rows; ValueError with the name of a damaged file."""
+    path = folder / "result.json"
+    try:
+        result = RunResult.from_json(read_bytes(path).decode())
+    except (ValueError, ConfigError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error}") from None
+    rows = read_samples(folder)
+    if said := _disagreement(result, rows):
+        raise ValueError(f"{path} says {said}; run the same command again to repair it")
+    return result, rows
 
 
 @dataclass(frozen=True)

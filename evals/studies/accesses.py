@@ -17,7 +17,6 @@ Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens tha
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from engine.errors import ConfigError
 from engine.meter import Access
 from engine.recent import RecentTokens
 from engine.store import Store
+from evals.foreign import CsvWriter
 
 BLOCK_LEN = 128
 
@@ -237,12 +237,13 @@ def main(words: Sequence[str] | None = None) -> int:
         view.add_row(found["run"], found["cache"], *rates, *sizes)
     console = Console()
     console.width = max(console.width, 120)
-    console.print(view)
+    console.print(view, markup=False)
     if asked.csv is not None:
         with asked.csv.open("w", newline="") as handle:
-            writer = csv.DictWriter(handle, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+            writer = CsvWriter(handle)
+            writer.writerow(rows[0])
+            for row in rows:
+                writer.writerow(row.values())
     return 0
 
 

@@ -4,12 +4,13 @@ Not here: anything that reads several runs (`plots/`), and a line at the model's
 since longer prompts are refused.
 """
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from evals.foreign import CsvWriter, one_line
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def pivot(rows: Sequence[Mapping[str, Any]]) -> Pivot:
 def write_table(path: Path, table: Pivot) -> None:
     """The pivot table as CSV; a cell without score is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
+        out = CsvWriter(file)
         out.writerow(["depth_percent", *table.lengths])
         for depth, scores in zip(table.depths, table.scores, strict=True):
             out.writerow([depth, *("" if math.isnan(score) else score for score in scores)])
@@ -55,6 +56,7 @@ def draw_heatmap(path: Path, table: Pivot, title: str) -> None:
     image = ax.imshow(table.scores, cmap=colours, vmin=0, vmax=1, aspect="auto")
     ax.set_xticks(range(len(table.lengths)), [str(n) for n in table.lengths], rotation=45)
     ax.set_yticks(range(len(table.depths)), [f"{depth:g}" for depth in table.depths])
-    ax.set(xlabel="Token limit", ylabel="Depth percent", title=title)
+    ax.set(xlabel="Token limit", ylabel="Depth percent")
+    ax.set_title(one_line(title), parse_math=False)
     figure.colorbar(image, ax=ax, label="Score")
     figure.savefig(path, dpi=120)
