@@ -5,7 +5,6 @@ A run may hold several datasets: its samples say which in `dataset`; without tha
 Not here: checks of a folder (`evals/results.py` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,9 +12,15 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from evals.results import EXACT, RunResult, SampleRow, read_runs, read_samples
+from evals.results import (
+    EXACT,
+    RunResult,
+    SampleRow,
+    read_config,
+    read_ledger,
+    read_runs,
+    read_samples,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,20 +90,15 @@ class Run:
         return {name: tuple(rows) for name, rows in parts.items()}
 
     def ledger(self) -> dict[str, list[Any]]:
-        """The columns of ledger.parquet; {} where the file was lost."""
-        path = self.folder / "ledger.parquet"
-        if not path.is_file():
-            return {}
-        parquet = importlib.import_module("pyarrow.parquet")  # slow to import and without types
-        return parquet.read_table(path, partitioning=None).to_pydict()
+        """The columns of ledger.parquet; {} where the file was lost or damaged."""
+        return read_ledger(self.folder, self.result)
 
 
 def load(root: Path) -> list[Run]:
     """Every finished run below `root`; ValueError with the name of a file that is damaged."""
     runs = []
     for folder, result in read_runs(root) if root.is_dir() else []:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        runs.append(Run(folder, result, tuple(read_samples(folder)), config))
+        runs.append(Run(folder, result, tuple(read_samples(folder)), read_config(folder)))
     return runs
 
 
