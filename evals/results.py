@@ -318,7 +318,8 @@ class RunResult(RunFacts):
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
-    ledger_crc32: str | None = field(default=None, compare=False)  # of ledger.parquet, as `finish` wrote it
+    # Of ledger.parquet; `finish` knows it, who summarises does not.
+    ledger_crc32: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -703,8 +704,8 @@ class RunFolder:
     def append(self, row: SampleRow, ledger: Mapping[str, Sequence[float]] | None = None) -> None:
         """Complete one sample: first its ledger (columns of equal length), then its line.
 
-        Killed between the two, a ledger without a line is left; the next `open` removes it. The
-        other order could leave a completed sample without its ledger. Killed within the line, the
+        Killed between the two, a ledger without a line is left, which the sample's next attempt
+        replaces. The other order could leave a completed sample without its ledger. Killed within the line, the
         newline is missing and the next `open` cuts it off. Either way the sample runs again.
         """
         assert self._finished is None, f"{self.path} is finished"
@@ -915,7 +916,7 @@ class RunFolder:
         for id in self._rows:
             self._part(id).unlink(missing_ok=True)
         for path in sorted(folder.iterdir()):
-            if path.name.endswith(MARK) or self._is_part(path):
+            if (path.name.endswith(MARK) and is_file(path)) or self._is_part(path):
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()

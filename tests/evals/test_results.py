@@ -790,6 +790,13 @@ def test_the_environment_is_plain_json() -> None:
     assert env["ram_bytes"] > 2**28 and peak_rss_bytes() > 2**20
 
 
+def test_git_is_asked_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.cache_clear()
+    environment()
+    monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
+    assert environment()["git_sha"] == environment()["git_sha"]
+
+
 def commit(root: Path) -> None:
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
