@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -84,6 +84,9 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
             results = run_cells(cells)
         except ConfigError as error:
             sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
+        except RunError as error:
+            refuse(error)
+            sys.exit(1)
         done.extend(results)
         return results
 

@@ -10,7 +10,6 @@ the first prefill.
 Not here: what a folder is (`evals/results.py`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
 """
 
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,6 +44,7 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
+from evals.files import file_stem
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.results import (
@@ -57,12 +57,10 @@ from evals.results import (
     combined,
     config_hash,
     environment,
-    git_sha,
     peak_rss_bytes,
     prompt_hash,
     run_name,
     summarise,
-    versions,
 )
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.studies import accesses
@@ -535,7 +533,8 @@ class Group:
         for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
             line = self.line(sample, prompt, cell, row, answer, decoded, prefill_s, mark)
             if row.store.accesses:
-                accesses.write(file_beside(cell, "accesses", sample, "npz"), row.store)
+                with self.file_beside(cell, "accesses", sample, "npz") as path:
+                    accesses.write(path, row.store)
             self.keep(cell, line, row)
 
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
@@ -546,7 +545,8 @@ class Group:
         timed = Timed(self.variant(cell, prompt), cell.sparsity)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.trace:
-            timing.record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                timing.record.write_chrome_trace(path)
         line = self.line(
             sample, prompt, cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.mark
         )  # fmt: skip
@@ -561,7 +561,8 @@ class Group:
         with recording(self.model.device) as record:
             yield
         for cell in cells:
-            record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                record.write_chrome_trace(path)
 
     def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
         """The sample's continuation, where the task feeds one."""
@@ -619,6 +620,12 @@ class Group:
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
         self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
 
+    @contextmanager
+    def file_beside(self, cell: Cell, what: str, sample: Sample, suffix: str) -> Iterator[Path]:
+        """A file of one sample in the run's folder, there when it is whole."""
+        with self.folders[cell.path].placing() as folder:
+            yield folder / f"{what}-{file_stem(sample.id)}.{suffix}"
+
     def standings(self) -> list[Standing]:
         """Scores so far, for whoever watches."""
         return [standing(cell, self.folders[cell.path].rows) for cell in self.cells]
@@ -629,7 +636,8 @@ class Group:
         folder.sort(self.ids)
         result = summarise(folder.rows, facts(cell, folder.rows))
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
-        cell.task.artifacts(folder.path, [row.to_dict() for row in folder.rows], title)
+        with folder.placing() as beside:
+            cell.task.artifacts(beside, [row.to_dict() for row in folder.rows], title)
         folder.finish(
             result,
             environment()
@@ -644,11 +652,6 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
     score = combined(rows, cell.task.metric)
     return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
-
-
-def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
-    """A file of one sample in the run's folder."""
-    return cell.path / f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', sample.id)}.{suffix}"
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
@@ -678,8 +681,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         comm_exact=show(settings.budget.comm),
         protocol=settings.scope,
         config_hash=config_hash(cell.config),
-        versions=versions(),
-        git_sha=git_sha(),
+        versions=environment()["versions"],
+        git_sha=environment()["git_sha"],
         peak_rss_bytes=peak_rss_bytes(),
         notes=notes,
         metric=cell.task.metric,

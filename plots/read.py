@@ -7,7 +7,6 @@ A run that is damaged is named on standard error and left out.
 Not here: checks of a folder (`evals/results.py` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
-import importlib
 import json
 import os
 import re
@@ -19,13 +18,9 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-import yaml
+from evals.foreign import one_line, refuse_depth
+from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run
 
-from engine.errors import ConfigError
-from evals.foreign import one_line, read_bytes, refuse_depth
-from evals.results import EXACT, RunResult, SampleRow, read_run
-
-YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
 FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "metric": str}
@@ -100,16 +95,10 @@ class Run:
 
     def ledger(self) -> dict[str, list[Any]]:
         """The columns of ledger.parquet; {} where the file was lost, or is damaged, which standard error says."""
-        path = self.folder / "ledger.parquet"
-        if not path.is_file():
-            return {}
-        arrow = importlib.import_module("pyarrow")  # slow to import and without types
-        parquet = importlib.import_module("pyarrow.parquet")
-        try:
-            return parquet.read_table(path, partitioning=None).to_pydict()
-        except (arrow.ArrowException, OSError) as error:
-            print(one_line(f"left out: {path} is no ledger ({error})"), file=sys.stderr)
-            return {}
+        columns = read_ledger(self.folder, self.result)
+        if not columns and (self.folder / "ledger.parquet").exists():
+            print(one_line(f"left out: {self.folder / 'ledger.parquet'} is damaged"), file=sys.stderr)
+        return columns
 
 
 def load(root: Path) -> list[Run]:
@@ -150,12 +139,12 @@ def read_one(folder: Path) -> Run:
                 raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
     path = folder / "config.yaml"
     try:
-        config = yaml.load(read_bytes(path).decode(), Loader=YAML)
+        config = read_config(folder)
         refuse_depth(config)  # aliases may make a tree without an end
         json.dumps(config, sort_keys=True, allow_nan=False)
-        if not isinstance(config, dict) or not isinstance(config.get("limit"), int | None):
-            raise ValueError("no object, or without a whole number as its limit")
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, ConfigError) as error:
+        if not isinstance(config.get("limit"), int | None):
+            raise ValueError("its limit is no whole number")
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {error}") from None
     return Run(folder, result, tuple(rows), config)
 

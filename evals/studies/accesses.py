@@ -3,9 +3,10 @@
     python run.py method=pqcache task=needle accesses=true out=runs/study
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
-A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder; a replay needs neither model nor prompt, so a
-sweep of policies takes seconds. It calls the caches that runs use (`engine/blocks.py`, `engine/recent.py`), look-up by
-look-up in the order of the run, each sample and layer from an empty cache, and gives the counts of its ledger.
+A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/files.py`); a replay
+needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
+(`engine/blocks.py`, `engine/recent.py`), look-up by look-up in the order of the run, each sample and layer from an
+empty cache, and gives the counts of its ledger.
 
 Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
           tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.
@@ -100,7 +101,7 @@ def write(path: Path, store: Store) -> None:
 def read(path: Path) -> Log:
     """A file that `write` made."""
     try:
-        with np.load(path) as file:
+        with path.open("rb") as handle, np.load(handle) as file:
             arrays = {name: file[name] for name in file.files}
         ends = arrays["ends"]
         cut = np.split(arrays["positions"].astype(np.int64), ends.reshape(-1)[:-1]) if ends.size else []
@@ -114,7 +115,8 @@ def read(path: Path) -> Log:
             for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
         ]
         return Log(int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    # A damaged archive ends in any of the errors of zipfile, zlib and numpy.
+    except Exception as error:
         raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None
 
 
