@@ -24,14 +24,17 @@ from typing import Any
 import torch
 import yaml
 
+from engine import checks
 from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import (
+    Letters,
     Model,
     digest_of,
     load,
     load_random,
+    load_tokenizer,
     locate,
     read_config,
     read_shape,
@@ -74,6 +77,7 @@ from methods.full import Full
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, ARCHITECTURES = ROOT / "runs", ROOT / "conf" / "architecture"
+MOST_COUNT = 10_000  # of anything that a task counts
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,23 @@ class Cell:
 
     def plan(self, s_prompt: int) -> Any:
         """The method's integers for a prompt of so many tokens; `ConfigError` where the budget is too small for it."""
-        budget = self.kind.budget_for(self.request, s_prompt)
-        return self.kind.plan_for(self.params, budget, self.shape)
+        with naming(self.settings):
+            budget = self.kind.budget_for(self.request, s_prompt)
+            return self.kind.plan_for(self.params, budget, self.shape)
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
+
+
+@contextmanager
+def naming(settings: Settings) -> Iterator[None]:
+    """Say of which variant it is that something is refused."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
@@ -162,9 +176,14 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         if key not in shapes:
             shapes[key] = look_up(settings)
         shape, digest = shapes[key]
-        kind.check(params, settings.budget, shape)
-        kind.check_cache(params, settings.cache)
+        with naming(settings):
+            kind.check(params, settings.budget, shape)
+            kind.check_cache(params, settings.cache)
         task.check(shape)
+        window = f"the window of model {shape.name!r}"
+        checks.sizes("method", params, shape.window, window)
+        checks.sizes("cache", settings.cache, shape.window, window)
+        checks.sizes("task", task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
         if task.teaches and settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
@@ -179,6 +198,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             config["data_digest"] = task.data_digest
         sparsity = sparsity_of(settings, kind)
         if sparsity is not None:
+            checks.sizes("prefill", sparsity, shape.window, window)
             config["prefill_version"] = sparsity.version
         path = place(settings, config)
         if path in seen:
@@ -293,6 +313,14 @@ class Models:
         return self.model
 
 
+def tokenizer_of(settings: Settings) -> Any:
+    """The model's tokenizer, before its weights are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return Letters()
+    return load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
 def load_model(settings: Settings) -> Model:
     spec, dtype, device = settings.model, settings.dtype, settings.device
     if settings.weights == "random":
@@ -324,9 +352,9 @@ class Group:
 
     def run(self, models: Models) -> None:
         """Ask every sample of every cell that has not answered it yet."""
-        self.model = models.get(self.first.settings)
-        self.read_samples(self.model.tokenizer)
+        self.read_samples(tokenizer_of(self.first.settings))
         todo = self.missing()
+        self.model = models.get(self.first.settings)
         n_done = self.n - len(todo)
         with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
             self.ask_all(todo)

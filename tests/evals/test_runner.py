@@ -321,3 +321,41 @@ def test_a_killed_run_goes_on_and_ends_the_same(cell: Any, checkpoint: Path, tmp
     assert ours == theirs
     assert expected.n_samples == 10
     assert (out / "ledger.parquet").read_bytes() == (whole / "ledger.parquet").read_bytes()
+
+
+# --- what is refused before weights are loaded ---
+
+
+def test_a_variant_that_the_budget_cannot_pay_is_named_before_weights_are_loaded(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(runner, "load", load)
+    for word in ("ratio=0.005", "budget=3"):
+        with pytest.raises(ConfigError, match=f"method=streamingllm {word}: "):
+            runner.run_cells([cell("method=streamingllm", "comm=0", word, *GRID, out=word[:5])])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=snapkv", "method.kernel=1000000000001"],
+        ["method=snapkv", "method.window=2049"],
+        ["method=xkv", "method.kernel=1000000000001"],
+        ["method=clusterkv", "method.cache_steps=100000000000"],
+        ["method=quest", "method.comm_mode=native", "method.page_len=1000000000000", "comm=1"],
+        ["method=infllm", "method.block_len=1000000000000", "ratio=1"],
+        ["method=streamingllm", "method.n_sink=1000000000000"],
+        ["cache.tokens=1000000000000"],
+        ["prefill=minference", "prefill.block=1000000000000"],
+        ["task.seeds=100000000000"],
+        ["task.depths=1000000000"],
+    ],
+    ids=" ".join,
+)
+def test_no_size_is_larger_than_the_models_window(cell: Any, words: list[str]) -> None:
+    words = [*[word for word in GRID if not word.startswith(words[-1].split("=")[0])], *words]
+    with pytest.raises(ConfigError, match=r"give at most|at most (2048|10000)"):
+        runner.prepare([cell(*words)])
