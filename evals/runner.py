@@ -24,15 +24,18 @@ from typing import Any
 import torch
 import yaml
 
+from engine import checks
 from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
 from engine.model import (
+    Letters,
     Model,
     digest_of,
     load,
     load_random,
+    load_tokenizer,
     locate,
     read_config,
     read_shape,
@@ -74,6 +77,7 @@ from methods.full import Full
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, ARCHITECTURES = ROOT / "runs", ROOT / "conf" / "architecture"
+MOST_COUNT = 10_000  # of anything that a task counts
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,22 @@ class Cell:
 
     def variant(self, s_prompt: int) -> Variant:
         """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
-        return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
+        with naming(self.settings):
+            return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
+
+
+@contextmanager
+def naming(settings: Settings) -> Iterator[None]:
+    """Say of which variant it is that something is refused."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
@@ -154,9 +168,14 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         if key not in shapes:
             shapes[key] = look_up(settings)
         shape, digest = shapes[key]
-        kind.check(params, settings.budget, shape)
-        kind.check_cache(params, settings.cache)
+        with naming(settings):
+            kind.check(params, settings.budget, shape)
+            kind.check_cache(params, settings.cache)
         task.check(shape)
+        window = f"the window of model {shape.name!r}"
+        checks.sizes("method", params, shape.window, window)
+        checks.sizes("cache", settings.cache, shape.window, window)
+        checks.sizes("task", task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
         if task.teaches and settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
@@ -171,6 +190,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             config["data_digest"] = task.data_digest
         sparsity = sparsity_of(settings, kind)
         if sparsity is not None:
+            checks.sizes("prefill", sparsity, shape.window, window)
             config["prefill_version"] = sparsity.version
         config = as_begun(settings, config)
         path = place(settings, config)
@@ -304,6 +324,14 @@ class Models:
         return self.model
 
 
+def tokenizer_of(settings: Settings) -> Any:
+    """The model's tokenizer, before its weights are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return Letters()
+    return load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
 def load_model(settings: Settings) -> Model:
     spec, dtype, device = settings.model, settings.dtype, settings.device
     if settings.weights == "random":
@@ -338,9 +366,9 @@ class Group:
 
     def run(self, models: Models) -> None:
         """Ask every sample of every cell that has not answered it yet."""
-        self.model = models.get(self.first.settings)
-        self.read_samples(self.model.tokenizer)
+        self.read_samples(tokenizer_of(self.first.settings))
         todo = self.missing()
+        self.model = models.get(self.first.settings)
         n_done = self.n - len(todo)
         with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
             self.ask_all(todo)

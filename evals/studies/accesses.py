@@ -237,7 +237,7 @@ def main(words: Sequence[str] | None = None) -> int:
         rates = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
         sizes = [f"{found[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
         view.add_row(found["run"], found["cache"], *rates, *sizes)
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names may look like either
     console.width = max(console.width, 120)
     console.print(view, markup=False)
     if asked.csv is not None:

@@ -392,7 +392,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names may look like either
     console.width = max(console.width, 120)
     console.print(show(rows), markup=False)
     if file is not None:

@@ -57,6 +57,7 @@ LAST_NAMES = (
 ).split()
 PROMPT_ROOM = 150  # tokens of wrapper and question; the longest, kamradt's in Llama-3 chat, has 90
 CHARACTERS = 64  # of a text are looked at for a token first; the longest tokens of blanks have 128, of prose 16
+MOST_DEPTHS = 1_000  # that a number stands for
 NEEDLE_ROOM = 100  # tokens; every needle has 15 to 60 of them, whatever the tokenizer
 
 
@@ -228,6 +229,8 @@ class Params:
         self._check_random()
 
     def _check_grid(self) -> None:
+        if isinstance(self.depths, int) and self.depths > MOST_DEPTHS:
+            raise ConfigError(f"task.depths={self.depths} is more than anyone can look at; give at most {MOST_DEPTHS}")
         follows_window = self.lengths is None and not self.cells().lengths
         if not follows_window and min(self.cells().lengths, default=0) < self.shortest:
             raise ConfigError(
