@@ -73,7 +73,7 @@ class Progress:
     def __init__(self, title: str, n_samples: int, n_done: int, standings: Sequence[Standing] = ()) -> None:
         self.title, self.n_samples, self.n_done, self.n_before = title, n_samples, n_done, n_done
         self.standings = standings
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, markup=False, emoji=False)
         self.live: Live | None = None
         self.bars = Bars(
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),

@@ -18,7 +18,7 @@ import yaml
 from engine.errors import ConfigError
 from evals.foreign import printable
 from evals.results import SampleRow, read_config, read_samples
-from evals.settings import Part, build_params, load_class
+from evals.settings import Choice, build_params, load_class
 from evals.tasks.base import Sample, Task
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
@@ -38,7 +38,7 @@ def rescored(folder: Path) -> list[tuple[SampleRow, float]]:
 def judge_of(name: str, params: dict[str, Any]) -> Task:
     """The task with these parameters, able to score and to do nothing else."""
     target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
-    kind: Any = load_class(Part("task", name, target, params))
+    kind: Any = load_class(Choice("task", name, target, params))
     if kind.teaches or kind.alone:
         raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
     task = object.__new__(kind)  # without its __init__, which looks for data

@@ -62,7 +62,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class Part:
+class Choice:
     """A chosen method or task: its name, its class, and its parameters as the YAML has them."""
 
     group: str  # "method", "task", "prefill" or "logger"
@@ -121,10 +121,10 @@ POOLS = {"ray": RayPool, "submitit_slurm": SlurmPool}  # by the file in conf/hyd
 class Settings:
     """One run, as the user asked for it."""
 
-    method: Part
-    task: Part
+    method: Choice
+    task: Choice
     model: ModelSpec
-    prefill: Part | None  # None: exact attention
+    prefill: Choice | None  # None: exact attention
     budget: BudgetRequest
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
@@ -135,8 +135,8 @@ class Settings:
     weights: str  # "trained", or "random" where only time is asked for
     data_dir: str | None
     out: Path | None
-    logger: Part  # where a copy of a finished run goes
-    trace: bool  # write where the time went
+    logger: Choice  # where a copy of a finished run goes
+    profile: bool  # write where the time went; the key is `trace`
     accesses: bool  # write what was fetched
     is_sweep: bool  # then `out` is the parent of the run's folder
     max_variants: int | None  # decoded at once; None: as many as memory holds
@@ -167,9 +167,9 @@ class Settings:
         }
 
 
-def identity(part: Part) -> dict[str, Any]:
-    """What of a part identifies a run."""
-    return {"name": part.name, "params": dict(part.params)}
+def identity(choice: Choice) -> dict[str, Any]:
+    """What of a choice identifies a run."""
+    return {"name": choice.name, "params": dict(choice.params)}
 
 
 def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
@@ -183,8 +183,8 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
     same_names("", tree, KEYS)
     out = convert(tree["out"], Path | None, "out")
     return Settings(
-        method=part("method", names["method"], tree["method"]),
-        task=part("task", names["task"], tree["task"]),
+        method=choice("method", names["method"], tree["method"]),
+        task=choice("task", names["task"], tree["task"]),
         model=build(ModelSpec, tree["model"], "model"),
         prefill=prefill(names, tree["prefill"]),
         budget=BudgetRequest(
@@ -202,8 +202,8 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         weights=one_of("weights", tree["weights"], ("trained", "random")),
         data_dir=convert(tree["data_dir"], str | None, "data_dir"),
         out=out.expanduser() if out else None,
-        logger=part("logger", names.get("logger", "none"), tree["logger"]),
-        trace=convert(tree["trace"], bool, "trace"),
+        logger=choice("logger", names.get("logger", "none"), tree["logger"]),
+        profile=convert(tree["trace"], bool, "trace"),
         accesses=convert(tree["accesses"], bool, "accesses"),
         is_sweep=is_sweep,
         max_variants=max_variants(tree["sweep"]),
@@ -238,30 +238,30 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
     return build(POOLS[name], given, "hydra.launcher")
 
 
-def load_class(part: Part) -> type:
+def load_class(choice: Choice) -> type:
     """The class that a file of conf/ names in `_target_`. Imports its module, and so torch."""
-    module, _, name = part.target.rpartition(".")
-    package = KINDS[part.group].partition(".")[0]
+    module, _, name = choice.target.rpartition(".")
+    package = KINDS[choice.group].partition(".")[0]
     names = module.split(".")
     if names[0] != package or not all(map(str.isidentifier, names)):
-        return of_kind(part, None)  # whatever else could be imported is not even that
+        return of_kind(choice, None)  # whatever else could be imported is not even that
     try:
-        return of_kind(part, getattr(importlib.import_module(module), name, None))
+        return of_kind(choice, getattr(importlib.import_module(module), name, None))
     except ModuleNotFoundError as error:
         if not module.startswith(error.name or ""):
             raise  # the module is there; something that it needs is not
-        return of_kind(part, None)
+        return of_kind(choice, None)
 
 
-def of_kind(part: Part, found: Any) -> type:
-    """What was found under the name of a part's class, where it is what the part's group is made of."""
-    module, _, name = KINDS[part.group].rpartition(".")
+def of_kind(choice: Choice, found: Any) -> type:
+    """`found`, where it is a class of the kind that the choice's group is made of; else `ConfigError`."""
+    module, _, name = KINDS[choice.group].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     if inspect.isclass(found) and issubclass(found, kind) and not inspect.isabstract(found):
         return found
     package = module.partition(".")[0]
     raise ConfigError(
-        f"{part.group}._target_={part.target} is no {name} of {package}/; choose a file of conf/{part.group}"
+        f"{choice.group}._target_={choice.target} is no {name} of {package}/; choose a file of conf/{choice.group}"
     )
 
 
@@ -293,19 +293,19 @@ def refuse_missing(tree: Any, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{key} is not given; add {prefix}{key}=… to the command")
 
 
-def part(group: str, name: str, tree: Any) -> Part:
+def choice(group: str, name: str, tree: Any) -> Choice:
     """Split a group's tree into its class and its parameters."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("_target_"), str):
         raise ConfigError(f"no {group} is chosen; choose a file of conf/{group} with {group}=NAME")
-    return Part(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
+    return Choice(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
 
 
-def prefill(names: Mapping[str, str], tree: Any) -> Part | None:
+def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
     """The chosen prefill; None for the exact one, which has no class and no parameters."""
     if isinstance(tree, Mapping) and tree.get("_target_", "") is None:
         same_names("prefill", tree, ["_target_"])
         return None
-    return part("prefill", names.get("prefill", ""), tree)
+    return choice("prefill", names.get("prefill", ""), tree)
 
 
 def build(cls: type, tree: Any, group: str) -> Any:

@@ -26,22 +26,15 @@ from typing import Any
 
 from engine.errors import ConfigError, RunError
 from engine.model import load_tokenizer
+from evals.cells import RUNS, Cell, prepare
+from evals.lines import standing
+from evals.loop import Group, log, open_folders, results_of
+from evals.models import load_model
 from evals.progress import Progress, Standing
 from evals.results import RunFolder, RunResult, SampleRow
-from evals.runner import (
-    ROOT,
-    RUNS,
-    Cell,
-    Group,
-    load_model,
-    log,
-    open_folders,
-    prepare,
-    results_of,
-    standing,
-)
 from evals.settings import Pool, RayPool, Settings, SlurmPool
 
+ROOT = Path(__file__).resolve().parents[1]
 LOOK_SECONDS = 1.0  # between two looks at what the workers have answered
 
 

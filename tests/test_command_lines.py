@@ -18,7 +18,7 @@ from hypothesis import settings as budget_of
 from hypothesis import strategies as st
 
 from engine.shapes import ModelShape
-from evals import overrides, runner
+from evals import cells, overrides, runner
 from evals.overrides import CONF, config_groups
 from evals.settings import Settings
 from evals.tasks import sources as data
@@ -141,7 +141,7 @@ def embedded() -> Any:
         raise Prepared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "look_up", lambda settings: (SMOLLM2, "digest"))
+        patch.setattr(cells, "look_up", lambda settings: (SMOLLM2, "digest"))
         patch.setattr(runner, "run_cells", run_cells)
         patch.setattr(data, "data_roots", lambda folder: roots(folder) if folder else [])
         patch.setattr(overrides, "composed", once)

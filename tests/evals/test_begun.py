@@ -6,7 +6,7 @@ import pytest
 
 from engine import digests
 from engine.errors import ConfigError
-from evals import runner
+from evals import models
 from evals.runner import run_cells
 from tests.tiny_run import cell, save_tiny
 
@@ -32,7 +32,7 @@ def test_a_run_of_before_goes_on_only_with_the_checkpoint_of_before(
         return folder
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "digest_of", lambda where, _: digests.first_digest_of(where))
+        patch.setattr(models, "digest_of", lambda where, _: digests.first_digest_of(where))
         folder = run()
     first = digests.first_digest_of(str(model))
     assert first in (folder / "config.yaml").read_text()

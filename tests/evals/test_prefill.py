@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from engine.errors import ConfigError
-from evals import runner
+from evals import loop, models
 from evals.overrides import CONF, check_overrides
 from evals.results import RunResult, SampleRow, run_name
 from evals.settings import Settings, settings
@@ -103,7 +103,7 @@ def test_names_that_are_not_there_are_refused(words: list[str], says: str) -> No
 def test_what_no_prefill_can_do_is_refused_before_a_model_is_loaded(
     words: list[str], says: str, model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=says) as caught:
         run([*model, *NEEDLE, *words], tmp_path)
     assert "\n" not in str(caught.value)
@@ -120,13 +120,13 @@ def test_cells_share_a_pass_by_prefill_and_say_what_they_say_alone(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    ordinary = runner.prefill
+    ordinary = loop.prefill
 
     def counting(*args: Any) -> Any:
         passes.append(args[-1])
         return ordinary(*args)
 
-    monkeypatch.setattr(runner, "prefill", counting)
+    monkeypatch.setattr(loop, "prefill", counting)
     variants = [
         [*prefill, f"method={method}"] for prefill in (["prefill=exact"], SPARSE) for method in ("full", "snapkv")
     ]

@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.prefill import Trace
-from evals import runner
+from evals import loop, models, runner
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
 from evals.tasks.needle.task import Needle
@@ -144,7 +144,7 @@ def test_a_budget_with_room_for_fewer_sinks_says_so_in_the_samples(cell: Any) ->
 
 def test_the_same_command_again_loads_nothing(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(cell())
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a finished run loaded the model"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a finished run loaded the model"))
     assert run(cell()) == first
 
 
@@ -196,7 +196,7 @@ def test_limit_takes_the_first_samples(cell: Any) -> None:
 
 
 def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(loop, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match=r"task.lengths.*4000"):
         run(cell("task.lengths=[4000]"))
     monkeypatch.setattr(Needle, "check", lambda self, shape: None)
@@ -210,7 +210,7 @@ def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, mon
 def test_a_budget_too_small_for_a_prompt_is_refused_before_any_is_read(
     cell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(loop, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match="leaves nothing beside"):
         run(cell("method=streamingllm", "budget=4", "comm=0"))
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_run_says_so_in_one_sentence(
     cell: Any, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     if words[0].startswith("device") and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match=said):
@@ -291,7 +291,7 @@ def test_what_cannot_be_run_says_so_in_one_sentence(
 def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     cell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         run(cell(out="file/run"))
@@ -348,8 +348,8 @@ def test_a_plan_is_made_once_per_variant_and_length_and_a_prompt_is_encoded_once
         lengths.add(len(prompt.context_ids))
         return prompt
 
-    made_prompt = runner.encode
-    monkeypatch.setattr(runner, "encode", encode)
+    made_prompt = loop.encode
+    monkeypatch.setattr(loop, "encode", encode)
     variants = [("oracle", "1/5"), ("oracle", "1/2"), ("snapkv", "1/5"), ("pyramidinfer", "1/2")]
     run(*(cell(f"method={name}", f"ratio={ratio}", out=f"{name}-{i}") for i, (name, ratio) in enumerate(variants)))
     assert len(prompts) == 4 and set(prompts.values()) == {1}
@@ -365,7 +365,7 @@ def test_a_variant_that_the_budget_cannot_pay_is_named_before_weights_are_loaded
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setattr(models, "load", load)
     for word in ("ratio=0.005", "budget=3"):
         with pytest.raises(ConfigError, match=f"method=streamingllm {word}: "):
             runner.run_cells([cell("method=streamingllm", "comm=0", word, *GRID, out=word[:5])])

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 import evals
 from engine.errors import ConfigError
 from evals.overrides import CONF
-from evals.settings import Part, Settings, build_params, convert, load_class, settings
+from evals.settings import Choice, Settings, build_params, convert, load_class, settings
 
 
 def composed(*words: str) -> Settings:
@@ -211,7 +211,7 @@ def test_a_missing_parameter_is_named() -> None:
 
 @pytest.mark.parametrize("target", ["evals.nowhere.X", "evals.tasks.base.Nothing", "nothing", ""])
 def test_a_class_that_does_not_exist_is_named(target: str) -> None:
-    assert "task._target_" in refused(lambda: load_class(Part("task", "x", target, {})))
+    assert "task._target_" in refused(lambda: load_class(Choice("task", "x", target, {})))
 
 
 def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
@@ -220,7 +220,7 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
     monkeypatch.setattr(evals, "__path__", [*evals.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        load_class(Part("task", "x", "evals.broken_module.X", {}))
+        load_class(Choice("task", "x", "evals.broken_module.X", {}))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
 )  # fmt: skip
 def test_a_class_of_another_kind_is_refused_and_no_foreign_module_imported(group: str, target: str) -> None:
     before = set(sys.modules)
-    says = refused(lambda: load_class(Part(group, "x", target, {})))
+    says = refused(lambda: load_class(Choice(group, "x", target, {})))
     assert says.startswith(f"{group}._target_={target} is no ")
     assert not {"this", "tests.tiny"} & (set(sys.modules) - before)
 

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import ConfigError
-from evals import runner, shards
+from evals import loop, runner, shards
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import RayPool, Settings
 from evals.shards import Ended, Shard, Tail, ask_shard
@@ -103,30 +103,30 @@ def test_a_lost_worker_and_a_killed_command_leave_what_they_answered(
 ) -> None:
     """A worker dies behind its first sample, the command with it; another command takes that sample over."""
     runner.run_cells(cells("alone"))
-    keep, answered = runner.Group.keep, []
+    keep, answered = loop.Group.keep, []
 
     class Killed(BaseException):
         pass
 
-    def dying(self: runner.Group, one: Any, line: Any, row: Any) -> None:
+    def dying(self: loop.Group, one: Any, line: Any, row: Any) -> None:
         if len(answered) == len(VARIANTS) + 1:
             raise Killed
         keep(self, one, line, row)
         answered.append((one.path, line.id))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Group, "keep", dying)
+        patch.setattr(loop.Group, "keep", dying)
         use(patch, backwards)
         with pytest.raises(Killed):
             run_on_pool(cells("shards"))
     assert len(list((tmp_path / "shards").rglob("shards/*/samples.jsonl"))) == len(VARIANTS)
     again: list[str] = []
 
-    def noting(self: runner.Group, one: Any, line: Any, row: Any) -> None:
+    def noting(self: loop.Group, one: Any, line: Any, row: Any) -> None:
         again.append(f"{one.settings.method.name} {line.id}")
         keep(self, one, line, row)
 
-    monkeypatch.setattr(runner.Group, "keep", noting)
+    monkeypatch.setattr(loop.Group, "keep", noting)
     runner.run_cells(cells("shards"))  # in one process this time
     assert told(tmp_path / "shards") == told(tmp_path / "alone")
     assert len(again) == len(set(again)) == len(VARIANTS) * 6 - len(answered)
@@ -134,9 +134,9 @@ def test_a_lost_worker_and_a_killed_command_leave_what_they_answered(
 
 def test_a_retried_shard_asks_only_what_is_missing(cells: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.run_cells(cells("alone"))
-    keep, kept = runner.Group.keep, []
+    keep, kept = loop.Group.keep, []
 
-    def failing_once(self: runner.Group, one: Any, line: Any, row: Any) -> None:
+    def failing_once(self: loop.Group, one: Any, line: Any, row: Any) -> None:
         if len(kept) == len(VARIANTS):
             kept.append("")
             raise RuntimeError("the worker is gone")
@@ -150,7 +150,7 @@ def test_a_retried_shard_asks_only_what_is_missing(cells: Any, tmp_path: Path, m
             except RuntimeError:
                 yield shard, ask_shard(shard)
 
-    monkeypatch.setattr(runner.Group, "keep", failing_once)
+    monkeypatch.setattr(loop.Group, "keep", failing_once)
     use(monkeypatch, retrying)
     run_on_pool(cells("shards"))
     assert told(tmp_path / "shards") == told(tmp_path / "alone")

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
-from evals import runner
+from evals import models, runner
 from evals.results import read_runs
 from evals.settings import build_params
 from evals.table import table
@@ -333,7 +333,7 @@ def test_a_bad_line_is_named_and_refused_or_skipped_as_asked(
     file.write_bytes(b"\n".join([GOOD, bad, b'{"prompt": "Another one.", "id": 2}']) + b"\n")
     given = words(checkpoint, f"task.path={file}", "method=full", "task.steps=2")
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+        patch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
         with pytest.raises(ConfigError, match=rf"my\.jsonl, line 2: .*{said}"):
             run(given, tmp_path / "refused")
     result, rows = run([*given, "task.on_bad_row=skip"], tmp_path / "skipped")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params, load_class, part
+from evals.settings import build_params, choice, load_class
 from evals.tasks import prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SHAPE = ModelShape("tiny", 2, 4, 2, 8, 4096, (0, 1))
 TEXT = "It was the best of times, it was the worst of times. " * 3
 LONG = {"input": "Which one?", "context": TEXT, "answers": ["a", "b"], "length": 100, "dataset": "d",
@@ -138,7 +138,7 @@ def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
         given = given | {"path": str(folder / "mine.jsonl")}
     elif "source" in tree:
         given = given | {"source": "local"}
-    kind: Any = load_class(part("task", name, tree))
+    kind: Any = load_class(choice("task", name, tree))
     values = {key: value for key, value in tree.items() if key != "_target_"}
     task = kind(build_params(kind, values | given | {"on_bad_row": on_bad_row}, "task"), str(folder), 0)
     task.check(SHAPE)

@@ -12,7 +12,7 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals import runner
+from evals import models, runner
 from evals.results import SampleRow, combined, combined_ci95
 from evals.settings import build_params
 from evals.tasks.pg19 import PG19, curve
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_is_refused_before_a_model_is_loaded(
     checkpoint: Path, tmp_path: Path, name: str, content: bytes, said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         run(words(checkpoint, tmp_path / name, "method=full"), tmp_path / "run")

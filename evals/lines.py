@@ -1,0 +1,136 @@
+"""What is written of a sample and of a run: a line of samples.jsonl, the facts of result.json.
+
+Not here: how they are written (`evals/results`), means over samples (there, too).
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from engine.budget import show
+from engine.decode import Answer, Decoded
+from evals.cells import Cell
+from evals.progress import Standing
+from evals.results import (
+    EXACT,
+    RunFacts,
+    SampleRow,
+    combined,
+    config_hash,
+    environment,
+    peak_rss_bytes,
+    prompt_hash,
+)
+from evals.tasks.base import Sample
+from evals.tasks.forced import Mark
+from evals.tasks.prompt import Prompt
+from methods.base import SelectiveAttention
+
+
+def answer_line(
+    sample: Sample,
+    prompt: Prompt,
+    cell: Cell,
+    row: SelectiveAttention,
+    answer: Answer,
+    text: str,
+    decoded: Decoded,
+    prefill_s: float,
+    mark: Mark | None,
+) -> SampleRow:
+    """The line of a sample that was answered; `mark` where the task measured what the variant read, not a text."""
+    n_steps = len(prompt.question_ids) + len(answer.ids) - 1
+    steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
+    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers())
+    report, share = row.shortened() | row.report(), row.trace.share()
+    return SampleRow(
+        id=sample.id,
+        prompt_sha256=sample_hash(sample, prompt),
+        prompt_tokens=len(prompt),
+        original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
+        generated_tokens=len(answer.ids),
+        prediction=text,
+        references=list(sample.references),
+        score=cell.task.score(sample, text) if mark is None else mark.score,
+        status="ok",
+        error=None,
+        prefill_s=prefill_s,
+        decode_s=sum(steps),
+        tpot_s=sum(steps) / len(steps) if steps else None,
+        batch_rows=len(decoded.answers),
+        ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
+        fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
+        | ({} if mark is None else mark.fields)
+        | ({"metric": cell.task.metric} if cell.task.metric else {})
+        | ({} if share is None else {"prefill_share": share})
+        | ({"method_report": report} if report else {}),
+    )
+
+
+def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str) -> SampleRow:
+    """The line of a sample that did not fit."""
+    return SampleRow(
+        id=sample.id,
+        prompt_sha256=sample_hash(sample, prompt),
+        prompt_tokens=len(prompt),
+        original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
+        generated_tokens=0,
+        prediction="",
+        references=list(sample.references),
+        score=None,
+        status="oom",
+        error=reason,
+        prefill_s=None,
+        decode_s=None,
+        tpot_s=None,
+        batch_rows=1,
+        ledger={},
+        fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"},
+    )
+
+
+def sample_hash(sample: Sample, prompt: Prompt) -> str:
+    """Of what is read and what is fed."""
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
+
+
+def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
+    """A cell's score so far."""
+    score = combined(rows, cell.task.metric)
+    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
+
+
+def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
+    """What is known of a run beside its scores."""
+    settings, notes = cell.settings, list(cell.task.notes)
+    shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
+    if shares:
+        notes.append(f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate")
+    others = cell.shape.n_layers - len(cell.shape.attention_layers)
+    if others:
+        notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
+    return RunFacts(
+        method=settings.method.name,
+        method_label=cell.label,
+        params=dict(settings.method.params),
+        task=settings.task.name,
+        task_version=cell.task.version,
+        dataset=cell.task.dataset,
+        data_source=cell.task.data_source,
+        model=settings.model.name,
+        compressed_layers=list(cell.shape.attention_layers),
+        dtype=settings.dtype,
+        device=settings.device,
+        seed=settings.seed,
+        ratio_exact=None if settings.budget.ratio is None else show(settings.budget.ratio),
+        budget=settings.budget.tokens,
+        comm_exact=show(settings.budget.comm),
+        protocol=settings.scope,
+        config_hash=config_hash(cell.config),
+        versions=environment()["versions"],
+        git_sha=environment()["git_sha"],
+        peak_rss_bytes=peak_rss_bytes(),
+        notes=notes,
+        metric=cell.task.metric,
+        prefill=EXACT if settings.prefill is None else settings.prefill.name,
+        prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
+    )

@@ -1,0 +1,391 @@
+"""The loop over samples: one prefill for all cells that share a prompt, one batch to decode them, a line for each.
+
+Cells that agree on model, task, data, prefill, dtype and seed form a group. Per sample, the group's unfinished cells
+share one prefill and decode as rows of one batch. A cell's folder holds the same as if the cell had run alone.
+
+Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`), how a row decodes (`engine`).
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import yaml
+
+from engine.decode import Answer, decode
+from engine.errors import ConfigError
+from engine.prefill import Thinning, Trace, prefill
+from engine.spans import recording
+from evals.cells import Cell
+from evals.files import file_stem
+from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
+from evals.models import Models, tokenizer_of
+from evals.progress import Progress, Standing
+from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
+from evals.studies import accesses
+from evals.tasks.base import Sample
+from evals.tasks.forced import Lesson, Taught
+from evals.tasks.latency import Latency, Timed
+from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
+from evals.width import room_bytes, variant_bytes, waves
+from methods.base import SelectiveAttention, Variant
+
+
+class Group:
+    """Unfinished cells with one model, one task and the same samples.
+
+    `answered` are samples of cells that stand in no folder of this process.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        folders: Mapping[Path, RunFolder],
+        answered: Mapping[Path, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
+        # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
+        self.cells = [replace(cell, task=cells[0].task) for cell in cells]
+        self.folders, self.answered = folders, answered
+        self.first = self.cells[0]
+        self.started = datetime.now(UTC)
+        self.newlines: frozenset[int] | None = None
+        # Of samples that were checked and wait to be asked; packed, because tuples take nine times as much memory.
+        self.prompts: dict[str, tuple[array[int], array[int]]] = {}
+        self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
+
+    def run(self, models: Models) -> None:
+        """Let every cell answer the samples that it has not answered yet."""
+        self.read_samples(tokenizer_of(self.first.settings))
+        todo = self.missing()
+        self.model = models.get(self.first.settings)
+        n_done = self.n - len(todo)
+        with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
+            self.ask_all(todo)
+        for cell in self.cells:
+            self.finish(cell)
+
+    def read_samples(self, tokenizer: Any) -> None:
+        """Read the task's samples, in its order; the cells answer the first `n`."""
+        self.tokenizer = tokenizer
+        self.samples = self.first.task.samples(tokenizer)
+        limit = self.first.settings.limit
+        self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
+
+    def missing(self) -> list[int]:
+        """Places of the samples that some cell has not answered.
+
+        Raises `ConfigError` for samples that no cell can answer, before the first prefill.
+        """
+        self.ids: list[str] = []
+        todo = []
+        for i in range(self.n):
+            sample = self.samples[i]  # some tasks make it only now
+            self.ids.append(sample.id)
+            if self.check_sample(sample):
+                todo.append(i)
+        return todo
+
+    def ask_all(self, todo: Iterable[int]) -> None:
+        with self.model.hooked():
+            for i in todo:
+                self.ask(self.samples[i])
+
+    def title(self) -> str:
+        names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
+        methods = ",".join(names) if len(names) <= 3 else f"{len(self.cells)} variants"
+        return f"{self.first.task.name} {methods}"
+
+    def variant(self, cell: Cell, prompt: Prompt) -> Variant:
+        """What the cell is on prompts of this length, made once."""
+        key = (cell.path, len(prompt.context_ids))
+        if key not in self.variants:
+            self.variants[key] = cell.variant(len(prompt.context_ids))
+        return self.variants[key]
+
+    def encode(self, sample: Sample) -> Prompt:
+        settings = self.first.settings
+        if sample.ids is not None:
+            return Prompt(sample.ids, ())
+        return encode(
+            self.tokenizer,
+            sample,
+            chat=settings.model.chat,
+            system_prompt=settings.model.system_prompt,
+            scope=settings.scope,
+        )
+
+    def check_sample(self, sample: Sample) -> bool:
+        """Whether some cell has not answered this sample; raises `ConfigError` where one cannot."""
+        prompt = self.encode(sample)
+        longest = len(prompt) + sample.max_new_tokens
+        if longest > self.first.shape.window:
+            raise ConfigError(
+                f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to "
+                f"{sample.max_new_tokens}, more than the {self.first.shape.window} of model "
+                f"{self.first.settings.model.name!r}; use a shorter task or a longer model"
+            )
+        sha = sample_hash(sample, prompt)
+        missing = False
+        for cell in self.cells:
+            self.folders[cell.path].check_prompt(sample.id, sha)
+            self.variant(cell, prompt)
+            missing |= not self.has(cell, sample)
+        if missing:
+            self.prompts[sample.id] = array("i", prompt.context_ids), array("i", prompt.question_ids)
+        return missing
+
+    def has(self, cell: Cell, sample: Sample) -> bool:
+        is_elsewhere = sample.id in self.answered.get(cell.path, ())
+        return is_elsewhere or self.folders[cell.path].has(sample.id)
+
+    def ask(self, sample: Sample) -> None:
+        """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
+        prompt = Prompt(*map(tuple, self.prompts.pop(sample.id)))
+        todo = [cell for cell in self.cells if not self.has(cell, sample)]
+        self.lesson = self.lesson_of(sample, prompt)
+        for thinning, cells in self.by_prefill(todo, prompt).items():
+            for together in [[cell] for cell in cells] if self.first.task.alone else [cells]:
+                self.ask_together(sample, prompt, together, thinning)
+        self.progress.sample_done(sample.id, self.standings())
+
+    def by_prefill(self, cells: Sequence[Cell], prompt: Prompt) -> dict[Thinning | None, list[Cell]]:
+        """Cells that can share a pass over a prompt: all of them, but those that leave tokens out of it."""
+        shared: dict[Thinning | None, list[Cell]] = {}
+        for cell in cells:
+            shared.setdefault(self.variant(cell, prompt).thinning, []).append(cell)
+        return dict(sorted(shared.items(), key=lambda item: item[0] is not None))  # the ordinary pass first
+
+    def ask_together(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
+        """Let cells answer behind one pass over the prompt; where memory is short, one half and then the other."""
+        try:
+            if self.first.task.alone:
+                self.time(sample, prompt, cells[0])
+            else:
+                with self.profiled(sample, cells):
+                    self.answer(sample, prompt, cells, thinning)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = one_line(error)
+        free_memory()
+        if len(cells) == 1:
+            self.keep(cells[0], out_of_memory_line(sample, prompt, reason), None)
+            return
+        self.progress.say(
+            f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
+        )
+        left = [cell for cell in cells if not self.has(cell, sample)]
+        middle = (len(left) + 1) // 2
+        for half in filter(None, (left[:middle], left[middle:])):
+            self.ask_together(sample, prompt, half, thinning)
+
+    def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
+        """One prefill, one line per cell; one batch for all cells, or one per wave of those that fit into memory."""
+        n_new = len(prompt.question_ids) + sample.max_new_tokens
+        first, *others = self.waves(cells, prompt, n_new)
+        rows: list[SelectiveAttention] = []
+        build_seconds = 0.0
+
+        def build(trace: Trace, layer: int) -> None:
+            """Every variant takes the layer over while the prefill goes on with the next one."""
+            nonlocal build_seconds
+            start = perf_counter()
+            if not rows:
+                rows.extend(self.row(cell, prompt, trace, n_new) for cell in first)
+            for row in rows:
+                row.build(layer)
+            if others:
+                trace.hold(layer)
+            build_seconds += perf_counter() - start
+            self.progress.advance()
+
+        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.attention_layers))
+        observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
+        trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
+        prefill_s = trace.seconds - build_seconds
+        self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
+        for wave in others:
+            rows.clear()
+            rows.extend(self.row(cell, prompt, trace, n_new) for cell in wave)
+            for layer in trace.shape.attention_layers:
+                for row in rows:
+                    row.build(layer)
+            self.decode_wave(sample, prompt, wave, rows, trace, thinning, prefill_s)
+
+    def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
+        """The cell's variant on one sample, not built yet."""
+        row = self.variant(cell, prompt).row(trace, n_new)
+        if cell.settings.accesses:
+            row.store.accesses = []
+        return row
+
+    def waves(self, cells: Sequence[Cell], prompt: Prompt, n_new: int) -> list[Sequence[Cell]]:
+        """Cells that are decoded at once, by `sweep.max_variants` or by what fits into memory."""
+        model, element_bytes = self.model, self.model.dtype.itemsize
+        variants = [self.variant(cell, prompt) for cell in cells]
+        sizes = [variant_bytes(variant, model.shape, n_new, element_bytes) for variant in variants]
+        room = room_bytes(model.shape, len(prompt.context_ids), element_bytes, model.device)
+        return [cells[where] for where in waves(sizes, room, self.first.settings.max_variants)]
+
+    def decode_wave(
+        self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], rows: Sequence[SelectiveAttention],
+        trace: Trace, thinning: Thinning | None, prefill_s: float,
+    ) -> None:  # fmt: skip
+        """Decode built rows as one batch; write each cell's line."""
+        for row in rows:
+            row.complete()
+        lesson, feed, probe, beside = self.lesson, prompt.question_ids, None, []
+        if lesson is not None:
+            is_plain = thinning is None and self.first.sparsity is None
+            beside = lesson.beside(trace, is_plain)
+            feed, probe = lesson.feed, lesson.task.probe(sample, lesson, rows)
+        trace.settle()
+        n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
+        self.progress.stage(f"{sample.id}: answering, {len(rows)} at once", n_steps)
+        decoded = decode(
+            self.model, trace, [*rows, *beside],
+            max_new_tokens=0 if lesson else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
+            min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=probe,
+        )  # fmt: skip
+        marks = [None] * len(rows) if probe is None else probe.marks()
+        answers = decoded.answers[: len(rows)]
+        for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
+            text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
+            line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, mark)
+            if row.store.accesses:
+                with self.file_beside(cell, "accesses", sample, "npz") as path:
+                    accesses.write(path, row.store)
+            self.keep(cell, line, row)
+
+    def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
+        """The task's own passes, of this cell and of full attention in turn."""
+        task = cell.task
+        assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
+        self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
+        timed = Timed(self.variant(cell, prompt), cell.sparsity)
+        timing = task.measure(self.model, timed, sample, self.progress.advance)
+        if cell.settings.profile:
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                timing.record.write_chrome_trace(path)
+        line = answer_line(
+            sample, prompt, cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.mark
+        )
+        self.keep(cell, line, timing.row)
+
+    @contextmanager
+    def profiled(self, sample: Sample, cells: Sequence[Cell]) -> Iterator[None]:
+        """With `trace=true`, where the time went, as a file in each folder."""
+        if not self.first.settings.profile:
+            yield
+            return
+        with recording(self.model.device) as record:
+            yield
+        for cell in cells:
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                record.write_chrome_trace(path)
+
+    def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
+        """The sample's continuation, where the task feeds one."""
+        task = self.first.task
+        if not task.teaches:
+            return None
+        assert isinstance(task, Taught), f"{task.name} teaches and is no Taught"
+        return Lesson(self.model, task, sample, prompt, self.stops(sample))
+
+    def stops(self, sample: Sample) -> frozenset[int]:
+        chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
+        if sample.stop_at_newline and self.newlines is None:  # scans the vocabulary, once
+            self.newlines = newline_ids(self.model.tokenizer)
+        return stop_ids(self.model.tokenizer, self.model.hf.generation_config, sample, chat_used, self.newlines)
+
+    def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
+        self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
+
+    @contextmanager
+    def file_beside(self, cell: Cell, what: str, sample: Sample, suffix: str) -> Iterator[Path]:
+        """A file of one sample in the run's folder, there when it is whole."""
+        with self.folders[cell.path].placing() as folder:
+            yield folder / f"{what}-{file_stem(sample.id)}.{suffix}"
+
+    def standings(self) -> list[Standing]:
+        """Scores so far, for whoever watches."""
+        return [standing(cell, self.folders[cell.path].rows) for cell in self.cells]
+
+    def finish(self, cell: Cell) -> None:
+        """Summarise a cell's samples; its result is written last."""
+        folder, settings = self.folders[cell.path], cell.settings
+        folder.sort(self.ids)
+        result = summarise(folder.rows, facts(cell, folder.rows))
+        title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
+        with folder.placing() as beside:
+            cell.task.artifacts(beside, [row.to_dict() for row in folder.rows], title)
+        folder.finish(
+            result,
+            environment()
+            | {
+                "started": self.started.isoformat(timespec="seconds"),
+                "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+
+
+def open_folders(cells: Sequence[Cell], stack: ExitStack) -> dict[Path, RunFolder]:
+    """The cells' folders, locked until the stack is left, with all that earlier processes answered."""
+    folders: dict[Path, RunFolder] = {}
+    for cell in sorted(cells, key=lambda cell: cell.path):  # in one order: two processes must not wait for each other
+        text = yaml.safe_dump(cell.config, sort_keys=False, allow_unicode=True)
+        folder = RunFolder.open(cell.path, cell.config, text, on_wait=waiting(cell.path))
+        folders[cell.path] = stack.enter_context(folder)
+        for shard in folder.shards():
+            folder.take(shard, on_wait=waiting(shard))
+        for note in folder.notes:
+            log(note)
+    return folders
+
+
+def results_of(cells: Sequence[Cell], folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
+    """The result of each cell; all are finished."""
+    results = {}
+    for cell in cells:
+        result = folders[cell.path].finished
+        assert result is not None, f"{cell.path} was run and has no result"
+        results[cell.path] = result
+    return results
+
+
+def waiting(path: Path) -> Callable[[Holder], None]:
+    """What to say while another process works on the same folder."""
+    return lambda holder: log(f"{path} is in use by {holder}; waiting for it to end")
+
+
+def log(line: str) -> None:
+    """A line on standard error."""
+    Progress("", 0, 0).say(line)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whichever device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def free_memory() -> None:
+    """Give back what the failed attempt holds; its frames are gone once the handler was left."""
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

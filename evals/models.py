@@ -1,0 +1,88 @@
+"""Which model a cell runs on: its shape and digest before it is loaded, its tokenizer, its weights.
+
+Not here: how a model is loaded (`engine`).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.digests import digest_of
+from engine.model import (
+    Letters,
+    Model,
+    load,
+    load_random,
+    load_tokenizer,
+    locate,
+    read_config,
+    read_shape,
+    resolve_device,
+    resolve_dtype,
+    shape_of,
+)
+from engine.shapes import ModelShape
+from evals.settings import ModelSpec, Settings
+
+ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
+
+
+def resolve_hardware(settings: Settings) -> Settings:
+    """What `auto` stands for in device and dtype. Workers may have a GPU where this process has none."""
+    if settings.pool is not None and settings.device.startswith("cuda"):
+        return replace(settings, dtype="bfloat16" if settings.dtype == "auto" else settings.dtype)
+    device = resolve_device(settings.device)
+    return replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
+
+
+def look_up(settings: Settings) -> tuple[ModelShape, str]:
+    """A model's shape, and a short name of its weights, before they are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return shape_of(random_config(spec), spec.name), "random"
+    shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
+    return shape, digest_of(where, spec.revision)
+
+
+def random_config(spec: ModelSpec) -> Any:
+    """The architecture to draw weights for: as conf/architecture has it, else from where the model is."""
+    names = (spec.name, spec.name.removesuffix("-instruct"))
+    file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
+    given = None if file is None else yaml.safe_load(file.read_text())
+    return read_config(spec.id, given, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+class Models:
+    """The model that was loaded last: groups with the same one that follow each other load it once."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] | None = None
+        self.model: Any = None
+
+    def get(self, settings: Settings) -> Model:
+        key = (settings.model, settings.dtype, settings.device, settings.weights)
+        if key != self.key:
+            self.key = self.model = None  # there may be no room for two
+            self.model, self.key = load_model(settings), key
+        return self.model
+
+
+def tokenizer_of(settings: Settings) -> Any:
+    """The model's tokenizer, before its weights are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return Letters()
+    return load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+def load_model(settings: Settings) -> Model:
+    spec, dtype, device = settings.model, settings.dtype, settings.device
+    if settings.weights == "random":
+        return load_random(spec.name, random_config(spec), dtype=dtype, device=device)
+    return load(
+        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code,
+        dtype=dtype, device=device,
+    )  # fmt: skip
