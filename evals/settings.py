@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
 from engine.errors import ConfigError
+from evals import outside
 from evals.overrides import unknown_key
 from evals.prompt import CHATS, SCOPES
 
@@ -55,7 +56,7 @@ class Part:
 
     group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
-    target: str  # "methods.oracle.Oracle"
+    target: str  # "methods.oracle.Oracle", or of a user's own file "/path/to/mine.py:Mine@digest"
     params: Mapping[str, Any]
 
 
@@ -156,8 +157,9 @@ class Settings:
 
 
 def identity(part: Part) -> dict[str, Any]:
-    """What of a part identifies a run."""
-    return {"name": part.name, "params": dict(part.params)}
+    """What of a part identifies a run; of a file outside the repository its content does too."""
+    known = {"name": part.name, "params": dict(part.params)}
+    return known | ({"digest": part.target.rpartition("@")[2]} if outside.is_target(part.target) else {})
 
 
 def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
@@ -228,6 +230,8 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 def load_class(part: Part) -> type:
     """The class that a method's or task's `_target_` names. Imports its module, and so torch."""
+    if outside.is_target(part.target):
+        return outside.load(part.target)
     module, _, name = part.target.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -328,7 +332,11 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if hint in (str, Path) and (is_number or isinstance(value, str)):
         return hint(value if isinstance(value, str) else str(value))
     kinds = {bool: "true or false", int: "a whole number", float: "a number", Fraction: "a number"}
-    assert hint in kinds or hint in (str, Path), f"{key}: no conversion to {hint}"
+    if hint not in kinds and hint not in (str, Path):
+        raise ConfigError(
+            f"{key} is declared as {hint}, which no value can be given for; use bool, int, float, str, Fraction, Path, "
+            "Literal, or a tuple of these"
+        )
     raise ConfigError(f"{key}={word(value)} is not {kinds.get(hint, 'a text')}")
 
 
