@@ -19,7 +19,7 @@ from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.model import Model, load
 from engine.prefill import Trace, prefill
-from evals.data import embedded_prose
+from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
 from methods.full import Full
 from methods.oracle import Oracle

@@ -2,8 +2,8 @@
 
 Calibration first, half a minute, at prompts shorter than any that is predicted: how fast weights and K and V are
 read, what a layer costs beside them, and what searching and fetching cost per call, per method. Then the steps of five
-methods at three lengths are measured and compared with `evals.hardware.predict`. The bar is 25 %. What is measured is
-divided by the pace of the moment: a step of the calibration just before, relative to what it took then.
+methods at three lengths are measured and compared with `evals.studies.hardware.predict`. The bar is 25 %. What is
+measured is divided by the pace of the moment: a step of the calibration just before, relative to what it took then.
 
 Not here: prefill times, whose lanes a machine without an accelerator does not have.
 """
@@ -24,8 +24,8 @@ from engine.budget import BudgetRequest
 from engine.decode import attend_group, decode
 from engine.model import Model, load
 from engine.prefill import Trace, prefill
-from evals.data import embedded_prose
-from evals.hardware import FULL_REQUEST, Hardware, count, layers_of, method_of, predict
+from evals.studies.hardware import FULL_REQUEST, Hardware, count, layers_of, method_of, predict
+from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
 
 METHODS = ("full", "snapkv", "quest", "clusterkv", "sparq")

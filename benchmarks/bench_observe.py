@@ -20,7 +20,7 @@ from engine.budget import BudgetRequest
 from engine.model import Model, load
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace, prefill
-from evals.data import embedded_prose
+from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
 from methods.pyramidkv import PyramidKV
 from methods.snapkv import SnapKV

@@ -17,7 +17,7 @@ from engine.decode import decode
 from engine.model import load
 from engine.prefill import prefill
 from engine.spans import recording
-from evals.data import embedded_prose
+from evals.tasks.sources import embedded_prose
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from evals.progress import Progress
 from evals.results import peak_rss_bytes, read_samples
 from evals.runner import Group, Models, open_folders, prepare
 from evals.settings import Settings, settings
-from evals.task import Sample
+from evals.tasks.base import Sample
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = ("0.1", "0.2")

@@ -5,8 +5,8 @@
    error may be twice that of torch in the same dtype, both against float64; selections must be the same. Then time, and
    bytes over time as a share of the copy's.
 3. Whole methods: time to second token and per token of a model in Llama-3.1-8B's shape with random weights, beside full
-   attention, by length (`evals/latency.py`). What does not fit is `oom`, a result like any other; H2O's sums over the
-   whole prompt take the time that they take.
+   attention, by length (`evals/tasks/latency.py`). What does not fit is `oom`, a result like any other; H2O's sums over
+   the whole prompt take the time that they take.
 
 Rows go to benchmarks/gpu.csv with device and versions. `--device cpu --small` runs all of it in seconds, in Triton's
 interpreter (set TRITON_INTERPRET=1), to see that it runs; its times mean nothing.
@@ -37,9 +37,9 @@ from torch import Tensor
 from benchmarks.paired import commit
 from engine.budget import BudgetRequest
 from engine.model import Model, load_random, read_config
-from evals.hardware import FULL_REQUEST, method_of
-from evals.latency import Latency, Timed
 from evals.overrides import CONF
+from evals.studies.hardware import FULL_REQUEST, method_of
+from evals.tasks.latency import Latency, Timed
 from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
 from kernels.topk import top_stable, top_stable_ref
 

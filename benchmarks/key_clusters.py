@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.model import load
 from engine.observe import LastQueries
 from engine.prefill import Trace, prefill
-from evals.data import embedded_prose
+from evals.tasks.sources import embedded_prose
 from kernels.kmeans import draw_points, kmeans
 from methods.clusterkv import generator_for
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.model import Model, load
 from engine.observe import ColumnSums, LastQueries, window_scores
 from engine.prefill import Trace, prefill
-from evals.needle import Needle, Params
-from evals.prompt import encode
-from evals.task import Sample
+from evals.tasks.base import Sample
+from evals.tasks.needle.task import Needle, Params
+from evals.tasks.prompt import encode
 from methods.scorers import pool_scores, reduce_group
 
 WINDOW = 32

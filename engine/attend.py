@@ -4,7 +4,7 @@ A row of the batch attends to a few parts: what is resident, what was fetched. A
 together in memory, or rows of a cache that are read where they are. It holds KV heads, or query heads where every query
 head chose its own tokens.
 
-Not here: choosing tokens (`methods`), moving them (`engine/store.py`).
+Not here: choosing tokens (`methods`), moving them (`engine/layer.py`).
 """
 
 from dataclasses import dataclass, replace

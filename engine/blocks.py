@@ -4,7 +4,7 @@ One cache per layer, shared by its KV heads. It counts in *middle indices*, posi
 where the token's block is cached; after the step the most wanted blocks are taken in, the least frequent (LFU) or the
 longest unused (LRU) ones make room. Frequencies do not age and are forgotten at eviction.
 
-Not here: copying the blocks (`engine/store.py`).
+Not here: counting bytes (`engine/meter.py`).
 """
 
 from collections import Counter
@@ -47,7 +47,8 @@ class BlockCache:
     def __init__(self, spec: BlockCacheSpec) -> None:
         self.spec = spec
         self.capacity = spec.tokens // spec.block_len  # in blocks
-        self.frequency: dict[int, int] = {}  # cached block -> touches; ordered by the last touch, oldest first
+        # Cached block -> touches; ordered by the last touch, oldest first.
+        self.frequency: dict[int, int] = {}
 
     def access(self, middle: "Tensor", n_complete: int) -> tuple[int, int]:
         """Look up the middle indices of one step, (heads, k), then refill: hits, and blocks copied in.
@@ -78,6 +79,6 @@ class BlockCache:
         """Use `block`, taking it in where it is not cached."""
         if block not in self.frequency and len(self.frequency) >= self.capacity:
             oldest = next(iter(self.frequency))
-            rarest = min(self.frequency, key=lambda b: self.frequency[b])  # first among equals: the longest unused
+            rarest = min(self.frequency, key=lambda b: self.frequency[b])  # the oldest among equals
             del self.frequency[rarest if self.spec.policy == "lfu" else oldest]
         self.frequency[block] = self.frequency.pop(block, 0) + 1  # moves it to the end: most recent

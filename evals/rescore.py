@@ -18,7 +18,7 @@ import yaml
 from engine.errors import ConfigError
 from evals.results import SampleRow, read_samples
 from evals.settings import Part, build_params, load_class
-from evals.task import Sample, Task
+from evals.tasks.base import Sample, Task
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 

@@ -7,7 +7,7 @@ the same as if the cell had run alone.
 Everything that can be wrong with a cell is found before a model is loaded, and what only the prompts can tell before
 the first prefill.
 
-Not here: what a folder is (`evals/results.py`), what a sample is (`evals/task.py`), how a row decodes (`engine`).
+Not here: what a folder is (`evals/results.py`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
 """
 
 import re
@@ -27,6 +27,7 @@ import yaml
 
 from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
+from engine.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
 from engine.model import (
     Model,
@@ -44,11 +45,8 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
-from evals import accesses
-from evals.latency import Latency, Timed
 from evals.logger import Copies
 from evals.progress import Progress, Standing
-from evals.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.results import (
     EXACT,
     Holder,
@@ -67,8 +65,11 @@ from evals.results import (
     versions,
 )
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
-from evals.task import Sample, Task
-from evals.teach import Lesson, Mark, Taught
+from evals.studies import accesses
+from evals.tasks.base import Sample, Task
+from evals.tasks.forced import Lesson, Mark, Taught
+from evals.tasks.latency import Latency, Timed
+from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.width import room_bytes, variant_bytes, waves
 from methods.base import SelectiveAttention, Variant
 from methods.full import Full
@@ -173,6 +174,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         sparsity = sparsity_of(settings, kind)
         if sparsity is not None:
             config["prefill_version"] = sparsity.version
+        config = as_begun(settings, config)
         path = place(settings, config)
         if path in seen:
             raise ConfigError(f"two cells of this sweep are the same run ({path.name}); leave one of them out")
@@ -210,6 +212,24 @@ def look_up(settings: Settings) -> tuple[ModelShape, str]:
     shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
     return shape, digest_of(where, spec.revision)
+
+
+def as_begun(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """`config`; with the digest of earlier runs where such a run was begun, and the checkpoint not written to since.
+
+    They knew a local checkpoint by its files' ends, which cannot tell whether it was edited in between.
+    """
+    spec = settings.model
+    if settings.weights == "random":
+        return config
+    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
+    if not Path(where).exists():
+        return config
+    first = first_digest_of(where)
+    earlier = config | {"model_digest": first}
+    recorded = place(settings, earlier) / "config.yaml"
+    is_begun = recorded.is_file() and first.encode() in recorded.read_bytes()
+    return earlier if is_begun and changed_at(where) < recorded.stat().st_mtime else config
 
 
 def random_config(spec: ModelSpec) -> Any:

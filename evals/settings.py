@@ -24,7 +24,7 @@ from engine.budget import BudgetRequest, parse_fraction, show
 from engine.errors import ConfigError
 from evals import outside
 from evals.overrides import unknown_key
-from evals.prompt import CHATS, SCOPES
+from evals.tasks.prompt import CHATS, SCOPES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

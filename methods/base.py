@@ -189,7 +189,7 @@ class SelectiveAttention(ABC):
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         """What is attended to without a fetch."""
-        return self.store.resident(layer)
+        return self.store[layer].resident()
 
     @classmethod
     def step_rows(
@@ -203,16 +203,16 @@ class SelectiveAttention(ABC):
         """Append the current token of every row, select, fetch: the parts that each row attends to."""
         with span("append", layer):
             for i, row in enumerate(rows):
-                row.store.append(layer, k_new[i : i + 1], v_new[i : i + 1])
+                row.store[layer].append(k_new[i : i + 1], v_new[i : i + 1])
         parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
-        asking = [i for i, row in enumerate(rows) if row.store.can_fetch(layer)]
+        asking = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
         if asking:
             with span("search", layer):
                 asked = cls.select_rows([rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking])
             with span("fetch", layer):
                 for i, idx in zip(asking, asked, strict=True):
                     if idx is not None:
-                        parts[i] = [*parts[i], rows[i].store.fetch(layer, idx, cls.pads)]
+                        parts[i] = [*parts[i], rows[i].store[layer].fetch(idx, cls.pads)]
         return parts
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
@@ -279,7 +279,7 @@ class ScoringMethod(SelectiveAttention):
         self.store.keep(layer, best, n_window=self.ends()[1])
 
     def protected(self, layer: int) -> Sequence[int]:
-        n, n_first, n_last = self.store.n_seen(layer), *self.ends()
+        n, n_first, n_last = self.store[layer].n_seen, *self.ends()
         if self.variant.is_full:
             return range(n)
         return [*range(n_first), *range(self.trace.s_prompt - n_last, n)]

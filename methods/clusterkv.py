@@ -299,7 +299,7 @@ class ClusterKV(SelectiveAttention):
 
     def note(self, layer: int, clusters: Clusters, order: Tensor) -> None:
         """Keep the books of one selection."""
-        self.store.count("resident_meta_bytes", clusters.nbytes())
+        self.store[layer].meter.count("resident_meta_bytes", clusters.nbytes())
         if layer in self.hits:
             hits = self.hits[layer]
             hits.orders.append(order)
@@ -318,13 +318,13 @@ class ClusterKV(SelectiveAttention):
         """Once `decode_period` tokens have come, they become clusters and leave the device."""
         if (
             self.plan.n_decode_clusters
-            and self.store.can_fetch(layer)
-            and self.store.n_window(layer) == self.params.decode_period
+            and self.store[layer].can_fetch
+            and self.store[layer].n_window == self.params.decode_period
         ):
             if layer in self.hits:
                 self.fold_hits(layer)
             self.n_appended[layer] = self.n_appended.get(layer, 0) + 1
-            keys = self.store.kept_and_window(layer)[1].k[0]  # (h_kv, decode_period, d_h)
+            keys = self.store[layer].kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
             generator = generator_for(self.params.seed, layer, self.n_appended[layer])
             late = cluster_keys(
                 keys,
@@ -334,14 +334,14 @@ class ClusterKV(SelectiveAttention):
                 generator,
             )
             self.clusters[layer] = append_clusters(self.clusters[layer], late)
-            self.store.release(layer)
+            self.store[layer].release()
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        if not self.store.can_fetch(layer):
+        n = self.store[layer].n_seen
+        if not self.store[layer].can_fetch:
             return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
+        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

@@ -144,17 +144,17 @@ class H2O(ScoringMethod):
         assert weights is not None, "H2O learns from the weights"
         scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
         scores[..., :-1] += self.sums[layer]
-        self.store.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
+        self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
         if scores.shape[-1] > self.plan.tokens:
-            stop = self.store.n_seen(layer) - self.plan.n_recent
-            slots = weakest(scores, self.store.positions(layer), self.plan.n_sink, stop)
-            self.store.evict(layer, slots)
+            stop = self.store[layer].n_seen - self.plan.n_recent
+            slots = weakest(scores, self.store[layer].positions(), self.plan.n_sink, stop)
+            self.store[layer].evict(slots)
             scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
         self.sums[layer] = scores
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
+        n = self.store[layer].n_seen
         if self.variant.is_full:
             return range(n)
         past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1

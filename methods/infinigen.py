@@ -241,27 +241,27 @@ class InfiniGen(SelectiveAttention):
     def take_in(self, layer: int) -> Tensor:
         """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
         late, proxy = self.late[layer], self.proxies[layer]
-        t = self.store.n_seen(layer) - self.trace.s_prompt
-        key = self.store.generated(layer)[0][:, :, -1:].to(late.device)
+        t = self.store[layer].n_seen - self.trace.s_prompt
+        key = self.store[layer].generated()[0][:, :, -1:].to(late.device)
         late[:, t - 1 : t] = partial_keys(key, proxy.basis)
         return late[:, : t - 1]
 
     def count_resident(self, layer: int) -> None:
         """Partial keys, rows of the query's weights, A."""
         shape, n_channels = self.trace.shape, self.plan.n_channels
-        n_keys = self.store.n_seen(layer) if layer in self.late else self.trace.s_prompt
+        n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
         elements = shape.h_kv * n_keys * n_channels
         if self.params.lookahead:
             elements += shape.h * n_channels * shape.d_model
         if self.params.skew:
             elements += shape.h_kv * shape.d_h**2
-        self.store.count("resident_meta_bytes", ELEMENT_BYTES * elements)
+        self.store[layer].meter.count("resident_meta_bytes", ELEMENT_BYTES * elements)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        if not self.store.can_fetch(layer):
+        n = self.store[layer].n_seen
+        if not self.store[layer].can_fetch:
             return range(n)
-        return range(n - self.store.n_window(layer), n)
+        return range(n - self.store[layer].n_window, n)
 
     def report(self) -> dict[str, Any]:
         """Tokens selected, as a mean over steps and layers, and how often the budget bound and not `alpha`."""

@@ -194,24 +194,24 @@ class InfLLM(SelectiveAttention):
         return self.trace.turn(keys.transpose(0, 1), -positions).transpose(0, 1).contiguous()
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
-        parts = self.store.resident(layer)
+        parts = self.store[layer].resident()
         if layer in self.scores and self.params.repr_score == "logit":
             self.add_logits(layer, q, parts[0].k)
         if not self.turns:
             return parts
         assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
-        self.q_far = self.trace.turn(q, self.plan.n_local - self.store.n_seen(layer))
+        self.q_far = self.trace.turn(q, self.plan.n_local - self.store[layer].n_seen)
         whole = parts[0]
         n_far = whole.k.shape[2] - self.plan.n_local  # sinks and what fills no block yet
         if n_far <= 0:
             return parts
-        where = self.store.positions(layer)[0, :1, :n_far]
+        where = self.store[layer].positions()[0, :1, :n_far]
         far = Part(self.to_zero(whole.k[:, :, :n_far], where), whole.v[:, :, :n_far], q=self.q_far)
         return [far, Part(whole.k[:, :, n_far:], whole.v[:, :, n_far:])]
 
     def add_logits(self, layer: int, q: Tensor, keys: Tensor) -> None:
         """Add what the current query gives to the tokens behind it; `keys` are those of sinks and window."""
-        last = self.store.n_window(layer) - 1
+        last = self.store[layer].n_window - 1
         band = slice(max(0, last - self.plan.n_local), last)
         window = keys[0, :, self.plan.n_sink :][:, band].float()  # (h_kv, n, d_h)
         logits = q.float().view(len(window), -1, q.shape[-1]) @ window.mT
@@ -220,7 +220,7 @@ class InfLLM(SelectiveAttention):
     def select(self, layer: int, q: Tensor) -> Tensor | None:
         n_blocks, plan, shape = self.n_blocks[layer], self.plan, self.trace.shape
         means = self.means[layer][:n_blocks]
-        self.store.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
+        self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
         if n_blocks == 0:
             return None
         if n_blocks <= plan.k:
@@ -255,32 +255,32 @@ class InfLLM(SelectiveAttention):
         """Add up what local tokens got; where as many tokens as a block has are no longer local, they become one."""
         if layer not in self.scores:
             return out
-        plan, stop = self.plan, self.store.n_window(layer)
+        plan, stop = self.plan, self.store[layer].n_window
         if weights is not None:  # (1, h, n): sinks, window, what was fetched
             start = max(0, stop - plan.n_local)
             local = weights[0, :, plan.n_sink + start : plan.n_sink + stop]
             self.scores[layer][:, start:stop] += local
-        if plan.n_blocks(self.store.n_seen(layer)) > self.n_blocks[layer]:
+        if plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
             self.form_block(layer)
         return out
 
     def form_block(self, layer: int) -> None:
         """Make the window's oldest tokens a block on the host, for the next step on."""
         plan, n_blocks, scores = self.plan, self.n_blocks[layer], self.scores[layer]
-        keys = self.store.resident(layer)[0].k
+        keys = self.store[layer].resident()[0].k
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0
-        self.store.release(layer, plan.block_len)
+        self.store[layer].release(plan.block_len)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
+        n = self.store[layer].n_seen
         if self.variant.is_full:
             return range(n)
-        n_window = self.store.n_window(layer)
+        n_window = self.store[layer].n_window
         return [*range(min(self.plan.n_sink, n - n_window)), *range(n - n_window, n)]
 
     def report(self) -> dict[str, Any]:

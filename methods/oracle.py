@@ -102,9 +102,9 @@ class Oracle(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         if self.variant.is_full:
-            return range(self.store.n_seen(layer))
-        n = self.store.n_seen(layer)
-        return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
+            return range(self.store[layer].n_seen)
+        n = self.store[layer].n_seen
+        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
@@ -115,9 +115,9 @@ class Oracle(SelectiveAttention):
         chosen: list[Tensor | None] = []
         for i, row in enumerate(oracles):
             n = logits.shape[-1]
-            row.store.count("searched_bytes", key_bytes(row.trace.shape, n))
+            row.store[layer].meter.count("searched_bytes", key_bytes(row.trace.shape, n))
             mine = scores[row.params.agg][i : i + 1]
-            chosen.append(top_tokens(mine, row.plan.k, row.plan.n_sink, n - row.store.n_window(layer)))
+            chosen.append(top_tokens(mine, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window))
             if row.params.lost_mass == "spread":
                 row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
         return chosen
@@ -130,8 +130,8 @@ class Oracle(SelectiveAttention):
         if not dropped.any():
             return out
         lost = (self.weights * dropped).sum(-1).view(1, -1, 1, 1)
-        late = self.store.generated(layer)[1].to(out.device)  # the host has them
-        values = torch.cat([self.store.prompt_values(layer), late], 2).float()
+        late = self.store[layer].generated()[1].to(out.device)  # the host has them
+        values = torch.cat([self.trace.values(layer), late], 2).float()
         per_head = values.repeat_interleave(self.trace.shape.g, 1)  # (1, h, n, d_h)
         share = (dropped / dropped.sum(-1, keepdim=True)).view(1, *dropped.shape[:1], 1, -1)
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)
@@ -139,12 +139,12 @@ class Oracle(SelectiveAttention):
 
 def all_logits(stores: Sequence[Any], layer: int, q: Tensor, scale: float) -> Tensor:
     """Scaled logits of every row over the prompt and its own generated tokens, (n, h_kv, g, s) float32."""
-    keys = stores[0].prompt_keys(layer)  # (1, h_kv, s_prompt, d_h), the same tensor for all rows
+    keys = stores[0].trace.keys(layer)  # (1, h_kv, s_prompt, d_h), the same tensor for all rows
     h_kv, d_h = keys.shape[1], keys.shape[3]
     grouped = q.reshape(len(q), h_kv, -1, d_h).float()  # (n, h_kv, g, d_h)
     n, _, g, _ = grouped.shape
     over_prompt = grouped.transpose(0, 1).reshape(h_kv, n * g, d_h) @ keys[0].float().mT  # (h_kv, n * g, s_prompt)
     over_prompt = over_prompt.view(h_kv, n, g, -1).transpose(0, 1)
-    late = torch.cat([store.generated(layer)[0] for store in stores])  # (n, h_kv, t, d_h)
+    late = torch.cat([store[layer].generated()[0] for store in stores])  # (n, h_kv, t, d_h)
     over_late = grouped @ late.to(grouped).mT
     return torch.cat([over_prompt, over_late], -1) * scale

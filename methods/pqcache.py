@@ -237,7 +237,7 @@ class PQCache(SelectiveAttention):
         prompt = self.trace.host(layer)[0][0, :, start : min(stop, s)]
         if stop <= s:
             return prompt
-        late = self.store.generated(layer)[0][0, :, max(0, start - s) : stop - s]
+        late = self.store[layer].generated()[0][0, :, max(0, start - s) : stop - s]
         return late if start >= s else torch.cat([prompt, late], 1)
 
     # The adaptive bound.
@@ -279,16 +279,16 @@ class PQCache(SelectiveAttention):
 
     def select(self, layer: int, q: Tensor) -> Tensor | None:
         plan, store, shape = self.plan, self.store, self.trace.shape
-        n = store.n_seen(layer) - plan.n_sink - store.n_window(layer)
+        n = store[layer].n_seen - plan.n_sink - store[layer].n_window
         if n <= 0 or plan.k == 0:
             return None
         quantiser = self.with_codes(layer, n)
         centroids = quantiser.resident
         codes = quantiser.codes if self.lane is None else self.bring(layer, n)
-        store.count("moved_meta_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, n))
-        store.count("resident_meta_bytes", centroids.numel() * ELEMENT_BYTES)
+        store[layer].meter.count("moved_meta_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, n))
+        store[layer].meter.count("resident_meta_bytes", centroids.numel() * ELEMENT_BYTES)
         if n > quantiser.n_fit:  # this step's newest candidate was coded when it left the window
-            store.count("released_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, 1))
+            store[layer].meter.count("released_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, 1))
         if n <= plan.k:
             every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
             return every.expand(1, shape.h_kv, n)
@@ -313,7 +313,7 @@ class PQCache(SelectiveAttention):
             room = self.trace.s_prompt + self.store.n_new - n_sink
             quantiser = self.quantisers[layer] = with_room(quantiser, room)
             self.mine.add(layer)
-        keys = self.keys(layer, n_sink + quantiser.codes.n, self.store.n_seen(layer))
+        keys = self.keys(layer, n_sink + quantiser.codes.n, self.store[layer].n_seen)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
         return quantiser
 
@@ -321,7 +321,7 @@ class PQCache(SelectiveAttention):
         """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
         assert self.lane is not None
         here = self.lane.take(layer, self.quantisers[layer].codes)
-        layers = [at for at in self.trace.shape.attention_layers if self.store.can_fetch(at)]
+        layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
         above = layers[(layers.index(layer) + 1) % len(layers)]
         if above not in self.pending or self.pending[above].done():
             # Behind the last layer comes the first one of the next step, which has a candidate more.
@@ -332,21 +332,21 @@ class PQCache(SelectiveAttention):
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
         every = self.params.rebuild_every
-        if every and self.plan.k and self.store.can_fetch(layer):
-            n = self.store.n_seen(layer)
+        if every and self.plan.k and self.store[layer].can_fetch:
+            n = self.store[layer].n_seen
             if (n - self.trace.s_prompt) % every == 0:
                 if self.params.fit == "middle":
-                    n -= self.store.n_window(layer)
+                    n -= self.store[layer].n_window
                 old = self.with_codes(layer, 0)
                 self.pending[layer] = self.start(layer, n - self.plan.n_sink, old)
                 self.n_rebuilds += 1
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        if not self.store.can_fetch(layer):
+        n = self.store[layer].n_seen
+        if not self.store[layer].can_fetch:
             return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
+        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

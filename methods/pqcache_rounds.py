@@ -14,6 +14,7 @@ Not here: clustering itself (`kernels/pq_fit.py`), and who asks (`methods/pqcach
 """
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -28,9 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.model import cache_home
+from engine.digests import cache_home
 from engine.shapes import ModelShape
 from kernels.pq_fit import pq_fit
+
+logger = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 3, 300  # as the authors clip
 LENGTHS, ROUNDS = (1024, 2048, 4096, 8192), (3, 9)  # of the times that are measured
@@ -129,11 +132,14 @@ class Profile:
         self.save()
 
     def save(self) -> None:
-        """Write the file as a whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({"clustering": self.clustering, "layers": self.layers}, file)
-        Path(file.name).replace(self.path)
+        """Write the file as a whole or not at all; where it cannot be kept, times are taken again next time."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                json.dump({"clustering": self.clustering, "layers": self.layers}, file)
+            Path(file.name).replace(self.path)
+        except OSError as error:
+            logger.warning("times of clustering are not kept for the next run: %s", error)
 
 
 def profile_of(shape: ModelShape, device: torch.device, m: int, b: int, n_threads: int) -> Profile:
@@ -145,12 +151,21 @@ def profile_of(shape: ModelShape, device: torch.device, m: int, b: int, n_thread
     )
     key = sha256(json.dumps(made_of).encode()).hexdigest()[:16]
     path = cache_home() / "profiles" / f"pqcache-{key}.json"
-    if path.is_file():
-        kept = json.loads(path.read_text())
-        return Profile(path, [tuple(x) for x in kept["clustering"]], [tuple(x) for x in kept["layers"]])
+    if (kept := read_profile(path)) is not None:
+        return kept
     made = Profile(path, clustering_times(shape.h_kv * m, shape.d_h // m, 1 << b))
     made.save()
     return made
+
+
+def read_profile(path: Path) -> Profile | None:
+    """What is kept; None where nothing is, or nothing that can be read."""
+    try:
+        kept = json.loads(path.read_text())
+        clustering = [(int(n), int(rounds), float(t)) for n, rounds, t in kept["clustering"]]
+        return Profile(path, clustering, [(int(n), float(t)) for n, t in kept["layers"]])
+    except (OSError, ValueError, OverflowError, RecursionError, LookupError, TypeError):
+        return None  # the times are taken again
 
 
 def clustering_times(p: int, d_m: int, c: int) -> list[tuple[int, int, float]]:

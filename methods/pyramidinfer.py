@@ -283,14 +283,14 @@ class PyramidInfer(SelectiveAttention):
             return out
         said = self.answered[layer]
         said.take(weights[0].mean(0), self.plan.tail)
-        self.store.count("resident_meta_bytes", said.rows.nbytes)
+        self.store[layer].meter.count("resident_meta_bytes", said.rows.nbytes)
         stay = said.stay(self.plan.tail)
         if stay is not None:
-            self.store.drop_but(layer, stay)
+            self.store[layer].drop_but(stay)
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
+        n = self.store[layer].n_seen
         if self.plan is None:
             return range(n)
         return range(n - self.plan.tail if self.wants_weights else self.trace.s_prompt - self.plan.tail, n)

@@ -202,7 +202,7 @@ class Quest(SelectiveAttention):
 
     def candidates(self, layer: int) -> tuple[int, int]:
         """The first how many tokens are in pages that compete, and how many of these pages are fetched."""
-        n, variant = self.store.n_seen(layer), self.params.variant
+        n, variant = self.store[layer].n_seen, self.params.variant
         if not self.params.page_generated:
             return self.trace.s_prompt, self.plan.k(self.trace.s_prompt, variant)
         k = self.plan.k(n, variant)
@@ -231,17 +231,17 @@ class Quest(SelectiveAttention):
     def take_in(self, layer: int) -> None:
         """Widen the current page by the current token."""
         bounds = self.bounds[layer]
-        key = self.store.generated(layer)[0][:, :, -1:].to(bounds.kmin)
-        page, place = divmod(self.store.n_seen(layer) - 1, self.plan.page_len)
+        key = self.store[layer].generated()[0][:, :, -1:].to(bounds.kmin)
+        page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
         bounds.take_in(key, page, place == 0)
 
     def choose(self, layer: int, scores: Tensor, n: int) -> Tensor | None:
         """Tokens of the best pages by scores (1, h_kv, g, n_pages), of the first `n` tokens."""
         shape, n_pages, page_len = self.trace.shape, scores.shape[-1], self.plan.page_len
         of_page = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES  # bounds
-        paged = self.store.n_seen(layer) if self.params.page_generated else n
-        self.store.count("resident_meta_bytes", of_page * ceil(paged / page_len))
-        self.store.count("moved_meta_bytes", of_page * n_pages)
+        paged = self.store[layer].n_seen if self.params.page_generated else n
+        self.store[layer].meter.count("resident_meta_bytes", of_page * ceil(paged / page_len))
+        self.store[layer].meter.count("moved_meta_bytes", of_page * n_pages)
         k = min(self.candidates(layer)[1], n_pages)
         if k == 0:
             return None
@@ -250,15 +250,15 @@ class Quest(SelectiveAttention):
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """A full page leaves the window, and competes with the others from now on."""
         paged = self.params.page_generated and self.keeps_current
-        if paged and self.store.can_fetch(layer) and self.store.n_seen(layer) % self.plan.page_len == 0:
-            self.store.release(layer)
+        if paged and self.store[layer].can_fetch and self.store[layer].n_seen % self.plan.page_len == 0:
+            self.store[layer].release()
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        if not self.store.can_fetch(layer):
+        n = self.store[layer].n_seen
+        if not self.store[layer].can_fetch:
             return range(n)
-        return range(n - self.store.n_window(layer), n)
+        return range(n - self.store[layer].n_window, n)
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

@@ -147,22 +147,22 @@ class SparQ(SelectiveAttention):
             )
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
-        if not self.store.can_fetch(layer):
+        n = self.store[layer].n_seen
+        if not self.store[layer].can_fetch:
             return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store.n_window(layer), n)]
+        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
 
     # A decode step.
 
     def take_in(self, layer: int) -> None:
         """Add the current token to the columns and to the mean of V."""
-        keys, values = self.store.generated(layer)  # (1, h_kv, t, d_h)
+        keys, values = self.store[layer].generated()  # (1, h_kv, t, d_h)
         if layer in self.late:
             self.late[layer][:, :, keys.shape[2] - 1] = keys[0, :, -1]
         if layer in self.means:
             mean = self.means[layer]
             newest = values[:, :, -1:].to(mean)
-            self.means[layer] = mean + (newest - mean) / self.store.n_seen(layer)
+            self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
@@ -191,9 +191,9 @@ class SparQ(SelectiveAttention):
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
         """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
         shape = self.trace.shape
-        start, stop = self.plan.n_sink, scores.shape[-1] - self.store.n_window(layer)
+        start, stop = self.plan.n_sink, scores.shape[-1] - self.store[layer].n_window
         line = self.plan.r if self.params.layout == "columns" else shape.d_h
-        self.store.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
+        self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
         idx = top_stable(scores[..., start:stop], self.plan.k) + start
         # With everything selected nothing is missing, which sums in half precision would not quite say.
         if logits is None or idx.shape[-1] == stop - start:
@@ -253,7 +253,7 @@ def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tenso
     heads = torch.arange(0, h_kv * d_h, d_h).unsqueeze(1)
     where = (components.to(columns.device) + heads).view(n, -1)  # (n, h_kv * r)
     of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
-    t = rows[0].store.n_seen(layer) - s  # all rows are at the same position
+    t = rows[0].store[layer].n_seen - s  # all rows are at the same position
     late = [
         row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, mine) for row, mine in zip(rows, where, strict=True)
     ]
@@ -263,7 +263,7 @@ def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tenso
 def read_rows(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
     """The same from a plain cache, where a component lies apart from token to token."""
     keys = rows[0].trace.host(layer)[0]  # (1, h_kv, s_prompt, d_h), the same for all rows
-    late = torch.cat([row.store.generated(layer)[0] for row in rows])  # (n, h_kv, t, d_h)
+    late = torch.cat([row.store[layer].generated()[0] for row in rows])  # (n, h_kv, t, d_h)
     of = components.to(keys.device).unsqueeze(2)  # (n, h_kv, 1, r)
     head = torch.arange(keys.shape[1]).view(-1, 1, 1)
     row = torch.arange(len(rows)).view(-1, 1, 1, 1)

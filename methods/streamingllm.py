@@ -70,16 +70,16 @@ class StreamingLLM(SelectiveAttention):
         self.store.keep(layer, self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store.n_seen(layer)
+        n = self.store[layer].n_seen
         if self.variant.is_full:
             return range(n)
         return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, n - self.plan.n_recent), n)]
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
-        parts = self.store.resident(layer)
+        parts = self.store[layer].resident()
         if self.params.position == "original" or self.variant.is_full:
             return parts
-        sinks, window = self.store.kept_and_window(layer)
-        n_gone = self.store.n_seen(layer) - sinks.k.shape[2] - window.k.shape[2]
+        sinks, window = self.store[layer].kept_and_window()
+        n_gone = self.store[layer].n_seen - sinks.k.shape[2] - window.k.shape[2]
         assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
         return [replace(sinks, q=self.trace.turn(q, -n_gone)), window] if n_gone else parts

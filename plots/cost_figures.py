@@ -2,7 +2,7 @@
 
 Each function takes all runs and gives a list of figures, empty where the runs have nothing to show.
 
-Not here: predictions for other hardware (`evals/hardware.py`).
+Not here: predictions for other hardware (`evals/studies/hardware.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

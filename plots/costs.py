@@ -6,7 +6,7 @@ A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, 
 pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
 shortest. The CSV has a line per run, length and batch size, unrounded and with quartiles.
 
-Not here: what was measured (`evals/latency.py`), figures of it (`plots/cost_figures.py`).
+Not here: what was measured (`evals/tasks/latency.py`), figures of it (`plots/cost_figures.py`).
 """
 
 import argparse

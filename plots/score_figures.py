@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from evals.heatmap import pivot
 from evals.results import METRICS
+from evals.tasks.needle.heatmap import pivot
 from plots import style
 from plots.groups import (
     Group,

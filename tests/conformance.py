@@ -30,6 +30,7 @@ from engine.attend import Part
 from engine.budget import BudgetRequest, find_bytes, parse_fraction
 from engine.decode import decode
 from engine.errors import ConfigError
+from engine.layer import Layer
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals import outside
@@ -187,7 +188,7 @@ def answers(variants: Sequence[Variant], seed: int = 0, trace: Trace | None = No
 
 def decoded(variants: Sequence[Variant], trace: Trace) -> list[Said]:
     with torch.inference_mode():  # as in a run, where nothing stops who writes to the trace
-        rows = [built(careful(one.row(trace, N_NEW))) for one in variants]
+        rows = [careful(one.row(trace, N_NEW)) for one in variants]
     said = [Said(row, [], []) for row in rows]
 
     def look(step: int, speaking: int) -> None:
@@ -202,32 +203,39 @@ def decoded(variants: Sequence[Variant], trace: Trace) -> list[Said]:
 
 
 def careful(row: SelectiveAttention) -> SelectiveAttention:
-    """Check positions before the store reads there, and count what attention reads."""
-    store, shape, kind = row.store, row.trace.shape, type(row)
-    keep, fetch = store.keep, store.fetch
-    row.n_read = {}  # type: ignore[attr-defined]
+    """The row, built; positions are checked before the store reads there, and what attention reads is counted."""
+    store, keep, shape = row.store, row.store.keep, row.trace.shape
 
     def checked(call: str, layer: int, idx: Tensor, lowest: int, end: int) -> None:
-        where = f"layer {layer}: store.{call} got"
+        where = f"layer {layer}: {call} got"
         assert idx.dtype == torch.int64, f"{where} {idx.dtype}, and positions are int64"
         assert idx.ndim == 3 and idx.shape[0] == 1 and idx.shape[1] in (shape.h, shape.h_kv), (
             f"{where} positions of shape {tuple(idx.shape)}, and it is (1, h_kv or h, k) with h_kv {shape.h_kv} and "
             f"h {shape.h}"
         )
-        wrong = idx[(idx < lowest) | (idx >= end)]
-        assert len(wrong) == 0, f"{where} {listed(wrong.tolist())}, and positions are {lowest} to {end - 1}"
+        wrong = idx[(idx < lowest) | (idx >= end)].tolist()
+        assert not wrong, f"{where} {listed(wrong)}, and positions are {lowest} to {end - 1}"
 
     def checked_keep(layer: int, chosen: Any, n_window: int = 0, capacity: int | None = None) -> None:
         if not isinstance(chosen, int):
-            checked("keep", layer, chosen, 0, row.trace.s_prompt)
+            checked("store.keep", layer, chosen, 0, row.trace.s_prompt)
         keep(layer, chosen, n_window, capacity)
 
-    def checked_fetch(layer: int, idx: Tensor, padded: bool = False) -> Part:
-        checked("fetch", layer, idx, -1 if padded else 0, store.n_seen(layer))
-        return fetch(layer, idx, padded)
+    def with_checks(layer: Layer) -> None:
+        fetch = layer.fetch
 
-    store.keep, store.fetch = checked_keep, checked_fetch
-    row.__class__ = counting(kind)
+        def checked_fetch(idx: Tensor, padded: bool = False) -> Part:
+            checked("fetch", layer.index, idx, -1 if padded else 0, layer.n_seen)
+            return fetch(idx, padded)
+
+        layer.fetch = checked_fetch
+
+    store.keep = checked_keep
+    built(row)
+    for layer in store.layers.values():
+        with_checks(layer)
+    row.n_read = {}  # type: ignore[attr-defined]
+    row.__class__ = counting(type(row))
     return row
 
 
@@ -254,10 +262,10 @@ def n_tokens(part: Part, h: int) -> int:
 def look_at(row: Any, step: int, layer: int) -> Step:
     entry = next(e for e in reversed(row.store.ledger.entries) if e.layer == layer)
     assert entry.step == step, f"layer {layer} has no entry in the books for step {step}"
+    held = row.store[layer]
     return Step(
-        step, layer, row.store.attended(layer), row.store.positions(layer)[0].clone(),
-        [idx.clone() for idx in row.store.layers[layer].fetched], row.n_read[layer], entry.attended,
-        list(row.protected(layer)),
+        step, layer, held.attended(), held.positions()[0].clone(), [idx.clone() for idx in held.fetches],
+        row.n_read[layer], entry.attended, list(row.protected(layer)),
     )  # fmt: skip
 
 
@@ -479,7 +487,7 @@ def run(one: Subject, ratios: Sequence[str]) -> bool:
         broken += verdict == "BROKEN"
         print(f"{verdict:<8}{name}" + (f": {'as above' if why in told else why}" if why else ""))
         told.add(why)
-    print(f"{broken} of {len(checks)} properties {'is' if broken == 1 else 'are'} broken")
+    print(f"{broken} of {len(checks)} properties broken")
     return broken == 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests import golden_metrics
 from tests.engine import test_blocks, test_budget
-from tests.evals import test_gsm8k, test_infinitebench, test_longbench
+from tests.evals.tasks import test_gsm8k, test_infinitebench, test_longbench
 from tests.methods import (
     test_clusterkv,
     test_h2o,

@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from engine.decode import decode
 from engine.model import Model, load
 from engine.prefill import Trace, prefill
-from evals.data import embedded_prose
 from evals.results import read_samples
 from evals.runner import run_cells
 from evals.settings import Settings, settings
+from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
 from methods.full import Full
 from methods.oracle import Oracle

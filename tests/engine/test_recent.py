@@ -35,8 +35,8 @@ def test_the_store_moves_only_what_is_not_held() -> None:
     per_token = D * 4
     expected = [([5, 6, 7], 0), ([6, 7, 8], 2), ([9, 10, 11], 0), ([9, 10, 11], 3), ([5, 6, 7], 0)]
     for t, (tokens, hits) in enumerate(expected):
-        store.append(0, token(20 + t), -token(20 + t))
-        part = store.fetch(0, torch.tensor([[tokens] * H_KV]))
+        store[0].append(token(20 + t), -token(20 + t))
+        part = store[0].fetch(torch.tensor([[tokens] * H_KV]))
         assert positions(part) == tokens, "what is held must be what the host has"
         store.close(0, t + 1)
         entry = store.ledger.entries[-1]
@@ -58,20 +58,20 @@ def test_a_released_window_is_on_the_host_from_the_next_token_on() -> None:
     store = Store(counting_trace(10), 8)
     store.offload(0, 2, 0, capacity=3)
     feed(store, 2, 10)
-    store.append(0, token(12), -token(12))
-    store.release(0)
+    store[0].append(token(12), -token(12))
+    store[0].release()
     assert store.attended(0)[0].nonzero().flatten().tolist() == [0, 1, 10, 11, 12]
-    assert store.n_window(0) == 3
+    assert store[0].n_window == 3
     store.close(0, 3)
     entry = store.ledger.entries[-1]
     assert entry.attended == H * 5
     assert entry.released_bytes == 3 * H_KV * D * 4
     for t in range(13, 16):
-        store.append(0, token(t), -token(t))
-        (part,) = store.resident(0)
+        store[0].append(token(t), -token(t))
+        (part,) = store[0].resident()
         assert positions(part) == [0, 1, *range(13, t + 1)]
-        assert store.positions(0)[0, 0].tolist() == [0, 1, *range(13, t + 1)]
-        assert positions(store.fetch(0, torch.tensor([[[9, 12, 10]] * H_KV]))) == [9, 12, 10]
+        assert store[0].positions()[0, 0].tolist() == [0, 1, *range(13, t + 1)]
+        assert positions(store[0].fetch(torch.tensor([[[9, 12, 10]] * H_KV]))) == [9, 12, 10]
         store.close(0, t)
         entry = store.ledger.entries[-1]
         assert entry.released_bytes == 0

@@ -33,7 +33,7 @@ def positions(part: Part, head: int = 0) -> list[int]:
 
 def feed(store: Store, n: int, start: int) -> None:
     for i in range(start, start + n):
-        store.append(0, token(i), -token(i))
+        store[0].append(token(i), -token(i))
         store.close(0, i - start + 1)
 
 
@@ -41,8 +41,8 @@ def test_keeping_all_copies_nothing() -> None:
     trace = counting_trace(10)
     store = Store(trace, 3)
     store.keep_all(0)
-    store.append(0, token(10), -token(10))
-    prompt, rest = store.resident(0)
+    store[0].append(token(10), -token(10))
+    prompt, rest = store[0].resident()
     assert prompt.k.data_ptr() == trace.keys(0).data_ptr()
     assert positions(prompt) + positions(rest) == list(range(11))
 
@@ -51,11 +51,11 @@ def test_kept_tokens_may_differ_between_heads() -> None:
     store = Store(counting_trace(20), 4)
     store.keep(0, torch.tensor([[[1, 5, 9], [2, 6, 19]]]))
     feed(store, 2, 20)
-    (part,) = store.resident(0)
+    (part,) = store[0].resident()
     assert positions(part, 0) == [1, 5, 9, 20, 21]
     assert positions(part, 1) == [2, 6, 19, 20, 21]
     assert store.attended(0)[3].nonzero().flatten().tolist() == [2, 6, 19, 20, 21]
-    assert not store.can_fetch(0)
+    assert not store[0].can_fetch
 
 
 def test_a_window_slides_over_the_oldest_tokens() -> None:
@@ -64,8 +64,8 @@ def test_a_window_slides_over_the_oldest_tokens() -> None:
     for t, expected in enumerate(
         [[17, 18, 19, 20], [18, 19, 20, 21], [19, 20, 21, 22], [20, 21, 22, 23], [21, 22, 23, 24]]
     ):
-        store.append(0, token(20 + t), -token(20 + t))
-        (part,) = store.resident(0)
+        store[0].append(token(20 + t), -token(20 + t))
+        (part,) = store[0].resident()
         assert positions(part)[:2] == [0, 1]
         assert sorted(positions(part)[2:]) == expected
         store.close(0, t + 1)
@@ -82,17 +82,17 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
     store = Store(counting_trace(s), n_new)
     store.offload(0, n_sink, n_past, n_past + 1 if slides else None)
     feed(store, n_new, s)
-    on_host = range(n_sink, store.n_seen(0) - store.n_window(0))
+    on_host = range(n_sink, store[0].n_seen - store[0].n_window)
     if not on_host:
         return
     heads = data.draw(st.sampled_from([H_KV, H]))
     k = data.draw(st.integers(1, len(on_host)))
     idx = torch.stack([torch.tensor(data.draw(st.permutations(on_host)))[:k] for _ in range(heads)]).unsqueeze(0)
-    part = store.fetch(0, idx).gathered()
+    part = store[0].fetch(idx).gathered()
     owner = torch.arange(heads) // (heads // H_KV)
     assert torch.equal(part.k[0, :, :, 0], idx[0] + 1000.0 * owner.unsqueeze(1))
     assert torch.equal(part.k, -part.v)
-    resident = store.resident(0)[0].k.shape[2]
+    resident = store[0].resident()[0].k.shape[2]
     assert resident + len(on_host) == s + n_new  # every token is in exactly one tier
 
 
@@ -100,8 +100,8 @@ def test_what_is_fetched_stays_where_it_is_without_an_accelerator() -> None:
     trace = counting_trace(20)
     store = Store(trace, 2)
     store.offload(0, 2, 4)
-    store.append(0, token(20), -token(20))
-    part = store.fetch(0, torch.tensor([[[3, 4], [5, 2]]]))
+    store[0].append(token(20), -token(20))
+    part = store[0].fetch(torch.tensor([[[3, 4], [5, 2]]]))
     assert part.k.data_ptr() == trace.keys(0).data_ptr()
     assert part.v.data_ptr() == trace.values(0).data_ptr()
     assert part.n_tokens() == 2
@@ -111,8 +111,8 @@ def test_what_is_fetched_stays_where_it_is_without_an_accelerator() -> None:
 def test_padding_is_masked_and_not_counted() -> None:
     store = Store(counting_trace(20), 2)
     store.offload(0, 2, 4)
-    store.append(0, token(20), -token(20))
-    part = store.fetch(0, torch.tensor([[[3, 4, -1], [5, -1, -1]]]), padded=True)
+    store[0].append(token(20), -token(20))
+    part = store[0].fetch(torch.tensor([[[3, 4, -1], [5, -1, -1]]]), padded=True)
     assert part.mask is not None
     assert part.mask.tolist() == [[[True, True, False], [True, False, False]]]
     store.close(0, 1)
@@ -124,8 +124,8 @@ def test_padding_is_masked_and_not_counted() -> None:
 def test_tokens_asked_for_by_several_query_heads_move_once() -> None:
     store = Store(counting_trace(20), 2)
     store.offload(0, 2, 4)
-    store.append(0, token(20), -token(20))
-    store.fetch(0, torch.tensor([[[3, 4], [4, 5], [7, 8], [7, 8]]]))
+    store[0].append(token(20), -token(20))
+    store[0].fetch(torch.tensor([[[3, 4], [4, 5], [7, 8], [7, 8]]]))
     store.close(0, 1)
     entry = store.ledger.entries[0]
     assert entry.moved_kv_heads_bytes == 8 * 2 * D * 2
@@ -137,7 +137,7 @@ def test_bytes_in_are_bytes_resident_plus_bytes_on_the_host() -> None:
     store = Store(counting_trace(20), 6)
     store.offload(0, 2, 4, capacity=5)
     for t in range(6):
-        store.append(0, token(20 + t), -token(20 + t))
+        store[0].append(token(20 + t), -token(20 + t))
         store.close(0, t + 1)
     per_token = H_KV * D * 2 * 2
     for t, entry in enumerate(store.ledger.entries, start=1):
@@ -159,8 +159,8 @@ def test_cached_blocks_are_hits_and_move_nothing() -> None:
     store.offload(0, 2, 6)
     idx = torch.tensor([[[2, 3, 10], [2, 4, 11]]])  # middle indices 0, 1, 8 and 0, 2, 9: blocks 0 and 2
     for t in range(2):
-        store.append(0, token(40 + t), -token(40 + t))
-        store.fetch(0, idx)
+        store[0].append(token(40 + t), -token(40 + t))
+        store[0].fetch(idx)
         store.close(0, t + 1)
     cold, warm = store.ledger.entries
     per_head = 2 * D * 2
@@ -173,8 +173,8 @@ def test_cached_blocks_are_hits_and_move_nothing() -> None:
 def test_a_cache_takes_its_room_before_it_is_full() -> None:
     store = Store(counting_trace(40), 4, BlockCacheSpec(12, 4, 1, "lru"))
     store.offload(0, 2, 6)
-    store.append(0, token(40), -token(40))
-    store.fetch(0, torch.tensor([[[2, 3], [2, 4]]]))
+    store[0].append(token(40), -token(40))
+    store[0].fetch(torch.tensor([[[2, 3], [2, 4]]]))
     store.close(0, 1)
     entry = store.ledger.entries[0]
     assert entry.filled_bytes == 4 * H_KV * 2 * D * 2
@@ -187,8 +187,8 @@ def test_what_query_heads_find_in_the_cache_moves_for_none_of_them() -> None:
     heads = [[[2, 3], [3, 10], [2, 20], [10, 11]], [[2, 3], [3, 14], [20, 21], [2, 10]]]
     # Blocks 0 and 2 are taken in: positions 2 to 5 and 10 to 13.
     for t, asked in enumerate(heads):
-        store.append(0, token(40 + t), -token(40 + t))
-        store.fetch(0, torch.tensor([asked]))
+        store[0].append(token(40 + t), -token(40 + t))
+        store[0].fetch(torch.tensor([asked]))
         store.close(0, t + 1)
     cold, warm = store.ledger.entries
     assert (cold.moved_kv_heads_bytes, cold.moved_kv_bytes) == (8 * 2 * D * 2, 7 * 2 * D * 2)

@@ -253,3 +253,33 @@ def test_every_source_is_pinned_to_a_commit_and_has_its_own_place() -> None:
             assert int(piece.revision, 16)
             assert piece.target.startswith(f"{name}/")
             assert piece.sha256 is None or len(piece.sha256) == 64
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a":' * 100_000, b'{"NAME": 5}', b'{"NAME": {"files": 5}}',
+        b'{"NAME": {}}', b'{"NAME": {"files": [1]}}', b'{"NAME": {"files": ["../outside"]}}',
+        b'{"NAME": {"files": []}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_made_again(site, sources, tmp_path: Path, content: bytes) -> None:
+    root = tmp_path / "data"
+    files = fetch.fetch("bench", root)
+    (tmp_path / "outside").write_text("not of the benchmark")
+    record = root / "bench" / fetch.RECORD
+    whole = json.loads(record.read_text())
+    record.write_bytes(content.replace(b"NAME", sources["bench"][1].name.encode()))
+    site.asked.clear()
+    assert fetch.fetch("bench", root) == files
+    assert json.loads(record.read_text()) == whole
+    paths = {path for _, path, _ in site.asked}
+    assert not any("prompts.json" in path for path in paths)  # its checksum says that it is whole
+
+
+def test_what_a_killed_call_has_unpacked_is_removed(site, sources, tmp_path: Path) -> None:
+    rest = tmp_path / "bench" / "data" / f"{fetch.UNZIPPING}dead"
+    rest.mkdir(parents=True)
+    (rest / "half").write_text("")
+    fetch.fetch("bench", tmp_path)
+    assert not rest.exists()

@@ -172,7 +172,7 @@ def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(model: list[st
 def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from evals import latency
+    from evals.tasks import latency
 
     passes = []
     ordinary = latency.prefill

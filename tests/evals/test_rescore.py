@@ -46,7 +46,7 @@ def run_of(folder: Path, task: str, *changes: tuple[str, Any]) -> Path:
 
 @pytest.mark.parametrize("task", CASES)
 def test_a_folder_is_all_that_a_score_needs(tmp_path: Path, monkeypatch, task: str) -> None:
-    monkeypatch.setattr("evals.data.find", None)  # whoever looks for data breaks
+    monkeypatch.setattr("evals.tasks.sources.find", None)  # whoever looks for data breaks
     pairs = rescore.rescored(run_of(tmp_path, task))
     assert len(pairs) == len(CASES[task])
     assert [score for _, score in pairs] == [row.score for row, _ in pairs]

@@ -21,9 +21,9 @@ from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from evals import runner
-from evals.needle import Needle
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
+from evals.tasks.needle.task import Needle
 from methods import xkv
 from methods.oracle import Oracle
 from methods.pyramidinfer import PyramidInfer

@@ -207,7 +207,7 @@ def test_a_missing_parameter_is_named() -> None:
     assert "method.rate is missing" in refused(lambda: build_params(Thing, params, "method"))
 
 
-@pytest.mark.parametrize("target", ["evals.nowhere.X", "evals.task.Nothing", "nothing", ""])
+@pytest.mark.parametrize("target", ["evals.nowhere.X", "evals.tasks.base.Nothing", "nothing", ""])
 def test_a_class_that_does_not_exist_is_named(target: str) -> None:
     assert "task._target_" in refused(lambda: load_class(Part("task", "x", target, {})))
 

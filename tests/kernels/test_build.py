@@ -1,6 +1,7 @@
 import ctypes
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,110 @@ def test_a_library_is_compiled_once_and_then_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     assert build.library("clusters") is not None
     assert path.stat().st_mtime_ns == before.st_mtime_ns
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert {file.name for file in path.parent.iterdir()} == {path.name, ".lock"}
+
+
+@pytest.fixture
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that is loaded without an error and has none of our functions."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "code.c").write_text("int foreign_code(void) { return 1; }")
+    command = [*build.find_compiler(), "-shared", "-fPIC", "-x", "c", "code.c", "-o", "code.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "code.so"
+
+
+def is_planted(library: ctypes.CDLL | None) -> bool:
+    return hasattr(library, "foreign_code")
+
+
+@pytest.mark.parametrize("how", ["writable by all", "a link", "a hard link", "of another user"])
+def test_a_library_that_others_could_have_put_there_is_compiled_anew(
+    how: str, planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build.library_path("clusters", "DEFAULT")
+    path.parent.mkdir(parents=True, mode=0o700)
+    if how == "a link":
+        path.symlink_to(planted)
+    elif how == "a hard link":
+        path.hardlink_to(planted)
+    else:
+        path.write_bytes(planted.read_bytes())
+        path.chmod(0o777 if how == "writable by all" else 0o700)
+    if how == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 65534, -1)
+    assert not is_planted(build.load("clusters", "DEFAULT"))
+    facts = path.lstat()
+    assert stat.S_ISREG(facts.st_mode)
+    assert (facts.st_uid, stat.S_IMODE(facts.st_mode)) == (os.geteuid(), 0o700)
+    assert planted.exists()  # a link's other end is not touched
+
+
+@pytest.mark.parametrize("how", ["of another user", "a link"])
+def test_a_folder_that_is_not_ours_is_not_used(
+    how: str, planted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = build.library_path("clusters", build.level())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(planted.read_bytes())
+    path.chmod(0o700)
+    if how == "a link":
+        path.parent.rename(tmp_path / "elsewhere")
+        path.parent.symlink_to(tmp_path / "elsewhere")
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    else:
+        os.chown(path.parent, 65534, -1)
+    assert build.library("clusters") is None  # torch does the work
+    assert "torch does its work" in caplog.text
+    assert path.read_bytes() == planted.read_bytes()
+
+
+def test_a_folder_that_others_could_enter_is_closed() -> None:
+    path = build.library_path("clusters", "DEFAULT")
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o777)
+    build.load("clusters", "DEFAULT")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_library_put_there_after_the_check_is_not_loaded(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc")
+    path = build.library_path("clusters", "DEFAULT")
+    build.load("clusters", "DEFAULT")
+    trusted = build.open_trusted
+
+    def then_replaced(folder: int, name: str) -> int | None:
+        file = trusted(folder, name)
+        path.parent.rename(path.parent.with_name("moved"))
+        path.parent.mkdir()
+        path.write_bytes(planted.read_bytes())
+        return file
+
+    monkeypatch.setattr(build, "open_trusted", then_replaced)
+    assert not is_planted(build.load("clusters", "DEFAULT"))
+
+
+def test_what_a_killed_compiler_left_is_removed_and_nothing_else() -> None:
+    folder = build.library_path("clusters", "DEFAULT").parent
+    for name in (".making-dead", "mine"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("")
+    build.load("clusters", "DEFAULT")
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["mine"]
+    assert (folder / "mine" / "file").exists()
+
+
+def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "slow"
+    compiler.write_text("#!/bin/sh\nexec sleep 100\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "PATIENCE_S", 0.2)
+    assert build.library("clusters") is None
 
 
 def test_every_level_of_this_processor_compiles() -> None:

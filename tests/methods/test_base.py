@@ -28,7 +28,7 @@ class Halving(SelectiveAttention):
     def arrange(self, layer: int) -> None:
         everything = torch.arange(self.trace.s_prompt).expand(1, self.trace.shape.h_kv, -1)
         self.store.keep(layer, everything)
-        (part,) = self.store.resident(layer)
+        (part,) = self.store[layer].resident()
         part.v.mul_(0.5)
 
 

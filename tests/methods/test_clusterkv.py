@@ -94,7 +94,7 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     )  # fmt: skip
     row.clusters[0] = clusters
     for i in range(s, n - 1):
-        row.store.append(0, k[:, :, i : i + 1], v[:, :, i : i + 1])
+        row.store[0].append(k[:, :, i : i + 1], v[:, :, i : i + 1])
         row.store.close(0, i - s + 1)
     out = step(row, q.unsqueeze(2), k[:, :, n - 1 :], v[:, :, n - 1 :], n - s)
     expected = np.zeros((q.shape[1], n), dtype=bool)
@@ -206,7 +206,7 @@ def row(tokens: int = 40, n_new: int = 64, on: Trace | None = None, comm: str = 
 
 
 def fetched(row: Any) -> Tensor:
-    return row.store.layers[0].fetched[-1][0]
+    return row.store[0].fetches[-1][0]
 
 
 def by_hand(row: Any, q: Tensor) -> list[list[int]]:
@@ -310,7 +310,7 @@ def test_generated_tokens_become_clusters_every_period_and_leave_the_device() ->
     for t, _ in walk(mine, 20):
         n_window = (t - 1) % 6 + 1
         n_clustered = t - n_window
-        assert mine.store.n_window(0) == n_window
+        assert mine.store[0].n_window == n_window
         assert mine.store.attended(0).sum(-1).tolist() == [60 + n_window] * H
         assert int(fetched(mine).max()) < S + n_clustered, "a resident token was fetched"
         assert mine.protected(0) == [0, 1, 2, 3, *range(S + n_clustered, S + t)]
@@ -320,7 +320,7 @@ def test_generated_tokens_become_clusters_every_period_and_leave_the_device() ->
         assert entry.resident_meta_bytes == H_KV * (c * (2 * D + 8) + 4 * (S - 4 + n_clustered))
         assert entry.released_bytes == (6 * H_KV * D * 4 if n_window == 6 else 0)
         assert entry.resident_host_bytes == (S - 4 + n_clustered) * H_KV * D * 4
-        assert mine.store.n_seen(0) == S + t
+        assert mine.store[0].n_seen == S + t
     assert late_fetched > 0, "no generated token was ever recalled"
     assert mine.clusters[0].sizes.shape == (H_KV, 5 + 3 * 2)
     assert mine.store.ledger.within(mine.budget, mine.trace.shape)
@@ -359,7 +359,7 @@ def test_late_tokens_are_recalled_with_their_own_keys_and_values() -> None:
 def test_without_late_clusters_all_generated_tokens_stay() -> None:
     mine = row(40, decode_period=6, decode_clusters=0)
     for t, _ in walk(mine, 20):
-        assert mine.store.n_window(0) == t
+        assert mine.store[0].n_window == t
     assert sum(entry.released_bytes for entry in mine.store.ledger.entries) == 0
     assert mine.clusters[0].tokens.shape[1] == S - 4
 
@@ -368,7 +368,7 @@ def test_without_late_clusters_all_generated_tokens_stay() -> None:
 def test_an_answer_as_long_as_the_period_fits(n_new: int) -> None:
     mine = row(40, n_new=n_new, decode_period=6, decode_clusters=2)
     for t, _ in walk(mine, n_new):
-        assert mine.store.n_window(0) == (t - 1) % 6 + 1
+        assert mine.store[0].n_window == (t - 1) % 6 + 1
 
 
 # --- Building ---------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_the_cluster_hit_rate_is_that_of_each_heads_own_list(n_steps: int) -> No
     lists: list[list[set[int]]] = []
     for _ in walk(mine, 40):
         clusters = mine.clusters[0]
-        if mine.store.n_window(0) == 15:  # appended behind this step
+        if mine.store[0].n_window == 15:  # appended behind this step
             label = torch.cat([labels_of(clusters)[:, :-15], torch.full((H_KV, 15), -1)], 1)
         else:
             label = labels_of(clusters)

@@ -93,7 +93,7 @@ def check_sums(trace: Trace, expected: np.ndarray, g: int, meta: dict[str, Any] 
 
 def kept_now(row: H2O) -> tuple[np.ndarray, np.ndarray]:
     """Positions in ascending order and their scores, each (h_kv, n)."""
-    positions, order = row.store.positions(0).sort(-1)
+    positions, order = row.store[0].positions().sort(-1)
     return positions[0].numpy(), row.sums[0].gather(-1, order)[0].numpy()
 
 
@@ -167,7 +167,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
     problem = plan_differs(meta, plan) or differs_masked(row, x["accumulated_after"][0])
     for t, logits in enumerate(torch.from_numpy(x["decode_logits_scaled"]).float()):
         row.store.append(0, nothing[:, :, :1], nothing[:, :, :1])
-        slots = row.store.positions(0)[0].repeat_interleave(g, 0)  # (h, n)
+        slots = row.store[0].positions()[0].repeat_interleave(g, 0)  # (h, n)
         weights = logits.gather(-1, slots).softmax(-1)
         row.after_attention(0, torch.zeros(1, h, 1, 8), weights.unsqueeze(0))
         n, in_order = s + t + 1, torch.zeros(h, s + t + 1)
@@ -254,7 +254,7 @@ def test_the_kept_count_is_constant_once_the_cache_is_full(n_tokens: int) -> Non
     row = row_of(H2O, PARAMS, watched(q, k, v, 50), request(tokens=n_tokens))
     for t in range(20):
         take(row, t, q, k, v)
-        assert row.store.positions(0).shape == (1, 2, n_tokens)
+        assert row.store[0].positions().shape == (1, 2, n_tokens)
         assert row.store.attended(0).sum(-1).tolist() == [n_tokens + 1] * 4
     for entry in row.store.ledger.entries:
         assert entry.attended == (n_tokens + 1) * 4
@@ -267,10 +267,10 @@ def test_generated_tokens_on_top_evict_nothing() -> None:
     q, k, v = tokens(60)
     params = replace(PARAMS, generated="on_top")
     row = row_of(H2O, params, watched(q, k, v, 50), request(tokens=20))
-    prompt = row.store.positions(0)
+    prompt = row.store[0].positions()
     for t in range(10):
         take(row, t, q, k, v)
-        assert torch.equal(row.store.positions(0)[..., :20], prompt)
+        assert torch.equal(row.store[0].positions()[..., :20], prompt)
     assert [entry.attended // 4 for entry in row.store.ledger.entries] == list(range(21, 31))
 
 
@@ -301,14 +301,14 @@ def test_scores_travel_with_their_tokens() -> None:
     sums[:, :50] = row.trace.observed(ColumnSums(), 0)[0].view(2, 2, 50).sum(1)
     moved = 0
     for t in range(30):
-        before = row.store.positions(0)
+        before = row.store[0].positions()
         take(row, t, q, k, v)
         n = 51 + t
         keys = k[0, :, :n].double().repeat_interleave(2, 0)
         logits = (q[0, :, n - 1 : n].double() @ keys.mT)[:, 0] * row.trace.scales[0]
         weights = logits.masked_fill(~row.store.attended(0), -torch.inf).softmax(-1)
         sums[:, :n] += weights.view(2, 2, n).sum(1)
-        positions = row.store.positions(0)
+        positions = row.store[0].positions()
         expected = sums.gather(1, positions[0]).float()
         torch.testing.assert_close(row.sums[0][0], expected, atol=1e-5, rtol=1e-5)
         moved += int((before != positions).sum())

@@ -101,7 +101,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     chosen = row.proxies[0].chosen  # (n * h, n_channels)
     weights = w_q.view(h, d_h, -1)[torch.arange(h).unsqueeze(1), chosen[:h]].flatten(0, 1)
     logits = foretold_logits(q, row.proxies[0], 1.0)[1].flatten(0, 2)  # (n * h, s)
-    fetched = row.store.layers[0].fetched[0][0]  # (n * h, k)
+    fetched = row.store[0].fetches[0][0]  # (n * h, k)
     by_score = fetched.gather(1, logits.gather(1, fetched).argsort(-1, descending=True))
     expected = x["prefetch_idx"][:, 0].T  # (n * h, k)
     if by_score.shape != expected.shape:
@@ -429,7 +429,7 @@ def test_selection_by_brute_force(agg: str, alpha: float | None, generated: str)
         z = z.max(1) if agg == "group_max" else z.mean(1)
     count = int(np.mean([(line > line.max() - alpha).sum() for line in z])) if alpha else 12
     chosen = np.argsort(-z, -1)[:, : min(count, 12)]
-    fetched = row.store.layers[0].fetched[0][0].sort(-1).values
+    fetched = row.store[0].fetches[0][0].sort(-1).values
     assert fetched.tolist() == np.sort(chosen, -1).tolist()
     attended = row.store.attended(0)
     assert attended[:, -1].all()
@@ -451,7 +451,7 @@ def test_the_count_is_common_and_the_tokens_are_each_heads_own() -> None:
         request(tokens=20, comm="1"),
     )
     step(row, *at_all(40, q, k, v))
-    fetched = row.store.layers[0].fetched[0]
+    fetched = row.store[0].fetches[0]
     assert fetched.shape[1] == 6 and 1 <= fetched.shape[2] < 20
     assert len({tuple(sorted(tokens)) for tokens in fetched[0].tolist()}) > 1
 
@@ -465,7 +465,7 @@ def test_the_report_says_which_of_alpha_and_budget_bound() -> None:
         counts = []
         for t in range(4):
             step(row, *at_all(40 + t, q, k, v), t + 1)
-            counts.append(row.store.layers[0].fetched[0].shape[-1])
+            counts.append(row.store[0].fetches[0].shape[-1])
         report = row.report()
         assert report["k_mean"] == sum(counts) / 4
         assert report["budget_bound_share"] == counts.count(10) / 4
@@ -605,7 +605,7 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
             row_of(InfiniGen, replace(PARAMS, **change), trace, request(tokens=9, comm="1/4")) for change in changes
         ]
         for row in made:
-            row.store.append(0, *at_all(60, q, k, v)[1:])
+            row.store[0].append(*at_all(60, q, k, v)[1:])
         return made
 
     together = InfiniGen.select_rows(rows(), 0, asked)

@@ -123,8 +123,8 @@ def check_representatives(row: InfLLM, scores: Tensor, tokens: np.ndarray, means
 def differs_blocks(row: InfLLM, t: int, expected: np.ndarray) -> str | None:
     """Fetched blocks against (units, k) or (k,), -1 where there is none."""
     plan, ours = row.plan, [[]]
-    if row.store.layers[0].fetched:
-        idx = row.store.layers[0].fetched[-1][0]
+    if row.store[0].fetches:
+        idx = row.store[0].fetches[-1][0]
         units = len(idx) if len(idx) == row.trace.shape.h and row.params.per_head else 1
         blocks = (idx[:units] - plan.n_sink) // plan.block_len
         ours = [sorted(set(unit)) for unit in blocks.tolist()]
@@ -272,7 +272,7 @@ def test_steps_and_blocks_formed_on_the_way_are_those_of_a_plain_run(
         out = take(row, t, q, k, v)
         assert torch.equal(row.store.attended(0), attended), t
         torch.testing.assert_close(out[0, :, 0], expected.float(), atol=1e-5, rtol=0)
-        first_local = row.store.positions(0)[0, 0, 4].item()
+        first_local = row.store[0].positions()[0, 0, 4].item()
         assert first_local == 4 + 8 * layout.n_blocks(s + t)
     assert row.n_blocks[0] == layout.n_blocks(s + 60) > layout.n_blocks(s) + 4
     entries = row.store.ledger.entries
@@ -448,7 +448,7 @@ def test_blocks_on_the_device_are_not_moved_again(per_head: bool) -> None:
     for t in range(10):
         take(row, t, q, k, v)
         entry = row.store.ledger.entries[-1]
-        asked = {(i - 4) // 8 for i in row.store.layers[0].fetched[-1].flatten().tolist()}
+        asked = {(i - 4) // 8 for i in row.store[0].fetches[-1].flatten().tolist()}
         if not per_head:
             assert entry.moved_kv_bytes == len(asked - held) * 8 * 2 * 2 * 16 * 2
         held |= asked

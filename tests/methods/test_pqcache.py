@@ -93,7 +93,7 @@ def check_search(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     return first(
         differs("approximate logits", logits, x["approx_logits_scaled"], 2e-5),
         differs("scores", scores, x["group_scores"], 2e-5),
-        differs("selected", row.store.layers[0].fetched[0][0].sort(-1).values, x["selected"]),
+        differs("selected", row.store[0].fetches[0][0].sort(-1).values, x["selected"]),
         differs("output", out[0, :, 0], x["attn_out"], 2e-5),
     )
 
@@ -128,8 +128,8 @@ def check_trace(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         now = slice(s + t, s + t + 1)
         out = step(row, q[None, :, None], k[:, :, now], v[:, :, now], t + 1)
         none = torch.empty(1, meta["Hk"], 0, dtype=torch.int64)  # where nothing is a candidate yet
-        fetched = [*row.store.layers[0].fetched, none][0][0].sort(-1).values.numpy()
-        n = row.store.n_seen(0) - sinks - row.store.n_window(0)
+        fetched = [*row.store[0].fetches, none][0][0].sort(-1).values.numpy()
+        n = row.store[0].n_seen - sinks - row.store[0].n_window
         theirs = x["selected"][t]
         problem = first(
             differs(f"candidates of step {t}", n, x["n_candidates"][t]),
@@ -344,7 +344,7 @@ def test_fewer_tokens_than_centroids_are_scored_exactly(fit: str) -> None:
     _, attended = run(row, tokens, 55, 56)[0]
     logits = (q[0, :, 55].view(2, 3, 16) @ k[0, :, 4:46].mT) / 4  # (h_kv, g, n)
     expected = best(logits.softmax(-1).sum(1), 42)[:, :12].sort(-1).values + 4
-    assert torch.equal(row.store.layers[0].fetched[0][0].sort(-1).values, expected)
+    assert torch.equal(row.store[0].fetches[0][0].sort(-1).values, expected)
     quantiser = row.quantisers[0]
     assert quantiser.centroids.shape[2] == quantiser.n_fit == (51 if fit == "all_but_sinks" else 42)
     run(row, tokens, 56, 60)  # tokens that leave the window find centroids, too
@@ -374,7 +374,7 @@ def test_first_generated_token_is_recalled_with_its_own_key_and_value() -> None:
     steps = run(row, (q, k, v), 110, 120)
     assert all(attended[:, 110].all() for _, attended in steps[:7])  # in the window
     out, attended = steps[9]
-    assert (row.store.layers[0].fetched[0] == 110).any(-1).all()
+    assert (row.store[0].fetches[0] == 110).any(-1).all()
     torch.testing.assert_close(out, exact_over(attended, q, k, v), atol=1e-5, rtol=0)
 
 
@@ -601,6 +601,22 @@ def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: 
         ]
         clustering = clustering or kept["clustering"]
         assert kept["clustering"] == clustering
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", "[" * 100_000, '{"clustering": [[1]], "layers": 5}'])
+def test_a_damaged_profile_is_made_again(cache_home: Path, content: str) -> None:
+    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
+    profile = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
+    profile.path.write_text(content, encoding="latin-1")
+    made = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
+    assert [one[:2] for one in made.clustering] == [one[:2] for one in profile.clustering]
+    assert json.loads(profile.path.read_text())["layers"] == []
+
+
+def test_a_profile_that_cannot_be_kept_is_used_all_the_same(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
+    assert pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1).clustering
 
 
 def test_the_bound_follows_the_profile(tmp_path: Path) -> None:

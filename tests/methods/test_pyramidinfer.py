@@ -254,7 +254,7 @@ def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
             assert (entry.layer, entry.attended) == (layer, int(attended.sum()))
             assert int(attended[0].sum()) == expected[layer]
             assert attended[:, -course.tail :].all()
-            positions = row.store.positions(layer)[0, 0]
+            positions = row.store[layer].positions()[0, 0]
             assert (positions.diff() > 0).all()
             if expected[layer] - (course.tail - 1) - base[layer] >= 16:
                 expected[layer] -= 16 - stay
@@ -263,7 +263,7 @@ def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
 
     with model.hooked():
         decode(model, trace, [row], max_new_tokens=n_new, on_step=look)
-    assert row.store.n_seen(0) - expected[0] > 2 * 2
+    assert row.store[0].n_seen - expected[0] > 2 * 2
 
 
 def test_rows_of_the_last_queries_are_means_over_heads() -> None:

@@ -442,7 +442,7 @@ def test_the_first_layers_stay_whole_and_the_report_has_the_share_of_all() -> No
     for layer in shape.attention_layers:
         step(row, q[:, :, 64:], k[:, :, 64:], v[:, :, 64:], layer=layer)
     assert list(row.skipped_layers()) == [0, 1]
-    assert [row.store.can_fetch(layer) for layer in shape.attention_layers] == [False, False, True, True]
+    assert [row.store[layer].can_fetch for layer in shape.attention_layers] == [False, False, True, True]
     attended = [entry.attended / 4 for entry in row.store.ledger.entries]
     assert attended == [65, 65, 17, 17]
     assert row.store.ledger.within(row.budget, shape, row.skipped_layers())

@@ -76,7 +76,7 @@ def kept_positions(row: SnapKV, layer: int = 0) -> np.ndarray:
 
 def held_tokens(row: SnapKV, head: int) -> list[torch.Tensor]:
     """K and V on the device in the order of positions, before the first step."""
-    parts = row.store.resident(0)
+    parts = row.store[0].resident()
     return [torch.cat([getattr(part, name)[0, head] for part in parts]) for name in ("k", "v")]
 
 
@@ -125,7 +125,7 @@ def test_snapkv_keeps_cap_distinct_tokens_per_head_and_the_window(cap: int) -> N
     kept = kept_positions(row)
     assert (kept.sum(-1) == cap).all()
     assert kept[..., -row.plan.window :].all()
-    assert row.store.layers[0].n_kept + row.store.n_window(0) == cap
+    assert row.store[0].n_kept + row.store[0].n_window == cap
 
 
 def test_the_step_attends_to_what_was_kept_and_everything_generated() -> None:

@@ -35,7 +35,7 @@ def run_vectors(path: Path) -> list[Check]:
 def check_static(row: StreamingLLM, x: dict[str, np.ndarray]) -> str | None:
     """What is on the device right after the prompt, in the order of positions."""
     s, kept = row.trace.s_prompt, x["kept_idx"].shape[-1]
-    parts = row.store.resident(0)
+    parts = row.store[0].resident()
     k, v = (torch.cat([getattr(part, name) for part in parts], 2)[:, :, :kept] for name in ("k", "v"))
     positions = row.store.attended(0)[:: row.trace.shape.g, :s]
     expected = np.zeros((x["kept_idx"].shape[1], s), dtype=bool)

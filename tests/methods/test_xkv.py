@@ -80,7 +80,7 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
         np.put_along_axis(expected, index, True, axis=1)
         problems.append(differs(f"tokens of scope {scope}", kept, expected))
         if (name := f"kept_k_{scope}_scope") in x:
-            keys = row.store.resident(0)[0].k[0]
+            keys = row.store[0].resident()[0].k[0]
             problems.append(differs(f"keys of scope {scope}", keys, x[name]))
     w, alone = torch.from_numpy(x["w_layer"]).unsqueeze(0), [n]
     problems.append(differs("retention", retention_ratio(w, alone)[0], x["retention_ratio"], 1e-9))

@@ -1,0 +1,312 @@
+"""One compressed layer of one variant on one sample: where its tokens lie, and the verbs that move them.
+
+On the device a layer has *slots*. The first ones hold the *kept* tokens (sinks, or what a dropping method chose), the
+*window* behind them the latest tokens, as a ring where it slides. Order is irrelevant to attention, so nothing is ever
+shifted: where tokens are evicted, the newest ones take their slots. A layer that keeps the prompt whole has it as a
+view of the trace and slots for the window alone. All other tokens are gone, or on the *host*, from where chosen tokens
+are fetched. Without an accelerator both tiers are the same RAM, and the accounting is the same.
+
+Six things that the store does not do yet, and where each belongs:
+
+- KV heads with different counts: spare slots behind a head's last token, hidden by `mask` from all of its query heads.
+  `n_spare` already takes them off the books; `evict`, `drop_but` and `positions` have to pass over them.
+- Several tokens dropped at once: `evict` takes any slots of a head in any order, as many for each head.
+- Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be rows of the trace; later
+  replacements are written to `k` and `v`, in the slots that `positions` names.
+- A bias per token: a field of `Part`, which `attend` adds to the logits, and a tensor beside `k` and `v` with a number
+  per slot, which `resident` cuts to length like `mask`, and whose numbers move with their tokens.
+- K and V in different tiers: `Host` with one of the two; `fetch` returns a part whose other half its caller fills in.
+- Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
+  token weighs is `Meter.token_bytes`.
+
+Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting (`engine/meter.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.ledger import Entry
+from engine.meter import Meter
+from kernels.gather import flat_rows, gather_tokens
+
+
+class Host:
+    """The host tier of a layer: the prompt's K and V, shared by all variants, and generated tokens behind them."""
+
+    def __init__(self, k: Tensor, v: Tensor, n_new: int) -> None:
+        self.k, self.v = k, v  # (1, h_kv, s_prompt, d_h), never written to
+        room = (1, k.shape[1], n_new, k.shape[3])
+        self.late = k.new_empty(room), v.new_empty(room)
+
+    def write(self, t: int, k_new: Tensor, v_new: Tensor) -> None:
+        """Take in the `t`-th generated token, counted from 0."""
+        self.late[0][:, :, t : t + 1] = k_new
+        self.late[1][:, :, t : t + 1] = v_new
+
+    def rows(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
+        """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
+        idx = idx.to(self.k.device).contiguous()
+        return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
+
+
+class Layer:
+    """The slots of a layer, and its host tier if it has one."""
+
+    def __init__(
+        self,
+        index: int,
+        s_prompt: int,
+        kept: Part,
+        window: Part,
+        capacity: int,
+        meter: Meter,
+        positions: Tensor | None = None,
+        host: Host | None = None,
+        is_view: bool = False,
+    ) -> None:
+        """`kept` has a mask where query heads of a group see tokens of their own; `is_view`: it is not copied.
+
+        `positions` (1, h_kv, n) are those of the kept tokens, by default the first ones. `window` holds the latest
+        tokens, and `capacity` says how many it may hold.
+        """
+        self.index = index
+        self.s_prompt = s_prompt
+        self.n_seen = s_prompt  # tokens so far, the current one included
+        self.meter = meter
+        self.host = host
+        self.view = kept if is_view else None
+        self.n_kept = kept.n_tokens()
+        self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
+        self.kept_positions = positions  # None: the first `n_kept`
+        self.n_window = window.n_tokens()  # tokens in the window, the current one included
+        self.capacity = capacity  # slots of the window
+        self.start = s_prompt - self.n_window  # position that lies in the window's first slot
+        sizes = self.n_kept, self.n_window, capacity
+        assert is_view or self.n_kept <= self.start, sizes
+        assert self.n_window <= max(capacity, 0), sizes
+        parts = [window] if is_view else [kept, window]
+        self.k = slots_of([part.k for part in parts], capacity - self.n_window)
+        self.v = slots_of([part.v for part in parts], capacity - self.n_window)
+        self.mask = None  # (1, h, slots) bool, False on what a query head does not see
+        self.n_hidden = 0  # pairs of query head and kept slot that the mask hides
+        self.n_spare = 0  # pairs of KV head and kept slot that no query head sees: they hold no token
+        if kept.mask is not None:
+            hidden = ~kept.mask  # (1, h, n_kept)
+            self.mask = torch.nn.functional.pad(kept.mask, (0, capacity), value=True)
+            self.n_hidden = int(hidden.sum())
+            self.n_spare = int(hidden.unflatten(1, (meter.shape.h_kv, -1)).all(2).sum())
+        self.fetches: list[Tensor] = []  # positions (1, heads, k), of this step
+        self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
+        self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
+        if self.n_releases:
+            self._leave()
+        if self.host is not None:
+            self.host.write(self.n_seen - self.s_prompt, k_new, v_new)
+        if self.capacity:
+            slot = self.n_front + (self.n_seen - self.start) % self.capacity
+            self.k[:, :, slot : slot + 1] = k_new
+            self.v[:, :, slot : slot + 1] = v_new
+        self.n_seen += 1
+        self.fetches.clear()
+        self.evictions = None
+        if self.n_window < self.capacity:
+            self.n_window += 1
+        elif self.host is not None:
+            self.meter.count_released(1)
+
+    def resident(self) -> list[Part]:
+        """Kept tokens and window as parts to attend to."""
+        stop = self.n_front + self.n_window
+        mask = None if self.mask is None else self.mask[..., :stop]
+        slots = Part(self.k[:, :, :stop], self.v[:, :, :stop], mask)
+        return [slots] if self.view is None else [self.view, slots]
+
+    def kept_and_window(self) -> tuple[Part, Part]:
+        """As `resident`, apart: for methods that turn the query for one of the two."""
+        assert self.view is None and self.mask is None, f"layer {self.index} is not two parts"
+        stop = self.n_kept + self.n_window
+        kept, window = slice(0, self.n_kept), slice(self.n_kept, stop)
+        return (
+            Part(self.k[:, :, kept], self.v[:, :, kept]),
+            Part(self.k[:, :, window], self.v[:, :, window]),
+        )
+
+    def positions(self) -> Tensor:
+        """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n)."""
+        heads, device = self.meter.shape.h_kv, self.k.device
+        kept = self.kept_positions
+        if kept is None:
+            kept = torch.arange(self.n_kept, device=device).expand(1, heads, -1)
+        # A ring's slot holds the latest token that was written to it.
+        newest = self.n_seen - 1
+        slots = torch.arange(self.n_window, device=device)
+        age = (newest - self.start - slots) % max(1, self.capacity)
+        return torch.cat([kept, (newest - age).expand(1, heads, -1)], -1)
+
+    # Dropping, for methods that evict while they decode.
+
+    def evict(self, slots: Tensor) -> None:
+        """After attention, drop for good the tokens in these slots, (1, h_kv, n) in any order, for each head its own.
+
+        The newest tokens that stay take the slots that become free; all other slots are as they were. What stays is
+        kept from then on, and the window begins anew behind it. The step's books still have the dropped tokens,
+        because the step attended to them.
+        """
+        self._assert_drops()
+        assert self.view is None, f"layer {self.index} holds its prompt as a view"
+        assert self.n_window == self.n_seen - self.start > 0, f"layer {self.index} has a window that slid"
+        positions = self.positions()  # (1, h_kv, n)
+        n, k = positions.shape[-1], slots.shape[-1]
+        holes, order = moves(slots, n)
+        rows = flat_rows(holes, self.k.shape[1], self.k.shape[2])
+        for buffer in (self.k, self.v):
+            last = buffer[:, :, n - k : n]
+            last = last.clone() if order is None else gather_tokens(last, order)
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, rows, last.view(-1, last.shape[-1]))
+        last = positions[..., n - k :]
+        last = last if order is None else last.gather(-1, order)
+        self.evictions = positions.gather(-1, slots)
+        self._keep(positions.scatter(-1, holes, last)[..., : n - k])
+
+    def drop_but(self, slots: Tensor) -> None:
+        """After attention, drop for good all but the tokens in these ascending slots (k,), for all KV heads alike.
+
+        As with `evict`, the step's books still have those that leave.
+        """
+        self._assert_drops()
+        positions, parts = self.positions(), self.resident()
+        leaves = torch.ones(positions.shape[-1], dtype=torch.bool, device=slots.device)
+        leaves[slots] = False
+        n_free = self.capacity - self.n_window
+        self.k = slots_of([torch.cat([part.k for part in parts], 2)[:, :, slots]], n_free)
+        self.v = slots_of([torch.cat([part.v for part in parts], 2)[:, :, slots]], n_free)
+        self.view = None
+        self.evictions = positions[..., leaves]
+        self._keep(positions[..., slots])
+
+    def _assert_drops(self) -> None:
+        assert self.host is None, f"layer {self.index} has a host and drops no tokens"
+        assert self.mask is None, f"layer {self.index} has tokens that some heads do not see"
+        assert self.evictions is None, f"layer {self.index} has dropped tokens in this step"
+
+    def _keep(self, positions: Tensor) -> None:
+        """The first slots hold these tokens (1, h_kv, n), and all other slots are free for a new window."""
+        self.kept_positions = positions
+        self.n_kept = self.n_front = positions.shape[-1]
+        self.capacity = self.k.shape[2] - self.n_kept
+        self.start, self.n_window = self.n_seen, 0
+
+    # The host tier, for methods that retrieve.
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether the layer has a host tier."""
+        return self.host is not None
+
+    def fetch(self, idx: Tensor, padded: bool = False) -> Part:
+        """Bring the tokens at `idx` (1, h_kv or h, k) from the host; where `padded`, -1 stands for no token.
+
+        Without an accelerator they stay where they are, and the part says which they are.
+        """
+        assert self.host is not None, f"layer {self.index} has nothing on the host"
+        shape, n_generated = self.meter.shape, self.n_seen - self.s_prompt
+        assert idx.shape[1] in (shape.h, shape.h_kv), f"idx has {idx.shape[1]} heads"
+        self.fetches.append(idx)
+        mask = idx >= 0 if padded else None
+        n_host = self.n_seen - self.n_kept - self.n_window
+        if self.meter.accesses is not None:
+            self.meter.note(n_generated, self.index, self.n_seen, self.n_kept, n_host, idx)
+        n_tokens = idx.numel() if mask is None else int(mask.sum())
+        self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, n_host)
+        rows = self.host.rows(idx, mask, late=n_generated > self.n_window)
+        if idx.device == rows.k.device:
+            return rows
+        tokens = rows.gathered()
+        k, v = (x.to(idx.device, non_blocking=True) for x in (tokens.k, tokens.v))
+        return Part(k, v, mask)
+
+    def release(self, n: int | None = None) -> None:
+        """After attention, send the window's oldest `n` tokens (None: all) to the host; the next step can ask."""
+        assert self.host is not None, f"layer {self.index} has no host"
+        assert not self.n_releases, f"layer {self.index} has released tokens in this step"
+        self.n_releases = self.n_window if n is None else n
+        assert self.n_releases <= self.n_window, f"layer {self.index} has {self.n_window} tokens to release"
+        self.meter.count_released(self.n_releases)
+
+    def _leave(self) -> None:
+        """Let released tokens go; what stays moves to the window's first slots."""
+        n_stay = self.n_window - self.n_releases
+        if n_stay:
+            assert self.n_window == self.n_seen - self.start, "a window that slid is released as a whole"
+            first = self.n_kept + self.n_releases
+            for buffer in (self.k, self.v):
+                tokens = buffer[:, :, first : first + n_stay].clone()
+                buffer[:, :, self.n_kept : self.n_kept + n_stay] = tokens
+        self.start, self.n_window, self.n_releases = self.n_seen - n_stay, n_stay, 0
+
+    def generated(self) -> tuple[Tensor, Tensor]:
+        """K and V of the generated tokens in order, the current one included, of a layer with a host tier."""
+        assert self.host is not None, f"layer {self.index} has no host tier"
+        t = self.n_seen - self.s_prompt
+        k, v = self.host.late
+        return k[:, :, :t], v[:, :, :t]
+
+    # The books.
+
+    def close(self, step: int) -> Entry:
+        """End the step: what it attended to, kept and moved."""
+        n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]
+        n_resident = self.n_kept + self.n_window + n_evicted
+        n_host = 0 if self.host is None else self.n_seen - n_resident
+        return self.meter.close(step, self.index, self.n_seen, n_resident, n_host, self.n_hidden, self.n_spare)
+
+    def attended(self) -> Tensor:
+        """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks, never on the hot path."""
+        shape, n_kept = self.meter.shape, self.n_kept
+        seen = torch.zeros(shape.h, self.n_seen, dtype=torch.bool)
+        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0).cpu()  # (h, n_kept)
+        mask = None if self.mask is None else self.mask[0, :, :n_kept].cpu()
+        seen.scatter_(1, kept, torch.ones_like(kept, dtype=torch.bool) if mask is None else mask)
+        seen[:, self.n_seen - self.n_window :] = True
+        if self.evictions is not None:
+            seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0).cpu(), True)
+        for idx in self.fetches:
+            per_head = idx[0].cpu().repeat_interleave(shape.h // idx.shape[1], 0)
+            for head, tokens in enumerate(per_head):
+                seen[head, tokens[tokens >= 0]] = True
+        return seen
+
+    def allocated_bytes(self) -> int:
+        """Bytes that the device tier really occupies, the trace's tensors included where they are held."""
+        view = 0 if self.view is None else self.view.k.nbytes + self.view.v.nbytes
+        return self.k.nbytes + self.v.nbytes + view
+
+
+def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:
+    """The tokens (1, h_kv, n, d_h) copied behind each other, with room for `n_free` more."""
+    sizes = [each.shape[2] for each in tokens]
+    _, heads, _, d_h = tokens[0].shape
+    slots = tokens[0].new_empty(1, heads, sum(sizes) + n_free, d_h)
+    for target, each in zip(slots.split([*sizes, n_free], 2), tokens, strict=False):
+        target.copy_(each)
+    return slots
+
+
+def moves(slots: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
+    """Where the last k of n tokens go when those in `slots` (1, h_kv, k) leave, and which of them: twice (1, h_kv, k).
+
+    Those that stay go to the slots that become free in front of them. Where a head has fewer of them than k, the others
+    are tokens that leave, and go to where they are. An order of None stands for that of the last tokens.
+    """
+    k = slots.shape[-1]
+    if k == 1:
+        return slots, None
+    leaves = torch.zeros(*slots.shape[:-1], n, dtype=torch.uint8, device=slots.device)
+    order = leaves.scatter_(-1, slots, 1)[..., n - k :].sort(dim=-1, stable=True).indices
+    return slots.sort(dim=-1).values, order

@@ -1,0 +1,159 @@
+"""What one layer of one variant attends to and moves in a step, and what its device cache spares it.
+
+A meter counts from one `close` to the next, which makes a ledger's entry of its counts. Methods count here what they
+move or read beside K and V. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
+tokens need not move.
+
+Not here: moving (`engine/layer.py`), what the counts mean (`engine/ledger.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.blocks import BlockCache
+from engine.budget import token_bytes
+from engine.ledger import Entry
+from engine.recent import RecentTokens, mark_tokens
+from engine.shapes import ModelShape
+
+COUNTS = (
+    "attended",
+    "resident_meta_bytes",
+    "moved_kv_bytes",
+    "moved_kv_heads_bytes",
+    "moved_meta_bytes",
+    "searched_bytes",
+    "filled_bytes",
+    "released_bytes",
+    "cache_hits",
+    "cache_lookups",
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One fetch, as `evals/accesses.py` keeps and replays it."""
+
+    step: int
+    layer: int
+    n: int  # tokens seen, the current one included
+    n_kept: int  # tokens before the first that may be fetched
+    n_host: int  # tokens on the host that are complete
+    idx: Sequence[Any]  # positions per KV head or query head, -1 where padded
+
+
+class Meter:
+    """The counts of a layer's step."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        blocks: BlockCache | None = None,
+        accesses: list[Access] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
+        self.blocks = blocks
+        self.recent: RecentTokens | None = None
+        self.accesses = accesses  # a list: every fetch is noted in it
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def count(self, field: str, amount: int) -> None:
+        """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
+        assert field in self.counts, f"{field} is not counted per step"
+        self.counts[field] += amount
+
+    def count_released(self, n: int) -> None:
+        """`n` tokens go from the window to the host."""
+        self.counts["released_bytes"] += n * self.shape.h_kv * self.token_bytes
+
+    def count_fetch(self, idx: Tensor, n_tokens: int, n_seen: int, n_kept: int, n_host: int) -> None:
+        """Fetch the `n_tokens` at `idx` (1, h_kv or h, k), where -1 stands for none.
+
+        Of `n_seen` tokens the first `n_kept` may not be fetched, and the next `n_host` are complete on the host.
+        """
+        counts, h_kv, heads = self.counts, self.shape.h_kv, idx.shape[1]
+        # Tokens of a KV head, each once; those of them that are on the device; the same per head of idx.
+        if self.recent is not None:
+            found = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
+        elif self.blocks is not None:
+            found = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
+        elif heads == h_kv:
+            found = n_tokens, 0, 0
+        else:
+            marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
+            found = int(marks.count_nonzero()), 0, 0
+        n_distinct, hits, hits_of_heads = found
+        if self.has_cache:
+            counts["cache_hits"] += hits
+            counts["cache_lookups"] += n_distinct
+        counts["attended"] += n_tokens * (self.shape.h // heads)
+        counts["moved_kv_bytes"] += (n_distinct - hits) * self.token_bytes
+        counts["moved_kv_heads_bytes"] += (n_tokens - hits_of_heads) * self.token_bytes
+
+    def _access_blocks(
+        self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
+    ) -> tuple[int, int, int]:
+        """Look tokens up in the cache of blocks and refill it: distinct tokens, hits, hits of the heads of `idx`."""
+        asked, block_len = idx[idx >= 0], blocks.spec.block_len
+        if idx.shape[1] == self.shape.h_kv:
+            distinct, hits_of_heads = asked, None
+        else:
+            distinct = distinct_tokens(idx, self.shape.h_kv, n_seen)
+            hits_of_heads = blocks.count_hits(blocks.count_blocks(asked - n_kept))
+        hits, filled = blocks.access(distinct - n_kept, n_complete=n_host // block_len)
+        self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.token_bytes
+        return len(distinct), hits, hits if hits_of_heads is None else hits_of_heads
+
+    @property
+    def has_cache(self) -> bool:
+        return self.blocks is not None or self.recent is not None
+
+    def note(self, step: int, layer: int, n: int, n_kept: int, n_host: int, idx: Tensor) -> None:
+        """Keep a fetch for a replay."""
+        assert self.accesses is not None, "fetches are not kept"
+        access = Access(step, layer, n, n_kept, n_host, list(idx[0].cpu().numpy()))
+        self.accesses.append(access)
+
+    def cached_bytes(self) -> int:
+        """Bytes of the device cache: the room of a cache of blocks, full or not, or the recent tokens."""
+        if self.blocks is not None:
+            n_tokens = self.blocks.capacity * self.blocks.spec.block_len
+            return n_tokens * self.shape.h_kv * self.token_bytes
+        return 0 if self.recent is None else self.recent.n_held * self.token_bytes
+
+    def close(
+        self,
+        step: int,
+        layer: int,
+        n_seen: int,
+        n_resident: int,
+        n_host: int,
+        n_hidden: int = 0,
+        n_spare: int = 0,
+    ) -> Entry:
+        """The step's entry; all counts begin again.
+
+        Of `n_seen` tokens every KV head has `n_resident` on the device and `n_host` on the host. `n_hidden` pairs of
+        query head and resident token are not attended to, `n_spare` of KV head and token do not exist.
+        """
+        counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0)
+        counts["attended"] += n_resident * self.shape.h - n_hidden
+        h_kv = self.shape.h_kv
+        return Entry(
+            step=step,
+            layer=layer,
+            tokens=n_seen,
+            resident_kv_bytes=(n_resident * h_kv - n_spare) * self.token_bytes + self.cached_bytes(),
+            resident_host_bytes=n_host * h_kv * self.token_bytes,
+            **counts,
+        )
+
+
+def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:
+    """What the heads of `idx` (1, heads, k) ask for of `n` tokens, each once per KV head, head behind head."""
+    marks, _ = mark_tokens(idx, h_kv, n)
+    return marks.nonzero()[:, 1]

@@ -1,0 +1,250 @@
+"""Which tokens a run fetched, kept in a file, and what any device cache would have saved of it.
+
+    python run.py method=pqcache task=needle accesses=true out=runs/study
+    python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
+
+A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder; a replay needs neither model nor prompt, so a
+sweep of policies takes seconds. It calls the caches that runs use (`engine/blocks.py`, `engine/recent.py`), look-up by
+look-up in the order of the run, each sample and layer from an empty cache, and gives the counts of its ledger.
+
+Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
+          tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.
+          `positions` (all fetched tokens,) int32, entry by entry and head by head, `ends` (entries, heads) int64:
+          where each head's part of it ends. Scalars `h_kv`, `s_prompt`, `token_bytes` (K and V of one token of one KV
+          head). Heads are KV heads, or query heads in the order of their KV heads.
+
+Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens that a cache without blocks would hold.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from engine.blocks import BlockCache, BlockCacheSpec
+from engine.errors import ConfigError
+from engine.meter import Access
+from engine.recent import RecentTokens
+from engine.store import Store
+
+BLOCK_LEN = 128
+
+
+@dataclass(frozen=True)
+class Log:
+    """The fetches of one sample."""
+
+    h_kv: int
+    s_prompt: int
+    token_bytes: int
+    entries: list[Access]
+
+    @property
+    def n_most(self) -> int:
+        """Tokens at the end."""
+        return max((entry.n for entry in self.entries), default=self.s_prompt)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a cache would have done; hits and look-ups are of tokens of a KV head."""
+
+    hits: int
+    lookups: int
+    warm_hits: int  # without the first step, which finds every cache empty
+    warm_lookups: int
+    moved_bytes: int  # misses
+    filled_bytes: int  # whole blocks that the cache took in
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.hits / self.lookups if self.lookups else None
+
+    @property
+    def warm_hit_rate(self) -> float | None:
+        return self.warm_hits / self.warm_lookups if self.warm_lookups else None
+
+
+def write(path: Path, store: Store) -> None:
+    """Everything that a store fetched."""
+    entries = store.accesses
+    assert entries is not None, "the store was not asked to note its fetches"
+    heads = [[head[head >= 0] for head in entry.idx] for entry in entries]
+    n_heads = {len(of_entry) for of_entry in heads}
+    assert len(n_heads) <= 1, f"entries of {n_heads} heads"
+    lengths = np.array([[len(head) for head in of_entry] for of_entry in heads], np.int64)
+    flat = [head for of_entry in heads for head in of_entry]
+    columns: dict[str, Any] = {
+        name: np.array([getattr(entry, name) for entry in entries], np.int32)
+        for name in ("step", "layer", "n", "n_kept", "n_host")
+    }
+    np.savez_compressed(
+        path,
+        positions=np.concatenate(flat).astype(np.int32) if flat else np.zeros(0, np.int32),
+        ends=lengths.reshape(-1).cumsum().reshape(lengths.shape),
+        h_kv=store.shape.h_kv,
+        s_prompt=store.trace.s_prompt,
+        token_bytes=store.token_bytes,
+        **columns,
+    )
+
+
+def read(path: Path) -> Log:
+    """A file that `write` made."""
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+        ends = arrays["ends"]
+        cut = np.split(arrays["positions"].astype(np.int64), ends.reshape(-1)[:-1]) if ends.size else []
+        n_heads = ends.shape[1] if ends.ndim == 2 else 0
+        numbers = zip(
+            *(arrays[name].tolist() for name in ("step", "layer", "n", "n_kept", "n_host")),
+            strict=True,
+        )
+        entries = [
+            Access(step, layer, n, n_kept, n_host, cut[i * n_heads : (i + 1) * n_heads])
+            for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
+        ]
+        return Log(int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None
+
+
+def replay_blocks(log: Log, spec: BlockCacheSpec) -> Saved:
+    """The block cache of the store with this capacity, policy and refill."""
+    caches: dict[int, BlockCache] = {}
+
+    def access(entry: Access) -> tuple[int, int, int]:
+        wanted = torch.from_numpy(np.concatenate(per_kv_head(entry, log.h_kv)))
+        if spec.tokens == 0:
+            return len(wanted), 0, 0
+        cache = caches.setdefault(entry.layer, BlockCache(spec))
+        hits, filled = cache.access(wanted - entry.n_kept, entry.n_host // spec.block_len)
+        return len(wanted), hits, filled * spec.block_len * log.h_kv
+
+    return total(log, access)
+
+
+def replay_recent(log: Log, n_steps: int) -> Saved:
+    """Tokens of the last `n_steps` selections stay, as ClusterKV's clusters do."""
+    caches: dict[int, RecentTokens] = {}
+
+    def access(entry: Access) -> tuple[int, int, int]:
+        cache = caches.setdefault(entry.layer, RecentTokens(n_steps, log.n_most))
+        longest = max(len(head) for head in entry.idx)
+        idx = torch.full((1, len(entry.idx), longest), -1)
+        for i, head in enumerate(entry.idx):
+            idx[0, i, : len(head)] = torch.from_numpy(head)
+        distinct, hits, _ = cache.access(idx, log.h_kv, padded=True)
+        return distinct, hits, 0
+
+    return total(log, access)
+
+
+def total(log: Log, access: Any) -> Saved:
+    """`access(entry)` gives look-ups, hits and tokens filled, of every entry in turn."""
+    first = {entry.layer: entry.step for entry in reversed(log.entries)}
+    sums = np.zeros(6, np.int64)
+    for entry in log.entries:
+        lookups, hits, filled = access(entry)
+        warm = entry.step > first[entry.layer]
+        moved, taken = (lookups - hits) * log.token_bytes, filled * log.token_bytes
+        sums += [hits, lookups, hits * warm, lookups * warm, moved, taken]
+    return Saved(*(int(value) for value in sums))
+
+
+def per_kv_head(entry: Access, h_kv: int) -> list[np.ndarray]:
+    """The tokens that each KV head needs, each once."""
+    g = len(entry.idx) // h_kv
+    if g == 1:
+        return list(entry.idx)
+    return [np.unique(np.concatenate(entry.idx[i : i + g])) for i in range(0, len(entry.idx), g)]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def files_of(folders: Sequence[Path]) -> list[Path]:
+    found = [file for folder in folders for file in sorted(folder.rglob("accesses-*.npz"))]
+    if not found:
+        raise ConfigError(f"no accesses-*.npz below {', '.join(map(str, folders))}; make them with accesses=true")
+    return found
+
+
+def study(files: Sequence[Path], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row per run and cache, samples added up."""
+    specs = [
+        BlockCacheSpec(tokens, asked.block_len, k_cache, policy)
+        for tokens in asked.tokens
+        for policy in asked.policy
+        for k_cache in asked.k_cache
+    ]
+    for folder in dict.fromkeys(file.parent for file in files):
+        logs = [read(file) for file in files if file.parent == folder]
+        caches = [(f"{spec.policy}, {spec.tokens:,} tokens, k_cache {spec.k_cache}", spec) for spec in specs]
+        for name, spec in caches:
+            saved = [replay_blocks(log, spec) for log in logs]
+            yield row(folder, name, spec.policy, spec.tokens, spec.k_cache, saved)
+        for n_steps in asked.recent:
+            saved = [replay_recent(log, n_steps) for log in logs]
+            yield row(folder, f"last {n_steps} selections", "recent", None, n_steps, saved)
+
+
+def row(
+    folder: Path, name: str, policy: str, tokens: int | None, k_cache: int, saved: Sequence[Saved]
+) -> dict[str, Any]:
+    whole = Saved(*(sum(getattr(one, key) for one in saved) for key in Saved.__dataclass_fields__))
+    return {
+        "run": folder.name, "cache": name, "policy": policy, "tokens": tokens, "k_cache": k_cache,
+        "hit_rate": whole.hit_rate, "warm_hit_rate": whole.warm_hit_rate,
+        "moved_bytes": whole.moved_bytes, "filled_bytes": whole.filled_bytes,
+    }  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.studies.accesses", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs made with accesses=true")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096], help="capacities")
+    parser.add_argument("--block-len", type=int, default=BLOCK_LEN)
+    parser.add_argument("--k-cache", nargs="+", type=int, default=[8, 16, 32, 64])
+    parser.add_argument("--policy", nargs="+", default=["lfu", "lru"])
+    parser.add_argument("--recent", nargs="*", type=int, default=[1, 2, 4], help="ClusterKV's R")
+    parser.add_argument("--csv", type=Path, default=None, help="also write the rows here")
+    asked = parser.parse_args(words)
+    try:
+        rows = list(study(files_of(asked.runs), asked))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    view = Table(box=None, pad_edge=False)
+    for name in ("run", "cache"):
+        view.add_column(name)
+    for name in ("hit rate", "without the first step", "moved MB", "filled MB"):
+        view.add_column(name, justify="right")
+    for found in rows:
+        rates = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
+        sizes = [f"{found[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
+        view.add_row(found["run"], found["cache"], *rates, *sizes)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(view)
+    if asked.csv is not None:
+        with asked.csv.open("w", newline="") as handle:
+            writer = csv.DictWriter(handle, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

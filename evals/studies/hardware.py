@@ -1,0 +1,408 @@
+"""What a variant would cost on hardware that is not here: a roofline, with counts from the store. Always `simulated`.
+
+    python -m evals.studies.hardware --on rtx4090-pcie1 --model llama-3.1-8b --methods full snapkv --lengths 8192 32768
+
+A step's bytes come from the ledger: the variant is built on one layer of random keys of the model's shape, at two
+short lengths, and steps are made; all that the ledger counts grows linearly with the prompt, so a line through the two
+gives any length. Times are bytes over bandwidth and operations over rate, whichever takes longer, plus a fixed price
+per layer and call.
+
+Step      linear layers, search (all that lies on the device in order to find tokens is read once, and what was moved
+          for it), a blocking fetch of the chosen tokens, attention. What is moved to find tokens is asked for one layer
+          ahead: only what is longer than a layer shows.
+Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
+          when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
+          searches there, so what the lanes are late by shows in the time to the second token.
+
+Peaks are the makers' (`conf/hardware`), shares of them and fixed prices are typical values, and the least certain part:
+`benchmarks/bench_hardware.py` measures them where there is a machine, and says how far the prediction is off there.
+
+Not here: memory that does not suffice (`fits` says so, and that is all), several devices, batches of unequal length.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from engine.budget import BudgetRequest, parse_fraction
+from engine.decode import attend_group
+from engine.errors import ConfigError, unknown_name
+from engine.ledger import Entry
+from engine.model import shape_of
+from engine.observe import ColumnSums
+from engine.prefill import Trace
+from engine.shapes import ModelShape
+from evals.overrides import CONF
+from methods.base import SelectiveAttention
+
+COUNT_AT = (2048, 4096)  # prompts that counts are taken at
+N_STEPS = 4
+ELEMENT_BYTES = 2  # of K, V and weights
+LAYER = 2  # of the one layer: beyond those that methods leave whole
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peaks, the shares of them that work reaches, and fixed prices."""
+
+    title: str
+    matrix_tflops: float
+    memory_gb_s: float
+    memory_gb: float
+    link_gb_s: float | None  # None: device and host are one memory
+    host_tflops: float
+    share_matrix: float
+    share_memory: float
+    share_link: float
+    layer_us: float
+    call_us: float
+    link_us: float
+
+    @property
+    def flops(self) -> float:
+        return self.matrix_tflops * 1e12 * self.share_matrix
+
+    @property
+    def bandwidth(self) -> float:
+        return self.memory_gb_s * 1e9 * self.share_memory
+
+    def over_link(self, n_bytes: float) -> float:
+        """Seconds of one copy between host and device."""
+        if self.link_gb_s is None or n_bytes <= 0:
+            return 0.0
+        return n_bytes / (self.link_gb_s * 1e9 * self.share_link) + self.link_us / 1e6
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The model beside its attention: what weights are read and multiplied."""
+
+    n_layers: int
+    h: int
+    d_h: int
+    layer_weights: int  # of one layer, embeddings left out
+    head_weights: int  # of the last product with the vocabulary
+    kv_bytes: int  # of one token in one layer
+
+    @property
+    def weight_bytes(self) -> int:
+        return ELEMENT_BYTES * (self.n_layers * self.layer_weights + self.head_weights)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One variant, one layer, one step, one request; `build_flops` and `observe_flops` are of the prompt."""
+
+    attended_bytes: float  # K and V that attention reads
+    searched_bytes: float  # read on the device in order to find tokens
+    moved_kv_bytes: float
+    moved_meta_bytes: float
+    resident_bytes: float  # on the device
+    offloaded_bytes: float  # to the host during the prefill
+    build_flops: float  # on the host, beside the prefill
+    observe_flops: float  # on the device, within it
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds; `parts` of a step add up to `tpot_s`."""
+
+    ttft_s: float
+    tt2t_s: float
+    tpot_s: float
+    parts: dict[str, float]
+    fits: bool
+
+
+def predict(counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: int = 1) -> Predicted:
+    """Times of a prompt of `s` tokens and the steps behind it."""
+    parts = step_parts(counts, layers, hardware, batch)
+    tpot = sum(parts.values())
+    ends, computed = prefill_ends(counts, layers, hardware, s)
+    head = linear(hardware, layers.head_weights, 1)
+    ttft = batch * computed + head
+    # The first step reaches layer i after i layers' time, and waits there for its clusters.
+    at, per_layer = ttft, (tpot - parts["head"]) / layers.n_layers
+    for end in ends:
+        at = max(at, (batch - 1) * computed + end) + per_layer
+    resident = batch * layers.n_layers * counts.resident_bytes + layers.weight_bytes
+    return Predicted(ttft, at + parts["head"], tpot, parts, resident <= hardware.memory_gb * 1e9)
+
+
+def step_parts(counts: Counts, layers: Layers, hardware: Hardware, batch: int) -> dict[str, float]:
+    """Seconds of one step of all layers."""
+    n, call = layers.n_layers, hardware.call_us / 1e6
+    finds = counts.searched_bytes > 0 or counts.moved_meta_bytes > 0
+    fetches = counts.moved_kv_bytes > 0
+    read = linear(hardware, layers.layer_weights, batch) + hardware.layer_us / 1e6
+    search = batch * counts.searched_bytes / hardware.bandwidth + call * finds
+    fetch = hardware.over_link(batch * counts.moved_kv_bytes) + call * fetches
+    if hardware.link_gb_s is None and fetches:  # one memory: what is chosen is copied, or read where it lies
+        fetch = call
+    attention = batch * counts.attended_bytes / hardware.bandwidth
+    visible = read + search + fetch + attention
+    late = max(0.0, hardware.over_link(batch * counts.moved_meta_bytes) - visible)
+    return {
+        "model": n * read,
+        "search": n * search,
+        "find, not hidden": n * late,
+        "fetch": n * fetch,
+        "attention": n * attention,
+        "head": linear(hardware, layers.head_weights, batch),
+    }
+
+
+def linear(hardware: Hardware, weights: int, tokens: int) -> float:
+    """A product of so many tokens with so many weights."""
+    return max(2 * weights * tokens / hardware.flops, ELEMENT_BYTES * weights / hardware.bandwidth)
+
+
+def prefill_ends(counts: Counts, layers: Layers, hardware: Hardware, s: int) -> tuple[list[float], float]:
+    """When each layer's index is ready, and when the last layer has been computed."""
+    attention = 2 * layers.h * layers.d_h * s * s  # two causal products
+    compute = linear(hardware, layers.layer_weights, s) + attention / hardware.flops
+    compute += counts.observe_flops / hardware.flops + hardware.layer_us / 1e6
+    copy = hardware.over_link(counts.offloaded_bytes)
+    cluster = counts.build_flops / (hardware.host_tflops * 1e12)
+    done = copied = clustered = 0.0
+    ends = []
+    for _ in range(layers.n_layers):
+        done += compute
+        copied = max(copied, done) + copy
+        clustered = max(clustered, copied) + cluster
+        ends.append(clustered if counts.build_flops else done)
+    return ends, done
+
+
+# --- counts -----------------------------------------------------------------------------------
+
+
+def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
+    """Counts at any length: a line through those at two short ones."""
+    low, high = (count_at(kind, params, request, model, n) for n in COUNT_AT)
+    if s in COUNT_AT:
+        return (low, high)[COUNT_AT.index(s)]
+    share = (s - COUNT_AT[0]) / (COUNT_AT[1] - COUNT_AT[0])
+    values = {}
+    for field in fields(Counts):
+        a, b = getattr(low, field.name), getattr(high, field.name)
+        values[field.name] = max(0.0, a + (b - a) * share)
+    observes = low.observe_flops / COUNT_AT[0] ** 2  # quadratic, unlike all else
+    return replace(Counts(**values), observe_flops=observes * s * s)
+
+
+def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
+    """What the ledger says of one layer of random keys, after the steps that fill a cache."""
+    shape = replace(model, n_layers=LAYER + 1, attention_layers=(LAYER,), window=1 << 20)
+    draw = torch.Generator().manual_seed(0)
+    scale = shape.d_h**-0.5
+
+    def normal(heads: int, n: int) -> torch.Tensor:
+        return torch.randn(1, heads, n, shape.d_h, generator=draw)
+
+    with torch.inference_mode():
+        trace = Trace(shape, s, torch.device("cpu"))
+        q, k, v = (normal(heads, s) for heads in (shape.h, shape.h_kv, shape.h_kv))
+        trace.add(LAYER, k, v, scale)
+        variant = kind.variant_for(params, request, shape, s)
+        if variant.thinning is not None:
+            raise ConfigError(
+                f"{kind.title} shortens its own prefill, which the simulation does not know; leave it out"
+            )
+        for what in variant.observations:
+            trace.observe(LAYER, what, q, k, scale)
+        row = variant.row(trace, N_STEPS)
+        if row.wants_lookahead:
+            row.wants_lookahead = False
+            row.q_ahead = q[:, :, -1:]
+        row.build(LAYER)
+        row.complete()
+        for step in range(1, N_STEPS + 1):
+            q_new, k_new, v_new = (normal(heads, 1) for heads in (shape.h, shape.h_kv, shape.h_kv))
+            attend_group(kind, [row], LAYER, q_new, k_new, v_new, scale, step)
+    last = row.store.ledger.entries[-1]
+    build = float(row.report().get("build_flops", 0.0))
+    return from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
+
+
+def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:
+    """A ledger's line in a roofline's terms."""
+    token = 2 * ELEMENT_BYTES * shape.d_h  # of one KV head
+    meta = entry.resident_meta_bytes + entry.moved_meta_bytes + entry.searched_bytes
+    on_host = entry.resident_host_bytes > 0
+    return Counts(
+        attended_bytes=entry.attended / shape.h * shape.h_kv * token,
+        searched_bytes=meta if on_host or entry.searched_bytes else 0,
+        moved_kv_bytes=entry.moved_kv_bytes,
+        moved_meta_bytes=entry.moved_meta_bytes,
+        resident_bytes=entry.resident_kv_bytes + entry.resident_meta_bytes,
+        offloaded_bytes=s * shape.h_kv * token if on_host else 0,
+        build_flops=build_flops,
+        # Logits once more, and an exponential each.
+        observe_flops=(shape.h * shape.d_h + shape.h) * s * s if sums_columns else 0,
+    )
+
+
+# --- what to predict --------------------------------------------------------------------------
+
+
+def read_hardware(name: str) -> Hardware:
+    """The file of conf/hardware, checked."""
+    folder = CONF / "hardware"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        raise unknown_name("--on", name, names)
+    values: Mapping[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    return Hardware(**{field.name: values[field.name] for field in fields(Hardware)})
+
+
+def read_model(name: str) -> tuple[ModelShape, Layers]:
+    """The model's shape and its weights, from conf/architecture."""
+    from transformers import AutoConfig
+
+    folder = CONF / "architecture"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        raise unknown_name("--model", name, names)
+    given = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    config: Any = AutoConfig.for_model(**given)
+    return shape_of(config, name), layers_of(shape_of(config, name), config)
+
+
+def layers_of(shape: ModelShape, config: Any) -> Layers:
+    """Weights of a Llama-like layer: four projections of attention, three of the gated feed-forward."""
+    d, own = config.hidden_size, shape.h * shape.d_h
+    attention = 2 * d * own + 2 * d * shape.h_kv * shape.d_h
+    return Layers(
+        n_layers=shape.n_layers,
+        h=shape.h,
+        d_h=shape.d_h,
+        layer_weights=attention + 3 * d * config.intermediate_size,
+        head_weights=d * config.vocab_size,
+        kv_bytes=2 * ELEMENT_BYTES * shape.h_kv * shape.d_h,
+    )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the command line asks."""
+
+    hardware: Sequence[str]
+    model: str
+    methods: Sequence[str]
+    lengths: Sequence[int]
+    request: BudgetRequest
+    batch: int
+
+
+def answer(question: Question) -> list[dict[str, Any]]:
+    """A row per hardware, method and length."""
+    shape, layers = read_model(question.model)
+    rows: list[dict[str, Any]] = []
+    for method in question.methods:
+        kind, params = method_of(method)
+        request = FULL_REQUEST if method == "full" else question.request
+        kind.check(params, request, shape)
+        for s in question.lengths:
+            counts = count(kind, params, request, shape, s)
+            for name in question.hardware:
+                hardware = read_hardware(name)
+                found = predict(counts, layers, hardware, s, question.batch)
+                rows.append(
+                    {"simulated": True, "hardware": hardware.title, "model": question.model,
+                     "method": kind.label(params, request), "tokens": s, "batch": question.batch,
+                     "tt2t_s": found.tt2t_s, "tpot_s": found.tpot_s, "fits": found.fits}
+                    | {f"{part}_s": seconds for part, seconds in found.parts.items()}
+                )  # fmt: skip
+    return rows
+
+
+FULL_REQUEST = BudgetRequest(Fraction(1), None, Fraction(0))
+
+
+def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
+    """A method with the parameters of its file."""
+    from hydra import compose, initialize_config_dir
+
+    from evals.settings import build_params, load_class, settings
+
+    names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+    if name not in names:
+        raise unknown_name("--methods", name, names)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [f"method={name}"], return_hydra_config=True)
+    part = settings(cfg, cfg.hydra.runtime.choices).method
+    kind = load_class(part)
+    return kind, build_params(kind, part.params, "method")
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> Table:
+    view = Table(box=None, pad_edge=False, title="simulated, not measured", title_justify="left")
+    for name in ("hardware", "method"):
+        view.add_column(name)
+    for name in ("tokens", "TT2T s", "TPOT ms", "model", "search", "fetch", "attention", "fits"):
+        view.add_column(name, justify="right")
+    for row in rows:
+        ms = [f"{1e3 * row[f'{part}_s']:.2f}" for part in ("search", "fetch", "attention")]
+        model = 1e3 * (row["model_s"] + row["head_s"] + row["find, not hidden_s"])
+        view.add_row(
+            row["hardware"], row["method"], f"{row['tokens']:,}", f"{row['tt2t_s']:.3f}",
+            f"{1e3 * row['tpot_s']:.2f}", f"{model:.2f}", *ms, "yes" if row["fits"] else "no",
+        )  # fmt: skip
+    return view
+
+
+def parse(words: Sequence[str] | None) -> tuple[Question, Path | None]:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.studies.hardware", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--on", nargs="+", default=["rtx4090-pcie1"], help="files of conf/hardware")
+    parser.add_argument("--model", default="llama-3.1-8b", help="a file of conf/architecture")
+    parser.add_argument("--methods", nargs="+", default=["full", "snapkv"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--ratio", default="0.2")
+    parser.add_argument("--budget", type=int, default=None, help="tokens, instead of --ratio")
+    parser.add_argument("--comm", default="1/64")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--csv", type=Path, default=None, help="also write the rows here")
+    given = parser.parse_args(words)
+    if min(given.lengths) < COUNT_AT[0] or given.batch < 1:
+        raise ConfigError(f"lengths start at {COUNT_AT[0]} tokens and batches at 1")
+    ratio = None if given.budget is not None else parse_fraction(given.ratio, "--ratio")
+    request = BudgetRequest(ratio, given.budget, parse_fraction(given.comm, "--comm"))
+    question = Question(given.on, given.model, given.methods, given.lengths, request, given.batch)
+    return question, given.csv
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        question, file = parse(words)
+        rows = answer(question)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(show(rows))
+    if file is not None:
+        with file.open("w", newline="") as handle:
+            writer = csv.DictWriter(handle, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    assert all(math.isfinite(row["tpot_s"]) for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`Sample` and `Task`: what a benchmark has to say so that the runner can ask and score it.
+
+A task is data and two pure functions: where samples come from, and what one answer is worth. Tokenising, chat
+templates and the split of a prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/runner.py`.
+
+Not here: averages over samples with their intervals (`plots/stats.py` and the runner's result).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engine.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its references, cut where `compression_scope=context_only` needs it."""
+
+    id: str  # unique within the task and stable between runs
+    context: str  # from the template's first character to the end of the block that carries the context
+    question: str  # what follows the context in the user's turn, question included
+    answer_prefix: str = ""  # an answer cue behind the user's turn; "" where the template has none
+    references: tuple[str, ...] = ()
+    max_new_tokens: int = 32
+    stop_at_newline: bool = False
+    stop_texts: tuple[str, ...] = ()  # the last token of each ends an answer too
+    min_new_tokens: int = 0  # before that many, nothing ends an answer
+    system_prompt: str = ""  # a system turn of the task's own; the model's setting goes before it
+    use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
+    fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
+    ids: tuple[int, ...] | None = None  # the prompt itself, where a task cuts at tokens
+    forced: tuple[int, ...] | None = None  # tokens fed behind it, in a task that is `Taught`
+
+
+class Task(ABC):
+    """A benchmark with one set of parameters. `check` runs before a model is loaded, `samples` after."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]  # raised whenever a prompt or a score changes; part of a run's identity
+    dataset: str  # which part of the benchmark this is, as printed in tables
+    data_source: str  # "embedded", "local" or "hub"
+    data_digest: str | None = None  # of files that the user named; part of a run's identity
+    notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
+    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
+    alone: ClassVar[bool] = False  # times its cells, one after another; such a task is a `Latency`
+    teaches: ClassVar[bool] = False  # feeds a given continuation; such a task is a `Taught`
+
+    @abstractmethod
+    def check(self, shape: ModelShape) -> None:
+        """Raise `ConfigError` where data are missing or the model's window is too short."""
+
+    @abstractmethod
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        """All samples in their fixed order; the runner applies `limit`."""
+
+    @abstractmethod
+    def score(self, sample: Sample, prediction: str) -> float:
+        """What this answer is worth, 0 to 1."""
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
+        """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.jsonl."""

@@ -1,0 +1,1 @@
+"""InfiniteBench: the task, its prompts, scores and generators."""

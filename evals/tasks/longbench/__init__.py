@@ -1,0 +1,1 @@
+"""LongBench: the task, its scores and an embedded set in its shape."""

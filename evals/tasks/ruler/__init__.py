@@ -1,0 +1,1 @@
+"""RULER: the task and its generators."""

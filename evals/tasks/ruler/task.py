@@ -1,0 +1,343 @@
+"""RULER: thirteen tasks that ask for what a long text hides, chains together or repeats.
+
+Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder.
+            `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never share a run.
+Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
+            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files
+            have it at the end of their text and are split there.
+Haystacks   the needle's essays from the data folder, else Python's help topics, as the result says.
+Length      generated rows fill `task.length` tokens, answer included, as full as their units allow.
+Score       the share of references that the answer contains, whatever the case; qa_1 and qa_2: whether it contains one.
+            Control characters become newlines first. A finished run's datasets.csv has the means in percent.
+
+Not here: the published rows' seed; ours are other draws of the same recipes.
+"""
+
+import csv
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+from sys import version_info
+from typing import Any
+
+from engine.errors import ConfigError, unknown_name
+from engine.shapes import ModelShape
+from evals.tasks import sources as data
+from evals.tasks.base import Sample, Task
+from evals.tasks.needle.task import ESSAYS, UPSTREAM
+from evals.tasks.prompt import encode
+from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
+from evals.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
+from evals.tasks.texts import digest, read_text
+
+TEMPLATES = "ruler/templates.json"
+TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
+ROWS_SOURCE = "GitHub NVIDIA/RULER, whose scripts generate it"
+DATASETS = tuple(KINDS)
+LISTS = {
+    "niah": tuple(name for name in DATASETS if name.startswith("niah")),
+    "all": DATASETS,
+}
+N_ROWS = 500  # of a published file
+CONTROL = re.compile(r"[\x00-\x1f]")
+REPLACEMENTS = {"newline": "\n", "delete": ""}
+
+
+# --- scores ------------------------------------------------------------------------------------
+
+
+def cleaned(prediction: str, control_characters: str = "newline") -> str:
+    """Trimmed, control characters replaced, trimmed again."""
+    return CONTROL.sub(REPLACEMENTS[control_characters], prediction.strip()).strip()
+
+
+def match_all(prediction: str, references: Sequence[str]) -> float:
+    """Share of the references that occur in a cleaned prediction."""
+    text = prediction.lower()
+    return sum(one.lower() in text for one in references) / len(references)
+
+
+def match_part(prediction: str, references: Sequence[str]) -> float:
+    """Whether any reference occurs in a cleaned prediction."""
+    text = prediction.lower()
+    return float(any(one.lower() in text for one in references))
+
+
+def percent(scores: Sequence[float]) -> float:
+    """A task's score as published: the mean over rows, of 100, in the authors' order: the last bit decides a tie."""
+    return round(sum(scores) / len(scores) * 100, 2)
+
+
+# --- rows of files -----------------------------------------------------------------------------
+
+
+def checked_row(dataset: str) -> Any:
+    """The check of one file's rows that goes beyond the types of its fields."""
+
+    def check(row: Mapping[str, Any]) -> None:
+        outputs = row["outputs"]
+        if not outputs or not all(isinstance(one, str) and one for one in outputs):
+            raise BadRow("field 'outputs' is not a list of texts with something in them")
+        if not isinstance(row.get("answer_prefix", ""), str):
+            raise BadRow("field 'answer_prefix' is not a text")
+        split(dataset, row)
+
+    return check
+
+
+def split(dataset: str, row: Mapping[str, Any]) -> Row:
+    """A file's row in its parts, whichever release wrote it."""
+    kind, text = KINDS[dataset], row["input"]
+    start = text.rfind(kind.question)
+    if start < 0:
+        raise BadRow(f"field 'input' holds no question that begins with {kind.question!r}")
+    prefix = row.get("answer_prefix")
+    if prefix is None:
+        cue = text.find(kind.cue, start)
+        if cue < 0:
+            raise BadRow(f"field 'input' does not end in an answer that begins with {kind.cue!r}")
+        text, prefix = text[:cue], text[cue:]
+    return Row(text[:start], text[start:], prefix, tuple(row["outputs"]))
+
+
+# --- the task ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files if all are there, else generated rows
+    datasets: str | tuple[str, ...]  # names, or a list's: niah, all
+    length: int  # tokens of a row, answer included
+    rows: int | None  # generated rows per task; None: as many as a published file has
+    prompts: str  # auto: the official templates if they are there
+    haystack: str  # auto: the essays if they are there
+    max_new_tokens: int | None  # None: the task's own
+    control_characters: str
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        choices = {
+            "source": ("auto", "local", "embedded"),
+            "prompts": ("auto", "official", "own"),
+            "haystack": ("auto", "essays", "embedded"),
+            "control_characters": tuple(REPLACEMENTS),
+            "on_bad_row": ON_BAD_ROW,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
+        for name in ("length", "rows", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
+        for name in self.names:
+            if name not in DATASETS:
+                raise unknown_name("task.datasets", name, (*DATASETS, *LISTS))
+        if len(set(self.names)) < len(self.names) or not self.names:
+            raise ConfigError(f"task.datasets={list(self.names)} is empty or has a name twice")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The chosen tasks."""
+        if isinstance(self.datasets, str):
+            return LISTS.get(self.datasets, (self.datasets,))
+        return self.datasets
+
+    def new_tokens(self, dataset: str) -> int:
+        """Longest answer, in tokens."""
+        return self.max_new_tokens or KINDS[dataset].new_tokens
+
+
+class Ruler(Task):
+    """The rows of the chosen tasks, the first of each and then the second of each: `limit` sees all of them."""
+
+    name = "ruler"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.paths = self._paths()
+        self.is_synthetic = not self.paths
+        self.data_source = "embedded" if self.is_synthetic else "local"
+        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
+        self.dataset = f"{params.length}-tokens/{listed}"
+        self.rows: dict[str, Rows] = {}
+
+    def _paths(self) -> dict[str, Path]:
+        """The file of each chosen task; empty where rows are generated."""
+        if self.params.source == "embedded":
+            return {}
+        files = {name: f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names}
+        found = {name: data.find(file, self.data_dir) for name, file in files.items()}
+        if self.params.source == "auto" and not all(found.values()):
+            return {}
+        return {name: path or data.require(files[name], self.data_dir, ROWS_SOURCE) for name, path in found.items()}
+
+    def check(self, shape: ModelShape) -> None:
+        if self.params.length > shape.window:
+            raise ConfigError(
+                f"task.length={self.params.length} is more than the {shape.window} tokens of "
+                f"{shape.name}; give that or less"
+            )
+        if self.is_synthetic:
+            self._gather()
+        else:
+            self._read()
+
+    def _gather(self) -> None:
+        """Templates and essays, and what the result says about them."""
+        used: list[Path] = []
+        templates, prompts = OWN_TEMPLATES, "own"
+        path = None if self.params.prompts == "own" else data.find(TEMPLATES, self.data_dir)
+        if self.params.prompts == "official":
+            path = data.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
+        if path is not None:
+            templates, prompts = data.read_json(path, TEMPLATES_SOURCE), "official"
+            used.append(path)
+        self.notes = [
+            f"prompts: {prompts}",
+            f"synthetic: true ({self.params.length} tokens)",
+            "words: own" + (", documents: own" if {"qa_1", "qa_2"} & {*self.params.names} else ""),
+        ]
+        essays: tuple[str, ...] = ()
+        if any(KINDS[name].needs_essays for name in self.params.names):
+            files = self._essays()
+            texts = [read_text(file) for file in files] or [data.embedded_prose()]
+            essays = tuple(" ".join(texts).split())
+            python = f"{version_info.major}.{version_info.minor}"  # help topics change with it
+            haystack = f"essays-{len(files)}" if files else f"pydoc-{python}"
+            self.notes.append(f"haystack: {haystack}")
+            used += files
+        self.prompts = prompts
+        self.material = Material(templates, essays, self.params.length)
+        self.data_digest = digest(used) if used else None
+
+    def _essays(self) -> list[Path]:
+        """The files of the essays; none where Python's help topics stand in."""
+        if self.params.haystack == "embedded":
+            return []
+        folder = data.find(ESSAYS, self.data_dir)
+        files = sorted(folder.glob("*.txt")) if folder else []
+        if self.params.haystack == "essays" and not files:
+            data.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+        return files
+
+    def _read(self) -> None:
+        self.notes, self.prompts = ["prompts: official", "rows: of files"], "official"
+        for name, path in self.paths.items():
+            self.rows[name] = read_rows(
+                path,
+                {"index": int, "input": str, "outputs": list},
+                self.params.on_bad_row,
+                unique="index",
+                check=checked_row(name),
+            )
+            self.notes += self.rows[name].notes
+        self.data_digest = digest(self.paths.values())
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if self.is_synthetic:
+            return Generated(self, tokenizer)
+        by_task = [
+            [self.sample(name, row["index"], split(name, row), {}) for _, row in found.rows]
+            for name, found in self.rows.items()
+        ]
+        return [one for turn in zip_longest(*by_task) for one in turn if one is not None]
+
+    def sample(self, dataset: str, index: int, row: Row, fields: Mapping[str, Any]) -> Sample:
+        return Sample(
+            id=f"{dataset}-{index}",
+            context=row.context,
+            question=row.question,
+            answer_prefix=row.answer_prefix,
+            references=row.outputs,
+            max_new_tokens=self.params.new_tokens(dataset),
+            fields={
+                "dataset": dataset,
+                "prompts": self.prompts,
+                "synthetic": self.is_synthetic,
+                **fields,
+            },
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        match = match_part if sample.fields["dataset"].startswith("qa_") else match_all
+        return match(cleaned(prediction, self.params.control_characters), sample.references)
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """datasets.csv: per task its rows and their mean in percent."""
+        asked = [row for row in rows if row["score"] is not None]
+        with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["dataset", "rows", "score_percent"])
+            for name in dict.fromkeys(row["dataset"] for row in asked):
+                scores = [row["score"] for row in asked if row["dataset"] == name]
+                writer.writerow([name, len(scores), percent(scores)])
+
+
+class Generated(Sequence[Sample]):
+    """Rows made when asked for, each as full as the length allows."""
+
+    def __init__(self, task: Ruler, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        n = task.params.rows or N_ROWS
+        self.places = [(name, row) for row in range(n) for name in task.params.names]
+        self.units: dict[str, int] = {}
+        self.made = lru_cache(maxsize=64)(self._make)  # the runner asks twice
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        return self.made(range(len(self))[i])
+
+    def _make(self, i: int) -> Sample:
+        name, row = self.places[i]
+        if name not in self.units:
+            self.units[name] = self._most(name)
+        units, fewest = self.units[name], KINDS[name].fewest
+        while units >= fewest:
+            sample = self._sample(name, row, units)
+            if self._fits(sample):
+                return sample
+            units -= max(1, units // 100)
+        raise self._too_short(name)
+
+    def _most(self, name: str) -> int:
+        """The largest number of units that fits, found on the first row."""
+        low = high = KINDS[name].fewest
+
+        def fits(units: int) -> bool:
+            return self._fits(self._sample(name, 0, units))
+
+        if not fits(low):
+            raise self._too_short(name)
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _sample(self, name: str, row: int, units: int) -> Sample:
+        rng = random.Random(f"ruler {self.task.seed} {name} {row}")
+        made = KINDS[name].make(self.task.material, rng, units)
+        fields = {"length": self.task.params.length, "units": units}
+        return self.task.sample(name, row, made, fields)
+
+    def _fits(self, sample: Sample) -> bool:
+        prompt = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
+        return len(prompt) + sample.max_new_tokens <= self.task.params.length
+
+    def _too_short(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"task.length={self.task.params.length} is too short for {name}; give more tokens, or "
+            "leave it out of task.datasets"
+        )

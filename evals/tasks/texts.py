@@ -1,0 +1,156 @@
+"""Plain text as a benchmark: where it is, and windows of tokens out of it.
+
+A text is a file of any kind of prose or code in UTF-8, a line of a JSONL file with a `text`, or the embedded prose. All
+of it is read and checked before a model is loaded, and what files hold is part of a run's identity. A text is tokenised
+once, without special tokens; every window then opens as the tokenizer opens a text (BOS, where it has that habit),
+so that a window of n tokens has exactly n, that opening included.
+
+Not here: what is done with a window (`evals/tasks/pg19.py`, `evals/tasks/fidelity.py`).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from sys import version_info
+from typing import Any
+
+from engine.errors import ConfigError
+from evals.tasks import sources as data
+from evals.tasks.rows import BadRow, read_rows
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts, each with a name of its own."""
+
+    name: str  # of them all, as tables print it
+    texts: tuple[tuple[str, str], ...]
+    data_source: str
+    digest: str | None  # of the files; None: embedded
+    notes: tuple[str, ...] = ()  # what was left out of JSONL files
+
+
+def embedded() -> Corpus:
+    """The prose of Python's help topics, which change with its version."""
+    name = f"pydoc-{version_info.major}.{version_info.minor}"
+    return Corpus(name, (("pydoc", data.embedded_prose()),), "embedded", None)
+
+
+def read_files(files: Iterable[Path], on_bad_row: str = "refuse", n: int | None = None) -> Corpus:
+    """The first `n` texts of these files, or all; a file behind them is not opened."""
+    texts: list[tuple[str, str]] = []
+    used: list[Path] = []
+    notes: list[str] = []
+    for file in files:
+        if n is not None and len(texts) >= n:
+            break
+        used.append(file)
+        if file.suffix == ".jsonl":
+            found = read_rows(file, {"text": str}, on_bad_row, check=new_row(["text"]))
+            texts += [(f"{file.stem}:{number}", row["text"]) for number, row in found.rows]
+            notes += found.notes
+        else:
+            texts.append((file.stem, read_text(file)))
+    name = used[0].stem + (f"-and-{len(used) - 1}" if used[1:] else "")
+    return Corpus(name, tuple(texts[:n]), "local", digest(used), tuple(notes))
+
+
+def digest(files: Iterable[Path]) -> str:
+    """16 hex digits of the sha256 over what the files hold."""
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()[:16]
+
+
+def new_row(texts: Sequence[str]) -> Callable[[Mapping[str, Any]], None]:
+    """A check for rows: exactly one of the fields `texts` is there and holds a text; an `id`, if any, is new."""
+    seen: set[str] = set()
+
+    def check(row: Mapping[str, Any]) -> None:
+        present = [key for key in texts if key in row]
+        if len(present) != 1:
+            fields = " and ".join(repr(key) for key in texts)
+            raise BadRow(f"give one of the fields {fields}")
+        check_text(row, present[0])
+        id = row.get("id")
+        if id is None:
+            return
+        if str(id) in seen:
+            raise BadRow(f"id={id!r} stands in an earlier line already")
+        seen.add(str(id))
+
+    return check
+
+
+def check_text(row: Mapping[str, Any], key: str) -> None:
+    """A field that has to be a text, with something in it that can be tokenised."""
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise BadRow(f"field {key!r} is no text or an empty one")
+    try:
+        row[key].encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can escape one half of a pair
+        raise BadRow(f"field {key!r}: character {error.start} is half a surrogate pair") from None
+
+
+def given_file(path: str) -> Path:
+    """The file that the user named."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"task.path={path} is no file; give a text file in UTF-8 or a .jsonl file, or null")
+    return file
+
+
+def read_text(file: Path) -> str:
+    """A whole file, refused with its name where there is nothing in it or it is no UTF-8."""
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{file}, line {line}: byte {error.start} of the file is no UTF-8; convert the file, for example with iconv"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"{file}: the file is empty; fetch it again")
+    return text.replace("\r\n", "\n")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One text as ids, with what opens every window."""
+
+    name: str
+    opening: tuple[int, ...]
+    ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Tokens of the longest window."""
+        return len(self.opening) + len(self.ids)
+
+    def window(self, start: int, n: int) -> tuple[int, ...]:
+        """`n` tokens, of which those behind the opening begin at `start` of the text."""
+        stop = start + n - len(self.opening)
+        assert len(self.opening) < n and stop <= len(self.ids), (start, n, len(self))
+        return self.opening + self.ids[start:stop]
+
+    def starts(self, n: int, count: int) -> list[int] | None:
+        """Where `count` windows of `n` tokens begin, spread evenly over the text; None: they do not fit."""
+        room = len(self) - n
+        if room < count - 1:
+            return None
+        return [room * i // max(1, count - 1) for i in range(count)]
+
+
+def tokens(tokenizer: Any, name: str, text: str) -> Tokens:
+    """The ids of a text; a text does not say where a window of it begins, so the opening is apart."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return Tokens(name, opening(tokenizer), tuple(ids))
+
+
+def opening(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before every text: mostly one BOS or nothing."""
+    plain, whole = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
+    n = len(whole) - len(plain)
+    return tuple(whole[:n]) if whole[n:] == plain else ()

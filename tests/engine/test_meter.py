@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from engine.blocks import BlockCache, BlockCacheSpec
+from engine.ledger import Entry
+from engine.meter import COUNTS, Access, Meter, distinct_tokens
+from engine.shapes import ModelShape
+
+SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
+PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits
+
+
+def test_every_count_is_a_column_of_the_ledger() -> None:
+    assert set(COUNTS) <= set(Entry._fields)
+
+
+def test_a_meter_counts_from_one_close_to_the_next() -> None:
+    meter = Meter(SHAPE)
+    meter.count("moved_meta_bytes", 5)
+    meter.count("moved_meta_bytes", 7)
+    meter.count_released(3)
+    first = meter.close(1, 0, n_seen=20, n_resident=6, n_host=14)
+    second = meter.close(2, 0, n_seen=21, n_resident=7, n_host=14)
+    assert (first.step, first.layer, first.tokens) == (1, 0, 20)
+    assert (first.moved_meta_bytes, first.released_bytes) == (12, 3 * 2 * PER_TOKEN)
+    assert (first.resident_kv_bytes, first.resident_host_bytes) == (12 * PER_TOKEN, 28 * PER_TOKEN)
+    assert (first.attended, second.attended) == (6 * 4, 7 * 4)
+    assert (second.moved_meta_bytes, second.released_bytes) == (0, 0)
+
+
+def test_hidden_and_spare_tokens_are_taken_off() -> None:
+    entry = Meter(SHAPE).close(1, 0, n_seen=20, n_resident=6, n_host=0, n_hidden=5, n_spare=2)
+    assert entry.attended == 6 * 4 - 5
+    assert entry.resident_kv_bytes == (6 * 2 - 2) * PER_TOKEN
+
+
+def test_what_is_no_count_is_refused() -> None:
+    with pytest.raises(AssertionError, match="resident_kv_bytes is not counted per step"):
+        Meter(SHAPE).count("resident_kv_bytes", 1)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_token_moves_once_per_kv_head_and_is_looked_up_only_in_a_cache(has_cache: bool) -> None:
+    meter = Meter(SHAPE, BlockCache(BlockCacheSpec(8, 4, 2, "lru")) if has_cache else None)
+    idx = torch.tensor([[[2, 3], [3, -1], [7, 8], [7, 8]]])
+    for step, hits in enumerate([0, 4], start=1):
+        meter.count_fetch(idx, n_tokens=7, n_seen=20, n_kept=2, n_host=16)
+        entry = meter.close(step, 0, n_seen=20, n_resident=4, n_host=16)
+        hits *= has_cache
+        assert entry.attended == 7 + 4 * 4
+        assert (entry.cache_hits, entry.cache_lookups) == (hits, 4 * has_cache)
+        assert entry.moved_kv_bytes == (4 - hits) * PER_TOKEN
+        assert entry.moved_kv_heads_bytes == (0 if hits else 7) * PER_TOKEN
+
+
+def test_fetches_are_noted_where_somebody_asked_for_them() -> None:
+    accesses: list[Access] = []
+    Meter(SHAPE, accesses=accesses).note(3, 1, 20, 2, 16, torch.tensor([[[5, -1], [6, 7]]]))
+    (access,) = accesses
+    assert (access.step, access.layer, access.n, access.n_kept, access.n_host) == (3, 1, 20, 2, 16)
+    assert [head.tolist() for head in access.idx] == [[5, -1], [6, 7]]
+
+
+def test_distinct_tokens_are_those_of_each_kv_head_in_order() -> None:
+    idx = torch.tensor([[[4, 2], [2, -1], [0, 9], [9, -1]]])
+    assert distinct_tokens(idx, 2, 10).tolist() == [2, 4, 0, 9]

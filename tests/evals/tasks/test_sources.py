@@ -1,0 +1,91 @@
+"""Where data are looked for, and the prose that needs none."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from evals.tasks import sources as data
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without data: an empty cache, no variable set."""
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_an_explicit_folder_is_searched_alone(no_home: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVBENCH_DATA", str(no_home / "elsewhere"))
+    assert data.data_roots(str(no_home)) == [no_home]
+
+
+def test_an_explicit_folder_must_exist() -> None:
+    with pytest.raises(ConfigError, match="data_dir=/nowhere/at/all is no folder"):
+        data.data_roots("/nowhere/at/all")
+
+
+def test_the_variable_wins_over_the_sibling_folder_and_the_cache_comes_last(no_home: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVBENCH_DATA", str(no_home / "mine"))
+    mine, sibling, cache = data.data_roots(None)
+    assert mine == no_home / "mine"
+    assert sibling.parts[-2:] == ("shared", "data")
+    assert sibling.parents[1] == Path(data.__file__).resolve().parents[3]
+    assert cache == no_home / "cache" / "kvbench" / "data"
+
+
+def test_the_first_folder_that_has_the_file_wins(no_home: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVBENCH_DATA", str(no_home / "mine"))
+    cached = no_home / "cache" / "kvbench" / "data" / "some" / "file.txt"
+    mine = no_home / "mine" / "some" / "file.txt"
+    assert data.find("some/file.txt", None) is None
+    for path in (cached, mine):  # the later one is in the better folder
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert data.find("some/file.txt", None) == path
+
+
+def test_a_missing_file_is_reported_with_folders_and_source(no_home: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        data.require("some/file.txt", str(no_home), "the hub dataset some/data")
+    for part in ("some/file.txt", str(no_home), "the hub dataset some/data"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"a":' * 100_000])
+def test_a_damaged_file_of_words_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "words.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"words\.json .*; get it again from upstream"):
+        data.read_json(tmp_path / "words.json", "upstream")
+
+
+def test_embedded_prose_is_long_and_free_of_markup() -> None:
+    prose = data.embedded_prose()
+    assert len(prose) > 100_000
+    for markup in ("::=", ">>>", "****", "====", '"'):
+        assert markup not in prose
+    paragraphs = prose.strip().split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs))
+    assert all(p.endswith(".") and "\n" not in p for p in paragraphs)
+
+
+def test_embedded_prose_is_the_same_every_time() -> None:
+    assert data.embedded_prose() == data.embedded_prose()
+
+
+@pytest.mark.parametrize(
+    ("block", "prose"),
+    [
+        ("Loops\n*****", None),
+        ("   while True:\n       suite()", None),
+        ('loop ::= "while" expression ":" suite that is long enough to be a paragraph here.', None),
+        ("New in version 3.5.", None),
+        (
+            '* The *first* word of\n  this "list item" is kept with all of its\n  well-\n  known words.',
+            "The first word of this list item is kept with all of its well-known words.",
+        ),
+    ],
+)
+def test_blocks_become_paragraphs_or_nothing(block: str, prose: str | None) -> None:
+    assert data.as_prose(block) == prose
