@@ -31,7 +31,9 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method whose setting this is: `h2o` of `h2o_pqcache`."""
+        """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours."""
+        if self.setting("method", "digest") is not None:
+            return self.result.method
         return self.result.method.partition("_")[0]
 
     @property
