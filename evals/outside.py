@@ -69,7 +69,7 @@ def load(target: str) -> Any:
     source, path = read(match["path"], match["path"])
     if digest_of(source) != match["digest"]:
         raise ConfigError(f"{path} is not what it was when the command was given; give the command again")
-    return getattr(module_of(source, path, match["digest"]), match["name"])
+    return methods_of(module_of(source, path, match["digest"]))[match["name"]]
 
 
 def read(text: str, file: str) -> tuple[bytes, Path]:
@@ -102,7 +102,7 @@ def new_module(name: str, source: bytes, path: Path) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        exec(compile(source, str(path), "exec"), vars(module))
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(

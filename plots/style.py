@@ -79,7 +79,7 @@ def look(method: str, nth: int = 0) -> dict[str, Any]:
 def unknown(method: str) -> dict[str, Any]:
     """Colour and marker of a method by its name alone, dark enough for white paper and light enough for a dark page."""
     digest = hashlib.sha256(method.encode()).digest()
-    hue, lightness, saturation = digest[0] / 256, 0.40 + 0.15 * digest[1] / 256, 0.55 + 0.35 * digest[2] / 256
+    hue, lightness, saturation = digest[0] / 256, 0.32 + 0.16 * digest[1] / 256, 0.50 + 0.50 * digest[2] / 256
     red, green, blue = (round(255 * x) for x in colorsys.hls_to_rgb(hue, lightness, saturation))
     return {"color": f"#{red:02X}{green:02X}{blue:02X}", "marker": OTHER_MARKERS[digest[3] % len(OTHER_MARKERS)]}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plots import style
 from plots.read import load
-from plots.report import overview
+from plots.report import overview, varied
 from tests.plots.report_runs import write_run
 
 OUTSIDE = ["smallest_keys", "mine", "mine-A", "mine-B", "keys", "random_keys", "value_norm", "snapkv_paper"]
@@ -25,7 +25,7 @@ def test_each_method_has_a_colour_and_marker_of_its_own() -> None:
 
 
 def test_the_look_of_an_unknown_method_follows_from_its_name() -> None:
-    assert pair("smallest_keys") == ("#CF7E20", "h")
+    assert pair("smallest_keys") == ("#B16A18", "h")
     dashes = {style.look("smallest_keys", nth)["linestyle"] for nth in range(4)}
     assert len(dashes) == 4, "lines of one method are told apart"
 
@@ -47,3 +47,6 @@ def test_a_file_of_the_users_own_is_no_preset_of_ours(tmp_path: Path) -> None:
     config = {**run.config, "method": {"name": "h2o_mine", "digest": "0123456789abcdef"}}
     outside = replace(run, config=config)
     assert (outside.method, outside.is_preset) == ("h2o_mine", False)
+    edited = replace(run, config={**config, "method": {"name": "h2o_mine", "digest": "fedcba9876543210"}})
+    assert varied(outside, [outside, edited]) == ["file=01234567"]
+    assert varied(outside, [outside]) == []
