@@ -6,13 +6,13 @@ that `--help` and a misspelt key answer at once.
 """
 
 import os
+import signal
 import sys
 import textwrap
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,8 +45,9 @@ examples
   python run.py -m method=full,oracle,streamingllm task=needle ratio=0.1,0.2
   python run.py model=meta-llama/Llama-3.2-1B-Instruct task=needle task.grid=32k
 
-exit code: 0 done, 1 out of memory or an error of ours, 2 wrong input, 130 stopped; a stopped
-command goes on where it was when given again"""
+exit code: 0 done, 1 out of memory or an error of ours, 2 wrong input, 130 or 143 stopped; a
+stopped command goes on where it was when given again"""
+LONGEST = 400  # characters of one word in a sentence
 
 
 def help_text() -> str:
@@ -85,25 +86,53 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
             results = run_cells(cells)
         except ConfigError as error:
             sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
+        except RunError as error:
+            refuse(error)
+            sys.exit(1)
         done.extend(results)
         return results
 
-    with TemporaryDirectory(prefix="kvbench-") as scratch:  # for Hydra's multirun.yaml
-        sys.argv[1:] = [*argv, f"hydra.sweep.dir='{scratch}'"]
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    sys.argv[1:] = argv
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     return done
 
 
 def refuse(error: Exception) -> int:
     """Wrong input: one sentence, no traceback."""
-    print("run.py:", " ".join(str(error).split()), file=sys.stderr)
+    words = (w if len(w) <= LONGEST else f"{w[:LONGEST]}…" for w in str(error).split())
+    print("run.py:", " ".join(words), file=sys.stderr)
     return 2
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, such as a cluster sends before it takes a machine back."""
+
+
+def stop_at_signals() -> None:
+    """Let Ctrl-C and SIGTERM leave through `main`; a second one ends the process at once, whatever it waits for."""
+
+    def stop(number: int, frame: Any) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0
+    try:
+        return answer(argv)
+    except KeyboardInterrupt as stop:
+        print("run.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 143 if isinstance(stop, Terminated) else 130
+
+
+def answer(argv: list[str]) -> int:
+    """Run what the command line says and print the table: the exit code."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -114,9 +143,6 @@ def main(argv: list[str]) -> int:
         done = compose_and_run(check_overrides(argv))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         return refuse(error)
-    except KeyboardInterrupt:
-        print("run.py: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
     if done:  # nothing was run with --cfg or --info
         from evals.table import print_table
 
@@ -125,4 +151,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    stop_at_signals()
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ are always counted at 16 bits an element, whatever dtype a run computes in; allo
 Not here: what one method makes of `comm` (dimensions, representatives, codes). That is in its own file and calls this.
 """
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -19,6 +20,8 @@ ELEMENT_BYTES = 2  # accounting only: 16-bit elements
 def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
     """`1/64`, `0.2`, `3` or `1e-2` as an exact rational; floats by their shortest decimal form."""
     try:
+        if re.search(r"e[+-]?\d{4}|\d{400}", str(text), re.IGNORECASE):
+            raise ValueError  # an exact number of so many digits would take for ever
         return Fraction(str(text).strip())
     except (ValueError, ZeroDivisionError):
         raise ConfigError(f"{key}={text} is not a number; write it as 0.2 or 1/64") from None

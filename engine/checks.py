@@ -4,7 +4,9 @@ Not here: checks that only one method has, which stand in its `Params`.
 """
 
 from collections.abc import Collection
+from dataclasses import fields
 from fractions import Fraction
+from typing import Any
 
 from engine.budget import show
 from engine.errors import ConfigError
@@ -24,3 +26,16 @@ def tokens(key: str, value: int) -> None:
 def share(key: str, value: Fraction) -> None:
     if not 0 <= value <= 1:
         raise ConfigError(f"{key}={show(value)} is out of range; it is a share from 0 to 1")
+
+
+def sizes(group: str, params: Any, most: int, of: str) -> None:
+    """Every whole number of a dataclass, and of its lists, is a size or a count, but for seeds: none is above `most`.
+
+    A larger one would have no meaning, and where it is a kernel, a page or a list's length no end either.
+    """
+    for field in fields(params):
+        value = getattr(params, field.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int) and number > most and field.name != "seed":
+                raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")

@@ -1,4 +1,4 @@
-"""`ConfigError`, and the sentence for a name that does not exist.
+"""`ConfigError`, `RunError`, and the sentence for a name that does not exist.
 
 Not here: errors of our own making. Those are assertions, and they print a traceback.
 """
@@ -9,6 +9,13 @@ from difflib import get_close_matches
 
 class ConfigError(Exception):
     """Wrong input of a user: one sentence with what was given, what is allowed, what to do. Ends a run with code 2."""
+
+
+class RunError(Exception):
+    """A run that had begun cannot go on, such as on a full disk: one sentence with the file, the reason, what to do.
+
+    Ends a run with code 1; what was done stays.
+    """
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:

@@ -35,7 +35,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Access:
-    """One fetch, as `evals/accesses.py` keeps and replays it."""
+    """One fetch, as `evals/studies/accesses.py` keeps and replays it."""
 
     step: int
     layer: int

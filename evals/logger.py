@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 
-import yaml
 from filelock import FileLock
 
 from engine.errors import ConfigError
 from evals.progress import Progress
-from evals.results import RunResult, SampleRow, read_samples
+from evals.results import RunResult, SampleRow, read_config, read_ledger, read_samples
 from evals.settings import Settings, build_params, load_class
 
 COLUMNS = (  # of the table of samples, before the task's own
@@ -186,7 +185,7 @@ class Wandb(Logger):
     def fill(self, wandb: Any, run: Any, folder: Path, result: RunResult) -> None:
         run.define_metric("ledger/step")
         run.define_metric("ledger/*", step_metric="ledger/step")
-        steps = curves(folder / "ledger.parquet")
+        steps = curves(read_ledger(folder, result))
         for at, row in enumerate(steps):
             run.log(row, step=at)
         columns, data = sample_table(read_samples(folder))
@@ -232,7 +231,7 @@ def remove_offline(folder: Path, note: Mapping[str, Any]) -> None:
 
 def configuration(folder: Path, result: RunResult) -> dict[str, Any]:
     """config.yaml, and what the result says of where it was made."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_config(folder)
     keys = (
         "method_label",
         "dataset",
@@ -289,12 +288,8 @@ def as_cell(value: Any) -> Any:
     return text[:LONGEST]
 
 
-def curves(path: Path) -> list[dict[str, float]]:
+def curves(table: Mapping[str, list[Any]]) -> list[dict[str, float]]:
     """Per decode step, means over the samples that came so far: bytes of all layers, tokens of one."""
-    if not path.is_file():
-        return []
-    parquet = importlib.import_module("pyarrow.parquet")  # slow to import and without types
-    table: dict[str, list[Any]] = parquet.read_table(path, partitioning=None).to_pydict()
     names = [name for name in table if name not in ("sample_id", "step", "layer")]
     totals: dict[int, dict[str, float]] = {}
     samples: dict[int, set[str]] = {}

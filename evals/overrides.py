@@ -9,14 +9,22 @@ folder are not supported, since nothing could be looked up then.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
+from itertools import islice, pairwise
+from math import ceil, isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.core.override_parser.types import (
+    Glob,
+    Override,
+    OverrideType,
+    RangeSweep,
+)
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,6 +33,11 @@ from evals import outside
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware")  # Hydra's own, and tables that are looked up by name
+LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
+# Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
+MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300
+LONGEST_NAME = 255  # bytes, which no file system exceeds
+MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Hydra's flags and their values: () is any value, None is no value
 FLAGS: dict[str, tuple[str, ...] | None] = {
@@ -43,6 +56,7 @@ def check_overrides(argv: list[str]) -> list[str]:
     `model=X` without a file of that name becomes `model=any model.id=X`, and a group that is not in
     the defaults list (`experiment`) gets the `+` that Hydra wants.
     """
+    check_size(argv)
     flags, words = split_flags(argv)
     if {"-sc", "--shell-completion", "--hydra-help", "--version"} & set(flags):
         return argv  # nothing is composed
@@ -50,8 +64,10 @@ def check_overrides(argv: list[str]) -> list[str]:
     groups = config_groups()
     overrides = [o for word in words for o in normal_form(parse_override(word), groups)]
     for override in overrides:
+        check_form(override, groups)
         if override.is_sweep_override() and not is_sweep:
             raise ConfigError(f"{override.input_line} is a sweep; add -m to run all of its values")
+    check_length(overrides, groups)
 
     chosen = choices(overrides, groups)
     swept = sweep_of_experiment(chosen)
@@ -61,7 +77,36 @@ def check_overrides(argv: list[str]) -> list[str]:
     named = {override.key_or_group for override in overrides}
     overrides_and_swept = overrides + [o for o in swept if o.key_or_group not in named]
     check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
+    check_length(overrides_and_swept, groups)
+    check_package(flags, chosen, groups)
     return [*flags, *(override.input_line or "" for override in overrides)]
+
+
+def check_size(argv: list[str]) -> None:
+    """Refuse what no one can have meant and Hydra's parser would read for minutes, or not at all."""
+    if len(argv) > MOST_WORDS:
+        raise ConfigError(
+            f"{len(argv)} words are more than the {MOST_WORDS} of a command line; put values into a file of conf/"
+        )
+    for word in argv:
+        opened = deepest = 0
+        for letter in word[:LONGEST]:
+            opened += (letter in "[{(") - (letter in "]})")
+            deepest = max(deepest, opened)
+        digits = max(map(len, re.findall(r"\d+", word[:LONGEST])), default=0)
+        for what, n, most in (
+            ("characters", len(word), LONGEST),
+            ("elements", word.count(",") + 1, MOST_ELEMENTS),
+            ("brackets within each other", deepest, DEEPEST),
+            ("digits in a number", digits, MOST_DIGITS),
+        ):
+            if n > most:
+                raise ConfigError(
+                    f"{word[:40]}… has {n} {what}; give at most {most}, and more of them in a file of conf/"
+                )
+        odd = [letter for letter in word if unicodedata.category(letter) in ("Cc", "Cs")]
+        if odd:
+            raise ConfigError(f"{word!r} holds the character {odd[0]!r}, which is no text; leave it out")
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -80,6 +125,8 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
         flags.append(flag)
         allowed = FLAGS[flag]
         if allowed is None:
+            if equals:
+                raise ConfigError(f"{flag} takes no value; write {flag} alone")
             continue
         if not equals and allowed == INFOS:
             value = rest.pop(0) if rest and rest[0] in INFOS else "all"
@@ -91,6 +138,10 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     modes = MODES.intersection(flags)
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(sorted(modes))} exclude each other; give one of them")
+    if "--resolve" in flags and not modes & {"-c", "--cfg"}:
+        raise ConfigError("--resolve says how --cfg prints; write --cfg job --resolve")
+    if {"-sc", "--shell-completion"} & set(flags) and not words:
+        raise ConfigError("--shell-completion needs what to do; write -sc install=bash or -sc uninstall=bash")
     return flags, words
 
 
@@ -117,7 +168,62 @@ def parse_override(word: str) -> Override:
 def config_groups() -> dict[str, list[str]]:
     """The folders of `conf/` that a command line chooses from, with the names of their files."""
     folders = [path for path in sorted(CONF.iterdir()) if path.is_dir() and path.name not in APART]
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+    groups = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+    launchers = sorted(file.stem for file in (CONF / LAUNCHER).glob("*.yaml"))
+    return groups | {LAUNCHER: ["basic", *launchers]}  # the former is Hydra's own
+
+
+def check_form(override: Override, groups: Mapping[str, list[str]]) -> None:
+    """Refuse what Hydra's grammar offers and no configuration of ours can take."""
+    line, key = override.input_line, override.key_or_group
+    if override.is_delete():
+        raise ConfigError(f"{line} takes away what every run needs; give {key}=VALUE instead, or leave it out")
+    if override.package is not None:
+        raise ConfigError(f"{line} puts a group in another place, where nothing reads it; write {key}=NAME")
+    if "_target_" in key.split(".") or names_class(override.value()):
+        raise ConfigError(f"{line} names a class, which the files of conf/ do; choose one of them, like method=NAME")
+    value = override.value()
+    if key in groups:
+        one = not isinstance(value, list | dict)
+        if not one or override.type == OverrideType.FORCE_ADD:
+            raise ConfigError(f"{line} is no name of a file in conf/{key}; write {key}=NAME")
+    elif isinstance(value, Glob):
+        raise ConfigError(f"{line} stands for names of files, and {key} has none; list its values")
+    if key == "hydra.verbose" and not isinstance(value, bool):
+        raise ConfigError(f"{line} is not true or false")
+
+
+def names_class(value: Any) -> bool:
+    """Whether Hydra could be led to call something by this value."""
+    if isinstance(value, dict):
+        return any("_target_" in str(k) or names_class(v) for k, v in value.items())
+    return isinstance(value, list) and any(map(names_class, value))
+
+
+def check_length(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> None:
+    """Refuse a sweep whose cells would take hours to compose."""
+    n_values = {o.key_or_group: count(o, groups) for o in overrides if o.is_sweep_override()}
+    if prod(n_values.values()) > MOST_CELLS:
+        raise ConfigError(
+            f"the sweep over {', '.join(n_values)} has more than {MOST_CELLS} cells; give fewer values, or "
+            "several commands"
+        )
+
+
+def count(override: Override, groups: Mapping[str, list[str]]) -> int:
+    """How many values a sweep has, at most one more than a sweep may have cells."""
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        assert value.start is not None and value.stop is not None, "Hydra's grammar asks for both"
+        n = (value.stop - value.start) / value.step if value.step else float("nan")
+        if not isfinite(n) or n <= 0:
+            raise ConfigError(f"{override.input_line} has no values; write range(FIRST,END)")
+        return ceil(n)
+    if isinstance(value, Glob):
+        return len(values_of(override, groups[override.key_or_group]))
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{override.input_line} has no end; list the values with commas")
+    return len(list(islice(override.sweep_string_iterator(), MOST_CELLS + 1)))
 
 
 def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Override]:
@@ -157,16 +263,29 @@ def with_files(override: Override, names: list[str]) -> Override:
 def free_model(text: str) -> str | None:
     """`text` where it names a model that needs no file in `conf/model`, else None."""
     is_path = text.endswith(".gguf") or text.startswith(("/", ".", "~")) or text.count("/") > 1
-    path = Path(text).expanduser()
+    path = expanded("model", text)
     if is_path and not path.exists():
         raise ConfigError(f"model={text} does not exist; give a folder, a .gguf file or a hub name like org/name")
     return str(path) if is_path else text if "/" in text or path.is_dir() else None
 
 
+def expanded(key: str, text: str) -> Path:
+    """A path that can be looked for, with its `~` replaced by the home folder."""
+    if not text.strip():
+        raise ConfigError(f"{key} is empty; give a path, or leave {key} out")
+    if any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
+        raise ConfigError(f"{key}={text} is too long; names have at most {LONGEST_NAME} bytes")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={text} begins with the home folder of nobody; write the whole path") from None
+
+
 def default_groups() -> set[str]:
     """The groups in the defaults list of `conf/config.yaml`."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    return {key for entry in defaults if isinstance(entry, dict) for key in entry}
+    keys = {key for entry in defaults if isinstance(entry, dict) for key in entry}
+    return {key.removeprefix("override ") for key in keys}
 
 
 def values_of(override: Override, options: list[str]) -> list[str]:
@@ -189,6 +308,8 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
         if group not in groups or override.is_delete():
             continue
         chosen[group] = values_of(override, groups[group])
+        if not chosen[group]:
+            raise ConfigError(f"{override.input_line} matches no file of conf/{group}")
         for name in chosen[group]:
             if name not in groups[group]:
                 raise unknown_name(group, name, groups[group])
@@ -225,14 +346,28 @@ def check_keys(overrides: Iterable[Override], chosen: Mapping[str, list[str]], g
     trees: dict[tuple[str, str], Any] = {}
     for override in overrides:
         key = override.key_or_group
+        if key in groups:
+            continue
         group = key.split(".")[0]
-        if key in groups or group.split("/")[0] == "hydra":
-            continue  # Hydra's own keys are Hydra's to check
+        if re.match(r"hydra\b", key) and key != "hydra.verbose":
+            group = LAUNCHER
+            if not key.startswith("hydra.launcher."):
+                raise ConfigError(
+                    f"{key} cannot be set; of Hydra's own keys there are hydra/launcher=NAME, hydra.launcher.KEY and "
+                    "hydra.verbose"
+                )
         for name in chosen.get(group, [""]):
             if (group, name) not in trees:
                 config = composed({**chosen, group: [name]} if name else chosen)
                 trees[group, name] = OmegaConf.to_container(config)
             check_key(key, trees[group, name], groups)
+
+
+def check_package(flags: list[str], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]) -> None:
+    """What --cfg is to print is there."""
+    for flag, key in pairwise(flags):
+        if flag in ("-p", "--package"):
+            check_key(key, OmegaConf.to_container(composed(chosen)), groups)  # type: ignore[arg-type]
 
 
 def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
@@ -246,7 +381,7 @@ def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
             if depth == 0:
                 raise unknown_key("", part, {*node, *groups} - {"hydra"})
             parent = ".".join(parts[:depth])
-            choice = tree["hydra"]["runtime"]["choices"].get(parent, "")
+            choice = tree["hydra"]["runtime"]["choices"].get(parent.replace(".", "/"), "")
             raise unknown_key(parent, part, node, choice)
         node = node[part]
 

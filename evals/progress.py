@@ -27,6 +27,9 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from evals.foreign import printable
+
+LONGEST_ID = 80  # characters of a sample's id
 ROOM = 10  # lines of a terminal that are left to bars and the table's frame
 
 
@@ -107,7 +110,8 @@ class Progress:
         return Group(*([table] if self.standings else []), self.bars)
 
     def say(self, line: str) -> None:
-        """A line above the view, or in the log."""
+        """A line above the view, or in the log; what it names may hold any character."""
+        line = printable(line)
         if self.live is not None:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -116,7 +120,8 @@ class Progress:
     def stage(self, what: str, total: int) -> None:
         """The present sample begins to read its prompt, or to decode."""
         if self.live is not None:
-            self.bars.reset(self.inner, description=f"  {what}", total=total, visible=True)
+            what = f"  {printable(what)}"
+            self.bars.reset(self.inner, description=what, total=total, visible=True)
 
     def advance(self) -> None:
         """One layer read, or one step decoded."""
@@ -133,4 +138,5 @@ class Progress:
         spent = monotonic() - self.started
         left = spent / (self.n_done - self.n_before) * (self.n_samples - self.n_done)
         ahead = f", about {duration(left)} left" if self.n_done < self.n_samples else ""
-        self.say(f"{self.title}: {self.n_done}/{self.n_samples} {id}  {in_words(standings)}  {duration(spent)}{ahead}")
+        which = f"{self.n_done}/{self.n_samples} {id[:LONGEST_ID]}"
+        self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(spent)}{ahead}")

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError
-from evals.results import SampleRow, read_samples
+from evals.foreign import printable
+from evals.results import SampleRow, read_config, read_samples
 from evals.settings import Part, build_params, load_class
 from evals.tasks.base import Sample, Task
 
@@ -26,12 +27,12 @@ CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 def rescored(folder: Path) -> list[tuple[SampleRow, float]]:
     """Every answered sample of a run with its score by the code of today."""
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_config(folder)
         task = judge_of(config["task"]["name"], config["task"]["params"])
-        rows = read_samples(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} is no folder of a run that can be read ({error})") from None
-    return [(row, task.score(answered(row), row.prediction)) for row in rows if row.score is not None]
+        rows = [row for row in read_samples(folder) if row.score is not None]
+        return [(row, task.score(answered(row), row.prediction)) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder} is no folder of a run that can be read ({error!r})") from None
 
 
 def judge_of(name: str, params: dict[str, Any]) -> Task:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             pairs = rescored(folder)
             changed = [(row, score) for row, score in pairs if score != row.score]
             for row, score in changed:
-                sys.stdout.write(f"{folder}: {row.id} {row.score} is now {score}\n")
+                sys.stdout.write(f"{folder}: {printable(row.id)} {row.score} is now {score}\n")
             mean = fsum(score for _, score in pairs) / len(pairs) if pairs else float("nan")
             sys.stdout.write(f"{folder}: {mean:.6f} over {len(pairs)}, {len(changed)} differ\n")
             n_changed += len(changed)

@@ -6,14 +6,17 @@ functions on them (`summarise`, `config_hash`), and `RunFolder`, the only writer
 - a sample counts once its line in samples.jsonl ends in a newline, never before and never twice;
 - result.json exists only when everything else is in place; a stopped run has none;
 - every file but samples.jsonl is written beside its place and renamed: it is whole or absent;
-- one process at a time: an exclusive lock is held from `open` to `close`.
+- one process at a time: an exclusive lock is held from `open` to `close`;
+- a folder that is not the run's own is refused unchanged, and what others put into it stays.
 
 runs/README.md describes every file and key. Nothing here imports torch, and only ledgers import
 pyarrow, so that a table can be made on a laptop and a finished run be recognised at once.
 
-Not here: the loop over samples (`evals/runner.py`), statistics over runs (`plots/stats.py`).
+Not here: how files are written, sealed and told from others' (`evals/files.py`), the loop over samples
+(`evals/runner.py`), statistics over runs (`plots/stats.py`).
 """
 
+import errno
 import hashlib
 import importlib
 import importlib.metadata
@@ -22,29 +25,58 @@ import os
 import platform
 import re
 import resource
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cache, lru_cache, partial
 from io import BytesIO
 from math import exp, fsum, isfinite, log
 from pathlib import Path
 from types import TracebackType, UnionType
-from typing import Any, BinaryIO, Self, cast, get_args, get_origin
+from typing import Any, Self, cast, get_args, get_origin
 
 import yaml
 from filelock import FileLock, Timeout
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
+from evals.files import (
+    FILES,
+    HOLDER,
+    LOCK,
+    MARK,
+    REMEDY,
+    STEM,
+    check_place,
+    crc_of,
+    file_stem,
+    going_on,
+    is_file,
+    is_folder,
+    naming,
+    open_own,
+    parse_json,
+    read_yaml,
+    remove_scratch,
+    replacing,
+    scratch,
+    sealed,
+    sync_folder,
+    temporary,
+    unsealed,
+    write,
+)
+from evals.foreign import printable, read_bytes
 
 SCHEMA_VERSION = 1
 EXACT = "exact"  # the prefill of every run that names no other
 N_RESAMPLES = 10_000
+LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
+LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
 KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result
 
 # Fields of `RunResult` and the key of a sample's ledger summary that each is the mean of. A null
@@ -85,35 +117,62 @@ METRICS = {  # by the name that a task declares; "score" without one
 
 # --- typed rows ---
 
-PLAIN = str | float | bool | None | list[Any] | dict[str, Any]
+Check = Callable[[Any], bool]
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return isfinite(value)
+    if isinstance(value, list):
+        return all(map(_is_plain, cast(list[Any], value)))
+    items = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
+    return all(isinstance(key, str) for key in items) and all(map(_is_plain, items.values()))
+
+
+def _check_of(hint: Any) -> Check:
     """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return _matches(value, PLAIN)
+        return _is_plain
     if origin is UnionType:
-        return any(_matches(value, arg) for arg in args)
+        checks = [_check_of(arg) for arg in args]
+        return lambda value: any(check(value) for check in checks)
     if origin is list:
-        return isinstance(value, list) and all(_matches(v, args[0]) for v in cast(list[Any], value))
+        inner = _check_of(args[0])
+        return lambda value: isinstance(value, list) and all(map(inner, cast(list[Any], value)))
     if origin is dict:
-        items = cast(dict[Any, Any], value).items() if isinstance(value, dict) else [(None, None)]
-        return all(isinstance(k, str) and _matches(v, args[1]) for k, v in items)
-    if isinstance(value, bool):
-        return hint is bool
+        inner = _check_of(args[1])
+        return lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(key, str) for key in cast(dict[Any, Any], value))
+            and all(map(inner, cast(dict[str, Any], value).values()))
+        )
     if hint is float:
-        return isinstance(value, int) or (isinstance(value, float) and isfinite(value))
-    return isinstance(value, hint)
+        return lambda value: (
+            not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and isfinite(value)))
+        )
+    return lambda value: isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+
+
+_MEASURES = _check_of(dict[str, float | None])
+
+
+@cache
+def _checks(kind: type) -> tuple[tuple[str, Any, Check], ...]:
+    """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
+    return tuple((spec.name, spec.type, _check_of(spec.type)) for spec in fields(kind))
 
 
 def _check_types(row: Any) -> None:
     """ValueError with the first field of a dataclass whose value is not of the declared type."""
-    for spec in fields(row):
-        value = getattr(row, spec.name)
-        if not _matches(value, spec.type):
-            kind = spec.type.__name__ if isinstance(spec.type, type) else spec.type
-            raise ValueError(f"key {spec.name!r} is {value!r:.80}, not of type {kind}")
+    for name, hint, check in _checks(row.__class__):
+        value = getattr(row, name)
+        if not check(value):
+            kind = hint.__name__ if isinstance(hint, type) else hint
+            raise ValueError(f"key {name!r} is {value!r:.80}, not of type {kind}")
 
 
 def _check_choice(key: str, value: Any, allowed: Sequence[str]) -> None:
@@ -163,8 +222,18 @@ class SampleRow:
             within = f"within {metric.lowest} to {top}" if top else f"{metric.lowest} or more"
             raise ValueError(f"key 'score' is {self.score}, not {within}")
         weight = self.fields.get(metric.weight, 0) if metric.weight else 1
-        if self.score is not None and not (isinstance(weight, int) and weight > 0):
+        if self.score is not None and not (isinstance(weight, int) and 0 < weight < LARGEST):
             raise ValueError(f"key {metric.weight!r} is {weight!r}, not a number of losses")
+        measures = self.fields.get("measures", {})
+        if not _MEASURES(measures):
+            raise ValueError("key 'measures' is no object of numbers")
+        averaged = {
+            **self.ledger, **measures, "score": self.score, "batch_rows": self.batch_rows,
+            "prefill_s": self.prefill_s, "decode_s": self.decode_s, "tpot_s": self.tpot_s,
+        }  # fmt: skip
+        for key, value in averaged.items():
+            if value is not None and abs(value) > LARGEST:
+                raise ValueError(f"key {key!r} is larger than {LARGEST:g}")
         if not re.fullmatch("[0-9a-f]{16}", self.prompt_sha256):
             raise ValueError(f"key 'prompt_sha256' is {self.prompt_sha256!r}, not 16 hex digits")
         if self.status == "ok":
@@ -185,9 +254,27 @@ class SampleRow:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        data = _check_keys(json.loads(line), ROW_KEYS - {"fields"})
+        """From a line with or without a seal; ValueError where it is no sample."""
+        return cls.from_data(parse_json(unsealed(line.removesuffix("\n"))))
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        """From the object that a line holds, its seal taken off."""
+        data = _check_keys(data, ROW_KEYS - {"fields"})
+        if "crc32" in data:  # a seal that is damaged itself
+            raise ValueError("key 'crc32' is not 8 hex digits at the line's start")
         known = {key: data.pop(key) for key in ROW_KEYS - {"fields"}}
-        return cls(**known, fields=data)
+        with _bounded():
+            return cls(**known, fields=data)
+
+
+@contextmanager
+def _bounded() -> Generator[None]:
+    """ValueError where values are nested more deeply than a check of their types can follow."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 ROW_KEYS = frozenset(spec.name for spec in fields(SampleRow))
@@ -229,7 +316,12 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "measures": None,
     "prefill": EXACT,
     "prefill_params": {},
+    "ledger_crc32": None,
 }
+
+
+class OtherSchemaError(ValueError):
+    """A result.json of another version than this code can read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +351,8 @@ class RunResult(RunFacts):
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
+    # Of ledger.parquet; `finish` knows it, who summarises does not.
+    ledger_crc32: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -277,15 +371,19 @@ class RunResult(RunFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = _check_keys(json.loads(text), ["schema_version"])
-        if data["schema_version"] != SCHEMA_VERSION:  # before the keys, which may be others there
-            version = data["schema_version"]
-            raise ValueError(f"schema_version is {version!r}; only {SCHEMA_VERSION} can be read")
+        """From a text with or without a seal; ValueError where it is no result."""
+        data = _check_keys(parse_json(unsealed(text)), ["schema_version"])
+        version = data["schema_version"]
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ValueError(f"key 'schema_version' is {version!r:.80}, not a whole number")
+        if version != SCHEMA_VERSION:  # before the keys, which may be others there
+            raise OtherSchemaError(f"schema_version is {version!r:.80}; only {SCHEMA_VERSION} can be read")
         keys = [spec.name for spec in fields(cls)]
         needed = [key for key in keys if key not in OPTIONAL_KEYS]
         if unknown := sorted(_check_keys(data, needed).keys() - set(keys)):
             raise ValueError(f"key {unknown[0]!r} is unknown")
-        return cls(**data)
+        with _bounded():
+            return cls(**data)
 
 
 def prompt_hash(ids: Iterable[int]) -> str:
@@ -343,17 +441,31 @@ def bootstrap_ci95(scores: Sequence[float], weights: Sequence[int] | None = None
         return [float(scores[0])] * 2 if n else None
     order = np.argsort(np.asarray(scores, dtype=np.float64), kind="stable")
     values = np.asarray(scores, dtype=np.float64)[order]
-    counts = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)[order]
+    counts = None if weights is None else np.asarray(weights, dtype=np.float64)[order]
+    weighted = values if counts is None else values * counts
+    means: list[Any] = []
+    for drawn in _first_draws(n) if n <= 256 else _draws(n):
+        part = weighted[drawn].mean(axis=1)
+        means.append(part if counts is None else part / counts[drawn].mean(axis=1))
+    # Without the bounds, rounding could put equal scores outside of their own interval.
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975]).clip(values[0], values[-1])
+    return [float(low), float(high)]
+
+
+def _draws(n: int) -> Iterator[Any]:
+    """Which samples each resample has, some resamples at a time."""
+    import numpy as np
+
     rng = np.random.default_rng(BOOTSTRAP_SEED + n)
     chunk = max(1, 1_000_000 // n)  # resamples at a time: 8 MB of indices
-    means = np.empty(N_RESAMPLES)
     for start in range(0, N_RESAMPLES, chunk):
-        part = means[start : start + chunk]
-        drawn = rng.integers(0, n, size=(len(part), n))
-        part[:] = (values * counts)[drawn].mean(axis=1) / counts[drawn].mean(axis=1)
-    # Without the bounds, rounding could put equal scores outside of their own interval.
-    low, high = np.quantile(means, [0.025, 0.975]).clip(values[0], values[-1])
-    return [float(low), float(high)]
+        yield rng.integers(0, n, size=(min(chunk, N_RESAMPLES - start), n))
+
+
+@lru_cache(maxsize=2)
+def _first_draws(n: int) -> tuple[Any, ...]:
+    """All of `_draws`, kept: a report asks for hundreds of intervals of as many samples; 20 MB at most each."""
+    return tuple(_draws(n))
 
 
 def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
@@ -409,7 +521,7 @@ def _differing_keys(a: Any, b: Any, key: str = "") -> list[str]:
     if not isinstance(a, dict) or not isinstance(b, dict):
         return [] if a == b else [key]
     old, new = cast(dict[str, Any], a), cast(dict[str, Any], b)
-    names = sorted(old.keys() | new.keys())
+    names = sorted(old.keys() | new.keys(), key=str)  # YAML has keys that are no texts
     absent = object()  # differs from everything, null included
     pairs = [(f"{key}.{n}".lstrip("."), old.get(n, absent), new.get(n, absent)) for n in names]
     return [
@@ -423,30 +535,18 @@ def _differing_keys(a: Any, b: Any, key: str = "") -> list[str]:
 # --- files ---
 
 
-def _sync_folder(path: Path) -> None:
-    """Let renames and new names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config.yaml of anything but a run with this configuration."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _replacing(path: Path) -> Generator[BinaryIO]:
-    """A file written beside `path` and renamed when whole; killed before, `path` is as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut could leave the new name with half a content
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _write(path: Path, text: str) -> None:
-    with _replacing(path) as file:
-        file.write(text.encode())
+        old = read_yaml(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not the configuration of a run ({error}); {REMEDY}") from None
+    if not {"method", "task", "model"} <= old.keys():
+        raise ConfigError(f"{path} is not the configuration of a run; {REMEDY}")
+    keys = _differing_keys(old, json.loads(json.dumps(config)))  # as JSON: tuples are lists
+    if keys:
+        shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+        raise ConfigError(f"{path.parent} is of a run with another {printable(shown)}; {REMEDY}")
 
 
 def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int]:
@@ -458,13 +558,13 @@ def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], in
     for number, line in enumerate(lines, start=1):
         place = f"{path} line {number}"
         try:
-            json.loads(line if line.endswith(b"\n") else b"")
+            data = parse_json(line if line.endswith(b"\n") else b"")
         except ValueError:
             if number == len(lines):
                 break
             raise ConfigError(f"{place} is not JSON; delete it to run its sample again") from None
         try:
-            row = SampleRow.from_json(line.decode())
+            row = SampleRow.from_data(_taken_off(line.decode(), data))
         except ValueError as error:
             raise ConfigError(f"{place} is not a sample ({error}); delete it to run its sample again") from None
         if row.id in rows:
@@ -474,31 +574,89 @@ def _parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], in
     return rows, n_bytes
 
 
+def _taken_off(line: str, data: Any) -> dict[str, Any]:
+    """The object of a line, parsed already, without its seal, which is checked against the text."""
+    found = _check_keys(data, ["id"])
+    # An older line has no seal and begins with its id; else a seal could be damaged unseen.
+    if next(iter(found)) not in ("crc32", "id"):
+        raise ValueError("it does not begin with 'id' or 'crc32'")
+    text = line.removesuffix("\n")
+    if unsealed(text) is not text:
+        del found["crc32"]
+    return found
+
+
 def read_samples(folder: Path) -> list[SampleRow]:
     """The rows of a finished run; ValueError with the file's name if one of them is not whole."""
     path = folder / "samples.jsonl"
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST_SAMPLES)
         rows, n_bytes = _parse_samples(path, content)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if n_bytes < len(content):
         raise ValueError(f"{path} ends within a line; run the same command again to complete it")
     return list(rows.values())
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's configuration; ValueError with the file's name where it cannot be read."""
+    path = folder / "config.yaml"
+    try:
+        return cast(dict[str, Any], read_yaml(path))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_ledger(folder: Path, result: RunResult) -> dict[str, list[Any]]:
+    """The columns of a finished run's ledger.parquet; {} where it is lost or damaged."""
+    path = folder / "ledger.parquet"
+    if _ledger_damage(path, result) is not None:
+        return {}
+    pa, pq = _pyarrow()
+    try:
+        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        return table.to_pydict()
+    except (pa.ArrowException, OSError, ValueError):  # one that was written without a checksum
+        return {}
+
+
+def _ledger_damage(path: Path, result: RunResult) -> str | None:
+    """Why the ledger of a finished run cannot be believed, or None; without pyarrow, which is slow to import."""
+    if not is_file(path):
+        return "lost"
+    if result.ledger_crc32 is not None:
+        is_whole = result.ledger_crc32 == crc_of(path)
+    else:  # of an older run; its footer is what a cut takes away
+        with path.open("rb") as file:
+            head, n_bytes = file.read(4), file.seek(0, os.SEEK_END)
+            file.seek(max(0, n_bytes - 8))
+            tail = file.read()
+        is_whole = head == tail[4:] == b"PAR1" and int.from_bytes(tail[:4], "little") < n_bytes
+    return None if is_whole else "damaged"
+
+
 def read_runs(root: Path) -> list[tuple[Path, RunResult]]:
     """Every finished run below `root`, by folder; ValueError with the name of a damaged file."""
     runs: list[tuple[Path, RunResult]] = []
     for path in sorted(root.rglob("result.json")):
-        try:
-            result = RunResult.from_json(path.read_bytes().decode())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is not the result of a run: {error}") from None
-        if said := _disagreement(result, read_samples(path.parent)):
-            raise ValueError(f"{path} says {said}; run the same command again to repair it")
-        runs.append((path.parent, result))
+        runs.append((path.parent, read_run(path.parent)[0]))
     return runs
+
+
+def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
+    """A finished run and its rows; ValueError with the name of a damaged file."""
+    path = folder / "result.json"
+    try:
+        result = RunResult.from_json(read_bytes(path).decode())
+    except OtherSchemaError as error:
+        raise ValueError(f"{path}: {error}; read it with the code that wrote it") from None
+    except (ValueError, ConfigError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error}") from None
+    rows = read_samples(folder)
+    if said := _disagreement(result, rows):
+        raise ValueError(f"{path} says {said}; run the same command again to repair it")
+    return result, rows
 
 
 @dataclass(frozen=True)
@@ -520,11 +678,13 @@ class RunFolder:
     what was found damaged and repaired (for the log: a result is the same with and without).
     """
 
-    def __init__(self, path: Path, digest: str, lock: FileLock) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], lock: FileLock) -> None:
         self.path = path
-        self.config_hash = digest
+        self.config = config
+        self.config_hash = config_hash(config)
         self.notes: list[str] = []
         self._lock = lock
+        self._n_bytes = 0  # of samples.jsonl
         self._rows: dict[str, SampleRow] = {}
         self._finished: RunResult | None = None
 
@@ -539,22 +699,26 @@ class RunFolder:
         on_wait: Callable[[Holder], None] | None = None,
         retry_oom: bool = False,
     ) -> Self:
-        """Lock the folder, check that it is of `config`, repair what a killed process left.
+        """Check that the folder is new or of `config`, lock it, repair what a killed process left.
 
-        `config_yaml` is `config` as YAML. `retry_oom` forgets samples that ran out of memory.
+        One that is refused is left as it was. `path` may be a link to a folder; inside, none is
+        followed. `config_yaml` is `config` as YAML. `retry_oom` forgets samples that ran out of memory.
         Whoever needs several folders opens them in sorted order: two processes with two orders
         would wait for each other for ever.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
+            check_place(path, lambda file: _check_config(file, config))
             lock = _lock(path, wait, on_wait)
         except OSError as error:
             raise _unusable(path, error) from None
-        folder = cls(path, config_hash(config), lock)
+        folder = cls(path, config, lock)
         try:
-            holder = {"pid": os.getpid(), "host": socket.gethostname()}
-            (path / ".lock.holder").write_text(json.dumps(holder))
-            folder._prepare(config, config_yaml, retry_oom)
+            # Once more, as another process may have begun or gone on since.
+            has_config = check_place(path, lambda file: _check_config(file, config))
+            with open_own(path / HOLDER, os.O_TRUNC) as file:
+                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+            folder._prepare(None if has_config else config_yaml, retry_oom)
         except BaseException as error:
             folder.close()
             if isinstance(error, OSError):
@@ -603,28 +767,46 @@ class RunFolder:
     def append(self, row: SampleRow, ledger: Mapping[str, Sequence[float]] | None = None) -> None:
         """Complete one sample: first its ledger (columns of equal length), then its line.
 
-        Killed between the two, a ledger without a line is left; the next `open` removes it. The
-        other order could leave a completed sample without its ledger. Killed within the line, the
+        Killed between the two, a ledger without a line is left, which the sample's next attempt
+        replaces. The other order could leave a completed sample without its ledger. Killed within the line, the
         newline is missing and the next `open` cuts it off. Either way the sample runs again.
         """
         assert self._finished is None, f"{self.path} is finished"
+        with going_on(self.path):
+            if ledger is not None:
+                _write_ledger(self._part(row.id), row.id, ledger)
+            else:  # of an attempt that was killed before its line
+                self._part(row.id).unlink(missing_ok=True)
+            self._append_line(row)
+
+    def _append_line(self, row: SampleRow) -> None:
         assert row.id not in self._rows, f"sample {row.id!r} is already in {self.path}"
-        line = row.to_json().encode() + b"\n"
-        if ledger is not None:
-            _write_ledger(self._part(row.id), row.id, ledger)
+        line = sealed(row.to_json()).encode() + b"\n"
         path = self.path / "samples.jsonl"
-        with path.open("ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
+        with naming(path), open_own(path, os.O_APPEND) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self._n_bytes:
+                raise RunError(
+                    f"{path} has {size} bytes where this run left {self._n_bytes}: somebody else changed it; give "
+                    "the same command again, which goes on with what it holds"
+                )
             try:
                 if file.write(line) != len(line):
-                    raise OSError(f"{path} took only a part of a line; the disk may be full")
+                    raise OSError(errno.ENOSPC, "it took only a part of a line")
                 os.fsync(file.fileno())
             except BaseException:  # a caller that goes on must not append to half a line
                 file.truncate(size)
                 raise
         if size == 0:
-            _sync_folder(self.path)
+            sync_folder(self.path)
+        self._n_bytes += len(line)
         self._rows[row.id] = row
+
+    @contextmanager
+    def placing(self) -> Generator[Path]:
+        """A folder for files that belong beside the result; they are put there when all are whole."""
+        with going_on(self.path), scratch(self.path) as folder:
+            yield folder
 
     def finish(self, result: RunResult, env: Mapping[str, Any]) -> None:
         """Write ledger.parquet, env.json and, when both are in place, result.json.
@@ -635,88 +817,120 @@ class RunFolder:
         assert result.config_hash == self.config_hash, f"{result.config_hash} {self.config_hash}"
         said = _disagreement(result, self._rows.values())
         assert said is None, f"the result says {said}"
-        self._merge_ledger()
-        _write(self.path / "env.json", json.dumps(env, indent=2) + "\n")
-        _write(self.path / "result.json", result.to_json())
-        self._finished = result
-        self._remove_parts(keep=set())
+        with going_on(self.path):
+            result = replace(result, ledger_crc32=self._merge_ledger())
+            write(self.path / "env.json", json.dumps(env, indent=2) + "\n")
+            write(self.path / "result.json", sealed(result.to_json()))
+            self._finished = result
+            self._remove_parts()
 
     # Samples that other processes answer, in folders of their own below this one.
 
     def shards(self) -> list[Path]:
         """Folders in which other processes answered samples of this run, and which were not taken over yet."""
-        found = sorted(path for path in (self.path / "shards").glob("*") if path.is_dir())
-        return [] if self._finished else found
+        folder = self.path / "shards"
+        if self._finished or not is_folder(folder):
+            return []
+        found: list[Path] = []
+        for path in sorted(filter(is_folder, folder.iterdir())):
+            try:
+                check_place(path, lambda file: _check_config(file, self.config))
+            except ConfigError as error:
+                self.notes.append(f"{path} is no shard of this run and stays as it is: {error}")
+                continue
+            if any(path.iterdir()):
+                found.append(path)
+        return found
 
     def take(self, shard: Path, on_wait: Callable[[Holder], None] | None = None) -> None:
-        """Take over what another process completed in `shard`, once it has ended, and remove that folder.
+        """Take over what another process completed in `shard`, once it has ended, and remove its files there.
 
         Killed on the way, what is left is taken the next time.
         """
-        lock = _lock(shard, True, on_wait)
-        try:
-            other = type(self)(shard, self.config_hash, lock)
-            other._prepare_samples()
-            for row in other.rows:
-                if not self.has(row.id):
-                    if other._part(row.id).exists():
-                        self._part(row.id).parent.mkdir(exist_ok=True)
-                        with _replacing(self._part(row.id)) as file:
-                            file.write(other._part(row.id).read_bytes())
-                    self.append(row)
-            for trace in shard.glob("trace-*.json"):
-                trace.replace(self.path / trace.name)
-        finally:
-            lock.release()
-        shutil.rmtree(shard)
-        if not any(shard.parent.iterdir()):
-            shard.parent.rmdir()
+        with going_on(shard):
+            lock = _lock(shard, True, on_wait)
+            try:
+                check_place(shard, lambda file: _check_config(file, self.config))
+                other = type(self)(shard, self.config, lock)
+                other._prepare_samples()
+                for row in other.rows:
+                    if not self.has(row.id):
+                        self._take_sample(row, other._part(row.id))
+                for file in sorted(shard.iterdir()):
+                    if re.fullmatch(rf"(trace|accesses)-{STEM}\.(json|npz)", file.name):
+                        file.replace(self.path / file.name)
+                other._remove_files()
+            finally:
+                lock.release()
+
+    def _take_sample(self, row: SampleRow, part: Path) -> None:
+        if is_file(part):
+            self._part(row.id).parent.mkdir(exist_ok=True)
+            with replacing(self._part(row.id)) as file:
+                file.write(part.read_bytes())
+        else:
+            self._part(row.id).unlink(missing_ok=True)
+        self._append_line(row)
+
+    def _remove_files(self) -> None:
+        """All that runs write, and the folder with it unless somebody else put something there."""
+        self._remove_parts()
+        remove_scratch(self.path)
+        for name in FILES:
+            temporary(self.path / name).unlink(missing_ok=True)
+        (self.path / "samples.jsonl").unlink(missing_ok=True)
+        # config.yaml says whose the folder is, as long as there is one.
+        names = ("config.yaml", HOLDER, LOCK)
+        if {path.name for path in self.path.iterdir()} <= set(names):
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+            if not any(self.path.parent.iterdir()):
+                self.path.parent.rmdir()
 
     def sort(self, ids: Sequence[str]) -> None:
         """Put the lines into this order, which is the task's, whoever answered first."""
         rows = {id: self._rows[id] for id in ids if id in self._rows}
         rows |= self._rows  # those of samples that are no longer asked stay, behind the others
         if list(rows) != list(self._rows):
-            lines = [row.to_json() + "\n" for row in rows.values()]
-            _write(self.path / "samples.jsonl", "".join(lines))
-            self._rows = rows
+            with going_on(self.path):
+                self._rewrite(rows)
+
+    def _rewrite(self, rows: dict[str, SampleRow]) -> None:
+        """samples.jsonl with these lines."""
+        text = "".join(sealed(row.to_json()) + "\n" for row in rows.values())
+        write(self.path / "samples.jsonl", text)
+        self._rows, self._n_bytes = rows, len(text.encode())
 
     # Opening: each step leaves a folder that can be opened again, so a kill changes nothing.
 
-    def _prepare(self, config: Mapping[str, Any], config_yaml: str, retry_oom: bool) -> None:
-        for name in ("config.yaml", "samples.jsonl", "ledger.parquet", "env.json", "result.json"):
-            (self.path / f"{name}.tmp").unlink(missing_ok=True)
-        self._prepare_config(config, config_yaml)
+    def _prepare(self, config_yaml: str | None, retry_oom: bool) -> None:
+        """Repair; `config_yaml` is None where the folder has its config.yaml."""
+        self._check_schema()
+        for name in FILES:
+            temporary(self.path / name).unlink(missing_ok=True)
+        remove_scratch(self.path)
+        if config_yaml is not None:
+            assert config_hash(yaml.safe_load(config_yaml)) == self.config_hash, "another config_yaml"
+            write(self.path / "config.yaml", config_yaml)
         self._prepare_samples()
         if retry_oom and any(row.status == "oom" for row in self._rows.values()):
             # First the result: it must not stand beside fewer lines than it counted.
             (self.path / "result.json").unlink(missing_ok=True)
-            self._rows = {id: row for id, row in self._rows.items() if row.status != "oom"}
-            lines = [row.to_json() + "\n" for row in self._rows.values()]
-            _write(self.path / "samples.jsonl", "".join(lines))
+            self._rewrite({id: row for id, row in self._rows.items() if row.status != "oom"})
         self._prepare_result()
-        self._remove_parts(set() if self._finished else {self._part(id) for id in self._rows})
+        if self._finished:
+            self._remove_parts()
 
-    def _prepare_config(self, config: Mapping[str, Any], config_yaml: str) -> None:
-        assert config_hash(yaml.safe_load(config_yaml)) == self.config_hash, "another config_yaml"
-        path = self.path / "config.yaml"
-        remedy = "choose another folder with out=DIR or delete this one"
-        if not path.exists():
-            for name in ("samples.jsonl", "result.json"):  # younger than config.yaml: it was lost
-                if (self.path / name).exists():
-                    raise ConfigError(f"{self.path} has {name} of an unknown run; {remedy}")
-            _write(path, config_yaml)
-            return
+    def _check_schema(self) -> None:
+        """Refuse a result of another version before anything is changed."""
+        path = self.path / "result.json"
         try:
-            old: Any = yaml.safe_load(path.read_bytes())
-        except (yaml.YAMLError, UnicodeDecodeError):
-            old = None
-        if not isinstance(old, dict):
-            raise ConfigError(f"{path} is not the configuration of a run; {remedy}")
-        keys = _differing_keys(old, json.loads(json.dumps(config)))  # as JSON: tuples are lists
-        if keys:
-            shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
-            raise ConfigError(f"{self.path} is of a run with another {shown}; {remedy}")
+            RunResult.from_json(path.read_bytes().decode())
+        except OtherSchemaError as error:
+            raise ConfigError(f"{path}: {error}; use the code that wrote it, or {REMEDY}") from None
+        except (ValueError, FileNotFoundError):  # made again, or made for the first time
+            return
 
     def _prepare_samples(self) -> None:
         path = self.path / "samples.jsonl"
@@ -724,8 +938,9 @@ class RunFolder:
             return
         content = path.read_bytes()
         self._rows, n_bytes = _parse_samples(path, content)
+        self._n_bytes = n_bytes
         if n_bytes < len(content):
-            with path.open("rb+") as file:
+            with open_own(path, 0) as file:
                 file.truncate(n_bytes)
                 os.fsync(file.fileno())
             self.notes.append(f"{path} ended within a line, which is cut off and run again")
@@ -743,67 +958,113 @@ class RunFolder:
                 raise ValueError(f"it says {said}")
         except ValueError as error:
             path.replace(path.with_name("result.json.corrupt"))
-            _sync_folder(self.path)
+            sync_folder(self.path)
             self.notes.append(f"{path} was damaged ({error}) and is made again")
             return
         self._finished = result
-        if not (self.path / "ledger.parquet").exists():
-            self.notes.append(f"{self.path} has lost ledger.parquet; only a new run can make it")
+        if damage := _ledger_damage(self.path / "ledger.parquet", result):
+            self.notes.append(f"{self.path / 'ledger.parquet'} is {damage} and is not used; only a new run can make it")
 
     # Ledgers: a part per sample while the run goes on, one file when it has finished.
 
     def _part(self, id: str) -> Path:
         """A sample's part, named by the id alone, since lines before it may be dropped."""
-        readable = re.sub(r"[^A-Za-z0-9_]+", "-", id)[:40]
-        digest = hashlib.sha256(ascii(id).encode()).hexdigest()[:12]
-        return self.path / "ledger" / f"{readable}-{digest}.parquet"
+        return self.path / "ledger" / f"{file_stem(id)}.parquet"
 
-    def _remove_parts(self, keep: set[Path]) -> None:
+    def _remove_parts(self) -> None:
+        """The parts of completed samples, and of those that an earlier process was at when it was killed."""
         folder = self.path / "ledger"
         if not folder.is_dir():
             return
-        for path in [*folder.glob("*.parquet"), *folder.glob("*.parquet.tmp")]:
-            if path not in keep:
+        for id in self._rows:
+            self._part(id).unlink(missing_ok=True)
+        for path in sorted(folder.iterdir()):
+            if (path.name.endswith(MARK) and is_file(path)) or self._is_part(path):
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()
 
-    def _merge_ledger(self) -> None:
+    def _is_part(self, path: Path) -> bool:
+        """Whether somebody's file in ledger/ is of a sample: what it is called follows from what it holds."""
+        if not re.fullmatch(rf"{STEM}\.parquet", path.name) or not is_file(path):
+            return False
+        pa, pq = _pyarrow()
+        try:
+            ids = pq.read_table(path, columns=["sample_id"], partitioning=None)["sample_id"]
+            return len(ids) > 0 and self._part(ids[0].as_py()).name == path.name
+        except (pa.ArrowException, OSError, KeyError, ValueError):
+            return False
+
+    def _merge_ledger(self) -> str:
         """ledger.parquet in the order of the lines: a row group per sample, one in memory at once.
 
         Samples without a part are copied from an earlier ledger.parquet: there is one if
-        result.json was lost after the parts were removed.
+        result.json was lost after the parts were removed. Returns the CRC of what was written.
         """
         pa, pq = _pyarrow()
         target = self.path / "ledger.parquet"
-        parts = {id: self._part(id) for id in self._rows if self._part(id).exists()}
-        complete = len(parts) == len(self._rows)
-        old, groups = (None, dict[str, int]()) if complete else _open_ledger(target)
-        schemas = [pa.schema([("sample_id", pa.string())]), *map(pq.read_schema, parts.values())]
+        readers: dict[str, Callable[[], Any]] = {}
+        for id in self._rows:
+            if is_file(part := self._part(id)):
+                readers[id] = partial(_read_part, part)
+        old: Any = None
+        groups: dict[str, int] = {}
+        if len(readers) < len(self._rows):
+            old, groups = _open_ledger(target)
+        for id in (self._rows.keys() & groups.keys()) - readers.keys():
+            readers[id] = partial(old.read_row_group, groups[id])
+        schemas = [pa.schema([("sample_id", pa.string())])]
         schemas += [] if old is None else [old.schema_arrow]
+        for id in [id for id in readers if is_file(self._part(id))]:
+            try:
+                schemas.append(_of_numbers(pa, pq.read_schema(self._part(id))))
+            except (pa.ArrowException, OSError, ValueError):
+                del readers[id]
         # Columns may be integers in one sample and floats in another, or empty and of no type.
         schema = pa.unify_schemas(schemas, promote_options="permissive")
         lost = 0
-        with _replacing(target) as file, pq.ParquetWriter(file, schema, compression="zstd") as new:
-            for id, row in self._rows.items():
-                if id in parts:
-                    table = pq.read_table(parts[id], partitioning=None)
-                elif old is not None and id in groups:
-                    table = old.read_row_group(groups[id])
-                else:
-                    lost += row.status == "ok"
-                    continue
-                tables = [schema.empty_table(), table]
-                new.write_table(pa.concat_tables(tables, promote_options="permissive"))
+        options: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
+        with replacing(target) as file:
+            with pq.ParquetWriter(file, schema, **options) as new:
+                for id, row in self._rows.items():
+                    try:
+                        table = readers[id]()
+                        if set(table["sample_id"].unique().to_pylist()) - {id}:
+                            raise ValueError(f"it is not of sample {id!r}")
+                        tables = [schema.empty_table(), table]
+                        table = pa.concat_tables(tables, promote_options="permissive")
+                    except (pa.ArrowException, OSError, KeyError, ValueError):
+                        lost += row.status == "ok"
+                        continue
+                    new.write_table(table)
+            file.flush()
+            crc = crc_of(temporary(target))
         if old is not None:
             old.close()
         if lost:
             self.notes.append(f"{target} has no rows of {lost} of {len(self._rows)} samples")
+        return crc
+
+
+def _of_numbers(pa: Any, schema: Any) -> Any:
+    """The schema of a ledger; ValueError where it is none."""
+    for column in schema:
+        kind = column.type
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        if column.name != "sample_id" and not (is_number or pa.types.is_null(kind)):
+            raise ValueError(f"column {column.name!r} is of type {kind}")
+    return schema
+
+
+def _read_part(path: Path) -> Any:
+    _, pq = _pyarrow()
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        return file.read()
 
 
 def _lock(path: Path, wait: bool, on_wait: Callable[[Holder], None] | None) -> FileLock:
     """Hold the folder's lock. The kernel releases it when a process dies, however it dies."""
-    lock = FileLock(path / ".lock", thread_local=False, poll_interval=0.2)
+    lock = FileLock(path / LOCK, thread_local=False, poll_interval=0.2)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -823,7 +1084,7 @@ def _lock(path: Path, wait: bool, on_wait: Callable[[Holder], None] | None) -> F
 def _holder(path: Path) -> Holder:
     """Who holds the lock, asked only while it is held: a killed process leaves its name behind."""
     try:
-        data = json.loads((path / ".lock.holder").read_bytes())
+        data = parse_json((path / HOLDER).read_bytes())
         return Holder(int(data["pid"]), str(data["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Holder(None, None)  # it has the lock and has not written its name yet
@@ -846,18 +1107,19 @@ def _write_ledger(path: Path, id: str, columns: Mapping[str, Sequence[float]]) -
     n = max((len(column) for column in columns.values()), default=0)
     table = pa.table({"sample_id": pa.array([id] * n, pa.string()), **columns})
     path.parent.mkdir(exist_ok=True)
-    with _replacing(path) as file:
-        pq.write_table(table, file, compression="zstd")
+    with replacing(path) as file:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 def _open_ledger(path: Path) -> tuple[Any, dict[str, int]]:
     """An earlier ledger.parquet and its row group per sample; (None, {}) without a readable one."""
     pa, pq = _pyarrow()
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
         groups = range(file.num_row_groups)
         ids = [file.read_row_group(i, columns=["sample_id"])["sample_id"] for i in groups]
-    except (pa.ArrowException, OSError, KeyError):
+        _of_numbers(pa, file.schema_arrow)
+    except (pa.ArrowException, OSError, KeyError, ValueError):
         return None, {}
     return file, {column[0].as_py(): i for i, column in enumerate(ids) if len(column)}
 
@@ -865,8 +1127,12 @@ def _open_ledger(path: Path) -> tuple[Any, dict[str, int]]:
 # --- the machine ---
 
 
+@cache
 def environment() -> dict[str, Any]:
-    """What env.json says of the machine and the code; the runner adds its timestamps."""
+    """What env.json says of the machine and the code; the runner adds its timestamps.
+
+    Asked once per process: what runs is what was imported, whatever the checkout becomes meanwhile.
+    """
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -10,7 +10,6 @@ the first prefill.
 Not here: what a folder is (`evals/results.py`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
 """
 
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,15 +24,18 @@ from typing import Any
 import torch
 import yaml
 
+from engine import checks
 from engine.budget import BudgetRequest, show
 from engine.decode import Answer, Decoded, decode
 from engine.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
 from engine.model import (
+    Letters,
     Model,
     digest_of,
     load,
     load_random,
+    load_tokenizer,
     locate,
     read_config,
     read_shape,
@@ -45,6 +47,7 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
+from evals.files import file_stem
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.results import (
@@ -57,12 +60,10 @@ from evals.results import (
     combined,
     config_hash,
     environment,
-    git_sha,
     peak_rss_bytes,
     prompt_hash,
     run_name,
     summarise,
-    versions,
 )
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.studies import accesses
@@ -76,6 +77,7 @@ from methods.full import Full
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, ARCHITECTURES = ROOT / "runs", ROOT / "conf" / "architecture"
+MOST_COUNT = 10_000  # of anything that a task counts
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,22 @@ class Cell:
 
     def variant(self, s_prompt: int) -> Variant:
         """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
-        return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
+        with naming(self.settings):
+            return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
+
+
+@contextmanager
+def naming(settings: Settings) -> Iterator[None]:
+    """Say of which variant it is that something is refused."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
@@ -156,9 +168,14 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         if key not in shapes:
             shapes[key] = look_up(settings)
         shape, digest = shapes[key]
-        kind.check(params, settings.budget, shape)
-        kind.check_cache(params, settings.cache)
+        with naming(settings):
+            kind.check(params, settings.budget, shape)
+            kind.check_cache(params, settings.cache)
         task.check(shape)
+        window = f"the window of model {shape.name!r}"
+        checks.sizes("method", params, shape.window, window)
+        checks.sizes("cache", settings.cache, shape.window, window)
+        checks.sizes("task", task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
         if task.teaches and settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
@@ -173,6 +190,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             config["data_digest"] = task.data_digest
         sparsity = sparsity_of(settings, kind)
         if sparsity is not None:
+            checks.sizes("prefill", sparsity, shape.window, window)
             config["prefill_version"] = sparsity.version
         config = as_begun(settings, config)
         path = place(settings, config)
@@ -306,6 +324,14 @@ class Models:
         return self.model
 
 
+def tokenizer_of(settings: Settings) -> Any:
+    """The model's tokenizer, before its weights are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return Letters()
+    return load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
 def load_model(settings: Settings) -> Model:
     spec, dtype, device = settings.model, settings.dtype, settings.device
     if settings.weights == "random":
@@ -340,9 +366,9 @@ class Group:
 
     def run(self, models: Models) -> None:
         """Ask every sample of every cell that has not answered it yet."""
-        self.model = models.get(self.first.settings)
-        self.read_samples(self.model.tokenizer)
+        self.read_samples(tokenizer_of(self.first.settings))
         todo = self.missing()
+        self.model = models.get(self.first.settings)
         n_done = self.n - len(todo)
         with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
             self.ask_all(todo)
@@ -535,7 +561,8 @@ class Group:
         for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
             line = self.line(sample, prompt, cell, row, answer, decoded, prefill_s, mark)
             if row.store.accesses:
-                accesses.write(file_beside(cell, "accesses", sample, "npz"), row.store)
+                with self.file_beside(cell, "accesses", sample, "npz") as path:
+                    accesses.write(path, row.store)
             self.keep(cell, line, row)
 
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
@@ -546,7 +573,8 @@ class Group:
         timed = Timed(self.variant(cell, prompt), cell.sparsity)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.trace:
-            timing.record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                timing.record.write_chrome_trace(path)
         line = self.line(
             sample, prompt, cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.mark
         )  # fmt: skip
@@ -561,7 +589,8 @@ class Group:
         with recording(self.model.device) as record:
             yield
         for cell in cells:
-            record.write_chrome_trace(file_beside(cell, "trace", sample, "json"))
+            with self.file_beside(cell, "trace", sample, "json") as path:
+                record.write_chrome_trace(path)
 
     def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
         """The sample's continuation, where the task feeds one."""
@@ -619,6 +648,12 @@ class Group:
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
         self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
 
+    @contextmanager
+    def file_beside(self, cell: Cell, what: str, sample: Sample, suffix: str) -> Iterator[Path]:
+        """A file of one sample in the run's folder, there when it is whole."""
+        with self.folders[cell.path].placing() as folder:
+            yield folder / f"{what}-{file_stem(sample.id)}.{suffix}"
+
     def standings(self) -> list[Standing]:
         """Scores so far, for whoever watches."""
         return [standing(cell, self.folders[cell.path].rows) for cell in self.cells]
@@ -629,7 +664,8 @@ class Group:
         folder.sort(self.ids)
         result = summarise(folder.rows, facts(cell, folder.rows))
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
-        cell.task.artifacts(folder.path, [row.to_dict() for row in folder.rows], title)
+        with folder.placing() as beside:
+            cell.task.artifacts(beside, [row.to_dict() for row in folder.rows], title)
         folder.finish(
             result,
             environment()
@@ -644,11 +680,6 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
     score = combined(rows, cell.task.metric)
     return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
-
-
-def file_beside(cell: Cell, what: str, sample: Sample, suffix: str) -> Path:
-    """A file of one sample in the run's folder."""
-    return cell.path / f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', sample.id)}.{suffix}"
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
@@ -678,8 +709,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         comm_exact=show(settings.budget.comm),
         protocol=settings.scope,
         config_hash=config_hash(cell.config),
-        versions=versions(),
-        git_sha=git_sha(),
+        versions=environment()["versions"],
+        git_sha=environment()["git_sha"],
         peak_rss_bytes=peak_rss_bytes(),
         notes=notes,
         metric=cell.task.metric,

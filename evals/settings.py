@@ -8,10 +8,12 @@ Not here: defaults (the YAML files hold them), ranges of a method's or task's ow
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -23,11 +25,19 @@ from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
 from engine.errors import ConfigError
 from evals import outside
-from evals.overrides import unknown_key
+from evals.overrides import expanded, unknown_key
 from evals.tasks.prompt import CHATS, SCOPES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+LARGEST = 2**63 - 1  # what generators of random numbers and tables of results can hold
+PATHS = ("data_dir", "model.id", "task.path", "hydra.launcher.folder")  # kept as they are given
+KINDS = {  # what a group's classes are, and the package that they are taken from
+    "method": "methods.base.SelectiveAttention",
+    "task": "evals.tasks.base.Task",
+    "prefill": "engine.sparse.VerticalSlash",
+    "logger": "evals.logger.Logger",
+}
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "ratio", "budget", "comm", "compensate", "cache"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
@@ -48,6 +58,8 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         one_of("model.chat", self.chat, CHATS)
+        if not self.name.strip():
+            raise ConfigError("model.name is empty; give the name that tables are to show")
 
 
 @dataclass(frozen=True)
@@ -229,16 +241,32 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 
 def load_class(part: Part) -> type:
-    """The class that a method's or task's `_target_` names. Imports its module, and so torch."""
+    """The class that a file of conf/ names in `_target_`, or a file of the user's. Imports its module, and so torch."""
     if outside.is_target(part.target):
         return outside.load(part.target)
     module, _, name = part.target.rpartition(".")
+    package = KINDS[part.group].partition(".")[0]
+    names = module.split(".")
+    if names[0] != package or not all(map(str.isidentifier, names)):
+        return of_kind(part, None)  # whatever else could be imported is not even that
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or ""):
+        return of_kind(part, getattr(importlib.import_module(module), name, None))
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or ""):
             raise  # the module is there; something that it needs is not
-        raise ConfigError(f"{part.group}._target_={part.target} is no class; write it like methods.full.Full") from None
+        return of_kind(part, None)
+
+
+def of_kind(part: Part, found: Any) -> type:
+    """What was found under the name of a part's class, where it is what the part's group is made of."""
+    module, _, name = KINDS[part.group].rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    if inspect.isclass(found) and issubclass(found, kind) and not inspect.isabstract(found):
+        return found
+    package = module.partition(".")[0]
+    raise ConfigError(
+        f"{part.group}._target_={part.target} is no {name} of {package}/; choose a file of conf/{part.group}"
+    )
 
 
 def build_params(cls: type, params: Mapping[str, Any], group: str) -> Any:
@@ -307,7 +335,10 @@ def same_names(group: str, given: Iterable[str], wanted: Iterable[str]) -> None:
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the type `hint`, where that loses nothing; else a sentence that names the key."""
+    """`value` as the type `hint`, where that loses nothing; else a sentence that names the key.
+
+    No number is without bounds, and no path is blank, too long or in nobody's home.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return convert_to_one(value, args, key)
@@ -324,13 +355,20 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
+        if abs(value) > LARGEST:
+            raise ConfigError(f"{key}={word(value)} is out of range; it is at most {LARGEST}")
         return int(value)
     if hint is float and is_number:
+        if not isfinite(value):
+            raise ConfigError(f"{key}={word(value)} is not a finite number; give one")
         return float(value)
     if hint is Fraction and (is_number or isinstance(value, str)):
         return parse_fraction(value, key)
     if hint in (str, Path) and (is_number or isinstance(value, str)):
-        return hint(value if isinstance(value, str) else str(value))
+        text = value if isinstance(value, str) else str(value)
+        if hint is Path or key in PATHS:
+            expanded(key, text)
+        return hint(text)
     kinds = {bool: "true or false", int: "a whole number", float: "a number", Fraction: "a number"}
     if hint not in kinds and hint not in (str, Path):
         raise ConfigError(
@@ -345,6 +383,8 @@ def convert_to_one(value: Any, hints: Iterable[Any], key: str) -> Any:
     hints = [hint for hint in hints if hint is not NoneType or value is None]
     if value is None and NoneType in hints:
         return None
+    if isinstance(value, str) and not value.strip() and {str, Path} & set(hints):
+        raise ConfigError(f"{key} is empty; give a value, or leave {key} out")
     errors: list[ConfigError] = []
     for hint in hints:
         try:

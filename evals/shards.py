@@ -24,7 +24,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 from engine.model import load_tokenizer
 from evals.progress import Progress, Standing
 from evals.results import RunFolder, RunResult, SampleRow
@@ -61,7 +61,7 @@ class Shard:
         return path / "shards" / self.name
 
 
-Ended = tuple[Shard, str | None]  # a shard, and why it was refused
+Ended = tuple[Shard, ConfigError | RunError | None]  # a shard, and why it could not go on
 Run = Callable[[Sequence[Shard], Callable[[], None]], Iterator[Ended]]
 
 
@@ -125,7 +125,7 @@ def ask(works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapp
         finish(work)
     for shard, refusal in run([shard for work in works for shard in work.shards], look):
         if refusal is not None:
-            raise ConfigError(refusal)
+            raise refusal
         look()
         work = by_name[shard.name]
         for cell, path in zip(work.group.cells, shard.paths, strict=True):
@@ -201,16 +201,23 @@ class Tail:
             file.seek(self.n_bytes)
             whole, newline, _ = file.read().rpartition(b"\n")
         self.n_bytes += len(whole) + len(newline)
-        return [SampleRow.from_json(line.decode()) for line in whole.splitlines()]
+        try:
+            return [SampleRow.from_json(line.decode()) for line in whole.split(b"\n") if line]
+        except ValueError as error:
+            raise RunError(
+                f"{self.path} has a line that is no sample ({error}); delete it and give the same command again"
+            ) from None
 
 
 # --- in a worker ---
 
 
-def ask_shard(shard: Shard) -> str | None:
-    """Ask a shard's samples that nobody has answered; a sentence where that is refused."""
+def ask_shard(shard: Shard) -> ConfigError | RunError | None:
+    """Ask a shard's samples that nobody has answered; why, where that is refused or cannot go on."""
     try:
         with at(shard.cwd), ExitStack() as stack:
+            for path in shard.paths:
+                refuse_link(shard.folder(path))
             ready = zip(prepare(shard.cells), shard.paths, strict=True)
             cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
             answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
@@ -221,9 +228,16 @@ def ask_shard(shard: Shard) -> str | None:
             n = len(shard.samples)
             with Progress(f"shard {shard.name}", n, n - len(todo)) as group.progress:
                 group.ask_all(todo)
-    except ConfigError as error:
-        return str(error)
+    except (ConfigError, RunError) as error:
+        return error
     return None
+
+
+def refuse_link(folder: Path) -> None:
+    """A shard lies within a run's folder, where no link is followed."""
+    for path in (folder, folder.parent):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link, which runs do not follow; remove the link")
 
 
 def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[int]:
@@ -251,7 +265,7 @@ def at(cwd: Path) -> Iterator[None]:
 class Resumable:
     """`ask_shard` as submitit wants it: a job that is preempted or runs out of time is queued again as it is."""
 
-    def __call__(self, shard: Shard) -> str | None:
+    def __call__(self, shard: Shard) -> ConfigError | RunError | None:
         return ask_shard(shard)
 
     def checkpoint(self, shard: Shard) -> Any:
@@ -280,8 +294,8 @@ def extra(package: str, launcher: str) -> Any:
         ) from None
 
 
-def lost(shard: Shard, n_tries: int, reason: object) -> RuntimeError:
-    return RuntimeError(
+def lost(shard: Shard, n_tries: int, reason: object) -> RunError:
+    return RunError(
         f"shard {shard.name} was lost {n_tries} times ({reason}); its answers are kept, and the same command goes on"
     )
 

@@ -26,14 +26,14 @@ READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
 
 def print_table(done: Sequence[tuple[Path, RunResult]]) -> None:
     """To standard output, as wide as it has to be."""
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)  # paths may look like either
     shared, view = table(done)
     needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
     console.width = max(console.width, needed)
-    console.print(shared, highlight=False, markup=False, soft_wrap=True)
-    console.print(view, highlight=False, markup=False)
+    console.print(shared, soft_wrap=True)
+    console.print(view)
     for line in remarks([result for _, result in done]):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:

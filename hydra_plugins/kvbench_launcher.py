@@ -6,6 +6,9 @@ again. Every cell is composed before the first one runs, so a bad cell ends the 
 `hydra/launcher=fused`, `ray` and `submitit_slurm` are one class. What else stands in their files
 under conf/hydra/launcher says where samples are asked, and goes to the runner with the cells.
 
+The sweeper makes the cells as Hydra's own does, but composes none of them itself and writes no file: a process that is
+killed leaves nothing behind.
+
 Hydra takes launchers from the namespace package `hydra_plugins` only and imports this file at every
 start; so there is no `__init__.py` here, and nothing heavy is imported.
 
@@ -15,11 +18,26 @@ Not here: what runs beside what (`evals/runner.py`), shards and their workers (`
 from collections.abc import Sequence
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+
+class CellSweeper(BasicSweeper):
+    def sweep(self, arguments: list[str]) -> Any:
+        """Every combination of the values that the experiment and the command line sweep, at once."""
+        assert self.hydra_context is not None and self.launcher is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        (cells,) = self.split_arguments(overrides, max_batch_size=None)
+        done = self.launcher.launch(cells, initial_job_idx=0)
+        for one in done:
+            _ = one.return_value  # raises what a job of Hydra's own launcher raised
+        return [done]
 
 
 class FusedLauncher(Launcher):

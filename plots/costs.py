@@ -10,14 +10,15 @@ Not here: what was measured (`evals/tasks/latency.py`), figures of it (`plots/co
 """
 
 import argparse
-import csv
 import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from evals.foreign import CsvWriter
 from evals.results import SampleRow
+from plots.formats import pipes, plain_markdown
 from plots.groups import Group, groups, other_setting
 from plots.read import Run, default_root, load
 
@@ -48,8 +49,7 @@ def markdown(runs: Sequence[Run]) -> str:
             if lines:
                 sizes = ", ".join(f"{n:,}" for n in lengths)
                 about = f"{group.about} · {sizes} tokens · batch of {batch}"
-                table = [HEAD, ("---",) * len(HEAD), *lines]
-                made.append("\n".join([about, "", *(f"| {' | '.join(row)} |" for row in table)]))
+                made.append("\n".join([plain_markdown(about), "", *pipes(HEAD, lines)]))
     return "\n\n".join(made)
 
 
@@ -124,7 +124,7 @@ def given(run: Run) -> str:
 
 def as_csv(runs: Iterable[Run]) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = CsvWriter(out, lineterminator="\n")
     kept = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
     named = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
     sizes = ("request_bytes", "peak_bytes", "tokens_per_s")
@@ -159,8 +159,8 @@ def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{NAME}.md", folder / f"{NAME}.csv"]
-    paths[0].write_text(f"# What variants cost\n\n{text}\n", encoding="utf-8")
-    paths[1].write_text(as_csv(runs), encoding="utf-8")
+    paths[0].write_text(f"# What variants cost\n\n{text}\n", encoding="utf-8", errors="replace")
+    paths[1].write_text(as_csv(runs), encoding="utf-8", errors="replace")
     return paths
 
 

@@ -107,11 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/figures"), help="where to write")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     options = parser.parse_args(arguments)
-    try:
-        runs = load(options.runs)
-    except ValueError as error:
-        print(f"plots.figures: {error}", file=sys.stderr)
-        return 2
+    runs = load(options.runs)
     n_drawn = 0
     for drawing in DRAWINGS:
         if options.only and drawing.name not in options.only:

@@ -13,7 +13,6 @@ LaTeX needs the packages booktabs and graphicx, and nothing else: \\input the fi
 Not here: what stands in a table.
 """
 
-import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -21,6 +20,8 @@ from fractions import Fraction
 from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from evals.foreign import CsvWriter
 
 if TYPE_CHECKING:
     from plots.tables import Cell, Cost, Layout, Table
@@ -47,7 +48,7 @@ def write(folder: Path, layout: "Layout", tables: "Sequence[Table]") -> list[Pat
     paths = []
     for suffix, text in texts.items():
         path = folder / f"{layout.name}.{suffix}"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be no UTF-8
         paths.append(path)
     return paths
 
@@ -200,9 +201,15 @@ def markdown_rows(table: "Table", budget: str) -> list[tuple[str, ...]]:
     return made
 
 
+def plain_markdown(text: str) -> str:
+    """A text in one cell: it ends no cell, opens no element and no link."""
+    words = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
+    return words.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
+
+
 def pipes(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     def line(words: Sequence[str]) -> str:
-        return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
+        return "| " + " | ".join(map(plain_markdown, words)) + " |"
 
     align = "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"
     return [line(head), align, *(line(row) for row in rows)]
@@ -213,7 +220,7 @@ def pipes(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def tex(text: str) -> str:
     """Any text as LaTeX prints it; signs that pdflatex's fonts lack are left out."""
-    words = text.translate(LATEX)
+    words = " ".join(text.split()).translate(LATEX)  # an empty line would end the paragraph
     return words.encode("ascii", "ignore").decode()
 
 
@@ -289,7 +296,7 @@ def as_csv(tables: "Iterable[Table]") -> str:
     from plots.tables import Cost
 
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = CsvWriter(out, lineterminator="\n")
     where = ("model", "data_source", "comm", "protocol", "seed", "limit", "dtype", "device")
     names = ("dataset", "method", "budget", "score", "low", "high", "n", "n_oom", "published")
     shown = ("difference", "best", "over", "embedded")

@@ -2,10 +2,15 @@
 
 A run may hold several datasets: its samples say which in `dataset`; without that column the run is of one.
 
+A run that is damaged is named on standard error and left out.
+
 Not here: checks of a folder (`evals/results.py` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
-import importlib
+import json
+import os
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,10 +18,14 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-import yaml
+from evals.foreign import one_line, refuse_depth
+from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run
 
-from evals.results import EXACT, RunResult, SampleRow, read_runs, read_samples
-
+RESULT = "result.json"
+# Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
+FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "metric": str}
+TIMED: dict[str, type] = {"length": int, "batch": int}
+SHARE = re.compile(r"\d{1,9}(\.\d{1,18})?|\d{1,9}/0*[1-9]\d{0,8}")  # 0.2, 1/64
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -97,21 +106,59 @@ class Run:
         return {name: tuple(rows) for name, rows in parts.items()}
 
     def ledger(self) -> dict[str, list[Any]]:
-        """The columns of ledger.parquet; {} where the file was lost."""
-        path = self.folder / "ledger.parquet"
-        if not path.is_file():
-            return {}
-        parquet = importlib.import_module("pyarrow.parquet")  # slow to import and without types
-        return parquet.read_table(path, partitioning=None).to_pydict()
+        """The columns of ledger.parquet; {} where the file was lost, or is damaged, which standard error says."""
+        columns = read_ledger(self.folder, self.result)
+        if not columns and (self.folder / "ledger.parquet").exists():
+            print(one_line(f"left out: {self.folder / 'ledger.parquet'} is damaged"), file=sys.stderr)
+        return columns
 
 
 def load(root: Path) -> list[Run]:
-    """Every finished run below `root`; ValueError with the name of a file that is damaged."""
-    runs = []
-    for folder, result in read_runs(root) if root.is_dir() else []:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        runs.append(Run(folder, result, tuple(read_samples(folder)), config))
-    return runs
+    """Every finished run below `root` that can be read; the others are named on standard error, a line for each."""
+    found, damaged = read_all(root)
+    for sentence in damaged:
+        print(f"left out: {sentence}", file=sys.stderr)
+    return found
+
+
+def read_all(root: Path) -> tuple[list[Run], list[str]]:
+    """The finished runs below `root`, by folder, and a sentence for each that cannot be read."""
+    runs: list[Run] = []
+    damaged: list[str] = []
+
+    def unreadable(error: OSError) -> None:
+        damaged.append(one_line(f"{error.filename} cannot be read ({error.strerror})"))
+
+    # Links are not followed: one may lead back up.
+    folders = [Path(at) for at, _, names in os.walk(root, onerror=unreadable) if RESULT in names]
+    for folder in sorted(folders):
+        try:
+            runs.append(read_one(folder))
+        except ValueError as error:
+            damaged.append(one_line(str(error)))
+    return runs, damaged
+
+
+def read_one(folder: Path) -> Run:
+    """One finished run; ValueError with the name of a file that is damaged."""
+    result, rows = read_run(folder)
+    for share in (result.comm_exact, result.ratio_exact or "0"):
+        if not SHARE.fullmatch(share):
+            raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
+    for row in rows:
+        for key, kind in (FIELDS | (TIMED if result.task == "latency" else {})).items():
+            if not isinstance(row.fields.get(key, kind()), kind) or (key in TIMED and key not in row.fields):
+                raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
+    path = folder / "config.yaml"
+    try:
+        config = read_config(folder)
+        refuse_depth(config)  # aliases may make a tree without an end
+        json.dumps(config, sort_keys=True, allow_nan=False)
+        if not isinstance(config.get("limit"), int | None):
+            raise ValueError("its limit is no whole number")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+    return Run(folder, result, tuple(rows), config)
 
 
 @dataclass(frozen=True, order=True)

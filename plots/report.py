@@ -27,6 +27,8 @@ from math import fsum, log
 from pathlib import Path
 from typing import Any
 
+from engine.errors import ConfigError
+from evals.foreign import NoJson, one_line, opened, parse_json, read_bytes
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import Run, default_root, key_bytes_per_token, load
 from plots.report_charts import heatmap_chart, look, pareto_chart, vega_script
@@ -51,10 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="the page; RUNS/report.html where not given")
     given = parser.parse_args(argv)
     out: Path = given.out or given.runs / "report.html"
-    try:
-        runs = load(given.runs)
-    except ValueError as error:
-        return refuse(str(error))
+    runs = load(given.runs)
     if not runs:
         return refuse(
             f"{given.runs} holds no finished run; make some first, for example with "
@@ -62,15 +61,16 @@ def main(argv: Sequence[str]) -> int:
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(runs, given.runs), encoding="utf-8")
+        # A name may hold bytes that are no character.
+        out.write_text(page(runs, given.runs), encoding="utf-8", errors="replace")
     except OSError as error:
         return refuse(f"{out} cannot be written ({error.strerror}); choose another file with --out")
-    print(f"{out}: {len(runs)} runs, {out.stat().st_size / 1e6:.1f} MB")
+    print(f"{one_line(str(out))}: {len(runs)} runs, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
 def refuse(sentence: str) -> int:
-    print("report:", " ".join(sentence.split()), file=sys.stderr)
+    print("report:", one_line(sentence), file=sys.stderr)
     return 2
 
 
@@ -79,17 +79,17 @@ def refuse(sentence: str) -> int:
 
 def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     """Everything but the samples, as plain data."""
-    baselines = Baselines(runs)
-    described = [describe(run, runs, root, baselines) for run in runs]
+    baselines, others = Baselines(runs), Others(runs)
+    described = [describe(run, others, root, baselines) for run in runs]
     adjust(described)
     looks = {run.result.method: look(run.result.method) for run in runs}
     return {"runs": described, "metrics": {name: m.better for name, m in METRICS.items()}, "looks": looks}
 
 
-def describe(run: Run, runs: Sequence[Run], root: Path, baselines: "Baselines") -> dict[str, Any]:
+def describe(run: Run, others: "Others", root: Path, baselines: "Baselines") -> dict[str, Any]:
     """One run: what was asked, what was measured, how its scores compare."""
     result = run.result
-    label = " ".join([result.method_label, *varied(run, runs)])
+    label = " ".join([result.method_label, *others.varied(run)])
     return {
         "folder": run.folder.relative_to(root).as_posix() if run.folder != root else run.folder.name,
         "label": label,
@@ -104,7 +104,7 @@ def describe(run: Run, runs: Sequence[Run], root: Path, baselines: "Baselines") 
         "status": result.status,
         "n": result.n_samples,
         "n_oom": result.n_oom,
-        "audit": {key: getattr(result, key) for key in AUDITED} | asked(run, runs),
+        "audit": {key: getattr(result, key) for key in AUDITED} | asked(run, others),
         "parts": [part(run, name, rows, baselines) for name, rows in run.datasets().items()],
         "provenance": provenance(run),
     }
@@ -129,18 +129,30 @@ def budget(run: Run) -> str:
     return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
 
 
-def varied(run: Run, runs: Iterable[Run]) -> list[str]:
-    """The parameters that tell this run from others of its method and prefill, as `key=value`."""
-    same = run.result.method, run.result.prefill
-    others = [o.params for o in runs if (o.result.method, o.result.prefill) == same]
-    mine = run.params
-    return [f"{key}={mine[key]}" for key in mine if any(other.get(key) != mine[key] for other in others)]
+class Others:
+    """What a run is told apart by and measured against, gathered once: thousands of runs are not compared pairwise."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        models: dict[str, list[Run]] = {}
+        params: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for run in runs:
+            models.setdefault(run.result.model, []).append(run)
+            params.setdefault((run.result.method, run.result.prefill), []).append(run.params)
+        self.key_bytes = {model: key_bytes_per_token(alike) for model, alike in models.items()}
+        self.varying = {
+            same: {key for one in alike for key in {*one, *alike[0]} if one.get(key) != alike[0].get(key)}
+            for same, alike in params.items()
+        }
+
+    def varied(self, run: Run) -> list[str]:
+        """The parameters that tell this run from others of its method and prefill, as `key=value`."""
+        varying = self.varying[run.result.method, run.result.prefill]
+        return [f"{key}={value}" for key, value in run.params.items() if key in varying]
 
 
-def asked(run: Run, runs: Sequence[Run]) -> dict[str, float | None]:
+def asked(run: Run, others: Others) -> dict[str, float | None]:
     """The bytes per step that `comm` allows, by the size of a key that full attention on this model shows."""
-    same_model = [other for other in runs if other.result.model == run.result.model]
-    per_token = key_bytes_per_token(same_model)
+    per_token = others.key_bytes[run.result.model]
     lengths = [row.prompt_tokens for row in run.rows if row.status == "ok"]
     comm = None
     if per_token and lengths and not run.is_full:
@@ -152,12 +164,14 @@ def part(run: Run, name: str, rows: Sequence[SampleRow], baselines: "Baselines")
     """One dataset of a run."""
     metric = metric_of(run, rows)
     ok = [row for row in rows if row.score is not None]
+    is_whole = len(rows) == len(run.rows) and metric == (run.result.metric or "score")
     return {
         "dataset": name,
         "metric": metric,
         "n": len(ok),
         "score": combined(ok, metric),
-        "ci": combined_ci95(ok, metric),
+        # Of all of a run's samples its result has the interval.
+        "ci": run.result.score_ci95 if is_whole else combined_ci95(ok, metric),
         "paired": None if run.is_full and run.is_exact else baselines.compare(run, name, metric, ok),
         "heat": heat(ok),
         "over": any(row.ledger.get("within_budget") is False for row in ok),
@@ -270,15 +284,15 @@ def provenance(run: Run) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def environment(path: Path) -> dict[str, Any]:
     """env.json less the versions, which result.json has too; {} where it was lost."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = parse_json(read_bytes(path))
+    except (ConfigError, NoJson):
         return {}
     kept = ("platform", "cpu", "n_cores", "ram_bytes", "started", "ended")
     return {key: found[key] for key in kept if key in found} if isinstance(found, Mapping) else {}

@@ -10,8 +10,9 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
 Not here: reading runs (`evals/results.py`), drawing (`plots/*.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,12 +93,25 @@ def sign_flip_p(differences: Array, seed: int = 0, n: int = N_RESAMPLES) -> floa
     if len(rest) <= EXACT_UP_TO:
         bits = np.arange(1 << len(rest))[:, None] >> np.arange(len(rest)) & 1
         return float((np.abs((2 * bits - 1) @ rest) >= observed).mean())
-    rng = np.random.default_rng(seed)
-    extreme, at_once = 0, max(1, CHUNK // len(rest))
-    for start in range(0, n, at_once):
-        signs = rng.integers(0, 2, size=(min(n - start, at_once), len(rest))) * 2 - 1
+    extreme = 0
+    for signs in _first_signs(seed, n, len(rest)) if len(rest) <= 256 else _signs(seed, n, len(rest)):
         extreme += int((np.abs(signs @ rest) >= observed).sum())
     return (extreme + 1) / (n + 1)
+
+
+def _signs(seed: int, n: int, length: int) -> Iterator[NDArray[np.int8]]:
+    """`n` rows of random signs, as many at a time as fit."""
+    rng = np.random.default_rng(seed)
+    at_once = max(1, CHUNK // length)
+    for start in range(0, n, at_once):
+        drawn = rng.integers(0, 2, size=(min(n - start, at_once), length)) * 2 - 1
+        yield drawn.astype(np.int8)
+
+
+@lru_cache(maxsize=32)
+def _first_signs(seed: int, n: int, length: int) -> tuple[NDArray[np.int8], ...]:
+    """All of `_signs`, kept: a report compares hundreds of runs of as many samples; 2.6 MB at most each."""
+    return tuple(_signs(seed, n, length))
 
 
 def holm(p_values: Sequence[float] | Array) -> Array:

@@ -17,6 +17,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from evals.foreign import printable
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16
@@ -39,6 +42,7 @@ RC: dict[Any, Any] = {
     "ytick.labelsize": 6,
     "pdf.fonttype": 42,
     "savefig.dpi": 300,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
@@ -119,6 +123,9 @@ def legend(figure: Figure, axes: Sequence[Axes] | Axes, columns: int = 4) -> Non
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """PDF and PNG without a date or a version, so that the same runs make the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_text("\n".join(map(printable, text.get_text().split("\n"))))
     paths = [folder / f"{name}.pdf", folder / f"{name}.png"]
     figure.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
     figure.savefig(paths[1], metadata={"Software": None})

@@ -1,5 +1,7 @@
 """run.py as its users meet it: what it says, with which exit code, and what it hands to the runner."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import pytest
 from engine.errors import ConfigError
 from evals.results import RunResult
 from evals.settings import Settings
-from run import main
+from run import Terminated, main
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
@@ -45,6 +47,22 @@ def result_of(cell: Settings, **changes: Any) -> RunResult:
     return RunResult(**facts | changes)
 
 
+STOPPED = "run.py: stopped; the same command goes on from here\n"
+WAITING = """
+import sys, threading, time
+from types import ModuleType
+import run
+
+def run_cells(cells):
+    threading.Thread(target=time.sleep, args=(60,)).start()  # as clustering beside a prefill
+    print("running", flush=True)
+    time.sleep(60)
+
+sys.modules["evals.runner"] = ModuleType("evals.runner")
+sys.modules["evals.runner"].run_cells = run_cells
+run.stop_at_signals()
+sys.exit(run.main(["-m", "ratio=0.1,0.2"]))
+"""
 Runner = Callable[[list[Settings]], list[tuple[Path, RunResult]]]
 
 
@@ -100,7 +118,10 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
     [
         (["rato=0.2"], "no key 'rato'; did you mean 'ratio'?"),
         (["-m", "method=oracle", "ratio=0.1,2"], "ratio=2 is out of range"),
-        (["hydra/launcher=foo"], "Could not find 'hydra/launcher/foo'"),
+        (
+            ["hydra/launcher=foo"],
+            "no hydra/launcher 'foo' (all: basic, fused, ray, submitit_slurm)",
+        ),
         (["method.n_sink=abc"], "method.n_sink=abc is not a whole number"),
     ],
 )
@@ -112,6 +133,31 @@ def test_wrong_input_is_one_line_on_stderr_and_code_2(argv: list[str], says: str
     assert done.stderr.startswith("run.py: ")
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_process_leaves_no_file_and_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
+    """A thread of it goes on, so that the interpreter waits; the second signal ends that."""
+    made = {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(RUN.parent)}
+    (tmp_path / "tmp").mkdir()
+    running = subprocess.Popen(
+        [sys.executable, "-c", WAITING], cwd=tmp_path, env=os.environ | made,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout is not None and running.stderr is not None
+    assert running.stdout.readline() == "running\n"
+    running.send_signal(number)
+    if number == signal.SIGKILL:
+        assert running.wait(30) == -number
+    else:
+        assert running.stderr.readline() == STOPPED
+        running.send_signal(number)
+        assert running.wait(30) == -number
+    assert running.stderr.read() == ""
+    running.stdout.close()
+    running.stderr.close()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list((tmp_path / "tmp").glob("kvbench-*")) == []
 
 
 # --- in this process ---
@@ -242,3 +288,17 @@ def test_a_stopped_run_says_that_it_can_go_on(
         shown = capsys.readouterr().err
         assert "goes on" in shown
         assert shown.count("\n") == 1
+
+
+def test_sigterm_is_code_143(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_cells(cells: list[Settings]) -> Any:
+        raise Terminated
+
+    replace_runner(monkeypatch, run_cells)
+    assert code() == 143
+    assert capsys.readouterr().err == STOPPED
+
+
+def test_a_sentence_repeats_no_endless_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("method=" + "a" * 9_000) == 2
+    assert len(capsys.readouterr().err) < 2_000

@@ -3,9 +3,10 @@
     python run.py method=pqcache task=needle accesses=true out=runs/study
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
-A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder; a replay needs neither model nor prompt, so a
-sweep of policies takes seconds. It calls the caches that runs use (`engine/blocks.py`, `engine/recent.py`), look-up by
-look-up in the order of the run, each sample and layer from an empty cache, and gives the counts of its ledger.
+A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/files.py`); a replay
+needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
+(`engine/blocks.py`, `engine/recent.py`), look-up by look-up in the order of the run, each sample and layer from an
+empty cache, and gives the counts of its ledger.
 
 Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
           tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.
@@ -17,7 +18,6 @@ Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens tha
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from engine.errors import ConfigError
 from engine.meter import Access
 from engine.recent import RecentTokens
 from engine.store import Store
+from evals.foreign import CsvWriter
 
 BLOCK_LEN = 128
 
@@ -100,7 +101,7 @@ def write(path: Path, store: Store) -> None:
 def read(path: Path) -> Log:
     """A file that `write` made."""
     try:
-        with np.load(path) as file:
+        with path.open("rb") as handle, np.load(handle) as file:
             arrays = {name: file[name] for name in file.files}
         ends = arrays["ends"]
         cut = np.split(arrays["positions"].astype(np.int64), ends.reshape(-1)[:-1]) if ends.size else []
@@ -114,7 +115,8 @@ def read(path: Path) -> Log:
             for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
         ]
         return Log(int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    # A damaged archive ends in any of the errors of zipfile, zlib and numpy.
+    except Exception as error:
         raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None
 
 
@@ -235,14 +237,15 @@ def main(words: Sequence[str] | None = None) -> int:
         rates = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
         sizes = [f"{found[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
         view.add_row(found["run"], found["cache"], *rates, *sizes)
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names may look like either
     console.width = max(console.width, 120)
-    console.print(view)
+    console.print(view, markup=False)
     if asked.csv is not None:
         with asked.csv.open("w", newline="") as handle:
-            writer = csv.DictWriter(handle, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+            writer = CsvWriter(handle)
+            writer.writerow(rows[0])
+            for row in rows:
+                writer.writerow(row.values())
     return 0
 
 

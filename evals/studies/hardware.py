@@ -21,7 +21,6 @@ Not here: memory that does not suffice (`fits` says so, and that is all), severa
 """
 
 import argparse
-import csv
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from engine.model import shape_of
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from evals.foreign import CsvWriter
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
 
@@ -392,14 +392,15 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names may look like either
     console.width = max(console.width, 120)
-    console.print(show(rows))
+    console.print(show(rows), markup=False)
     if file is not None:
         with file.open("w", newline="") as handle:
-            writer = csv.DictWriter(handle, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+            writer = CsvWriter(handle)
+            writer.writerow(rows[0])
+            for row in rows:
+                writer.writerow(row.values())
     assert all(math.isfinite(row["tpot_s"]) for row in rows)
     return 0
 

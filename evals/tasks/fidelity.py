@@ -27,7 +27,6 @@ Cost    the exact attention of every row and layer, within a step's time: `s/tok
 Not here: ranks of single tokens (`benchmarks/needle_ranks.py`).
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -40,6 +39,7 @@ from torch import Tensor
 from engine.errors import ConfigError, unknown_name
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from evals.foreign import CsvWriter
 from evals.tasks.base import Sample
 from evals.tasks.forced import Lesson, Mark, Probe, Taught, distinct
 from evals.tasks.rows import ON_BAD_ROW, Rows, read_rows
@@ -184,7 +184,7 @@ class Fidelity(Taught):
         if not ok:
             return
         with (folder / "layers.csv").open("w", newline="", encoding="utf-8") as file:
-            out = csv.writer(file)
+            out = CsvWriter(file)
             out.writerow(["layer", *BY_LAYER])
             for i, layer in enumerate(ok[0]["layers"]):
                 means = (fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER)

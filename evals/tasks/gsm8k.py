@@ -27,10 +27,11 @@ from typing import Any
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
 from evals.fetch import fetch
+from evals.foreign import read_text
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
-from evals.tasks.texts import digest, read_text
+from evals.tasks.texts import digest
 
 TEST = "gsm8k/test.jsonl"
 TEST_SOURCE = "GitHub openai/grade-school-math (`python -m evals.fetch gsm8k`)"
@@ -40,6 +41,7 @@ NEXT_QUESTION = "\nQuestion: "
 NUMBER = re.compile(r"\d*\.?\d+")
 HASH4 = re.compile(r"#### (-?[0-9.,]+)")
 INVALID = "[invalid]"
+LONGEST = 100_000  # characters of a question or an answer; the longest published one has 1,228
 SLACK = 2  # tokens; a prompt in two parts (compression_scope=context_only) can have one more at the seam
 
 OWN_EXEMPLARS = (
@@ -168,7 +170,10 @@ def split_exemplars(path: Path) -> list[str]:
 
 
 def has_number(row: Mapping[str, Any]) -> None:
-    """Refuse a reference that nothing can equal."""
+    """Refuse a reference that nothing can equal, and what is no question of a few sentences."""
+    for name in ("question", "answer"):
+        if len(row[name]) > LONGEST:
+            raise BadRow(f"field {name!r} has {len(row[name])} characters, more than {LONGEST}")
     if last_number(row["answer"]) is None:
         raise BadRow(f"field 'answer' holds no number: {row['answer'][-60:]!r}")
 

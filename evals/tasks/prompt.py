@@ -21,6 +21,9 @@ BRACKETS = (
     "[/INST]",
 )  # Llama 2's and Mistral's, as papers put them: by hand and without blanks
 SCOPES = ("full_prompt", "context_only")
+LONG = 8_000_000  # characters; twice the longest prompt of InfiniteBench
+PIECE = 1_000_000  # characters
+CHARACTERS = 64  # kept from each end for a token of the limit; prose has 5, the longest tokens of blanks 128
 SENTINEL = "<<the user's words>>"
 # What ends a turn in the chat families; a model's generation config does not always list it.
 TURN_ENDS = (
@@ -48,15 +51,24 @@ def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, in
 
     Applied to the filled template, before the chat wrapper. The string that comes back may be a few
     tokens off `limit` when it is tokenised again, as in the reference implementations; the second
-    count is that real one.
+    count is that real one. The middle of a text that is far longer than any benchmark's is cut before it is tokenised
+    as a whole, which takes 130 bytes a token; its tokens are counted piece by piece, but for those across a seam.
     """
-    ids = tokenizer.encode(text)
+    far = CHARACTERS * limit
+    kept, middle = text, ""
+    if len(text) > max(LONG, 4 * far):
+        kept, middle = text[:far] + text[-far:], text[far:-far]
+    ids = tokenizer.encode(kept)
+    if middle and len(ids) <= limit:  # longer tokens than any of prose
+        middle, ids = "", tokenizer.encode(text)
     if len(ids) <= limit:
         return text, len(ids), len(ids)  # untouched: a round trip could change it
+    pieces = (middle[at : at + PIECE] for at in range(0, len(middle), PIECE))
+    n_middle = sum(len(tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces)
     half = limit // 2  # an odd limit loses one token
     head = tokenizer.decode(ids[:half], skip_special_tokens=True)
     tail = tokenizer.decode(ids[len(ids) - half :], skip_special_tokens=True)
-    return head + tail, len(ids), len(tokenizer.encode(head + tail))
+    return head + tail, len(ids) + n_middle, len(tokenizer.encode(head + tail))
 
 
 def uses_chat(tokenizer: Any, sample: Sample, chat: str) -> bool:

@@ -3,19 +3,20 @@
 `on_bad_row` says what then: `refuse` ends the run, `skip` leaves the row out and the result says so. A file without
 any good row is refused either way.
 
-Not here: what a row means (its task's file), and where files come from (`evals/tasks/sources.py`).
+Not here: what a row means (its task's file), where files come from (`evals/tasks/sources.py`), what JSON can be used
+(`evals/foreign.py`).
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from evals.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json
 
-BOM = b"\xef\xbb\xbf"
 ON_BAD_ROW = ("refuse", "skip")
+LONGEST_ID = 1000  # characters; it stands in every table, message and log
 TYPE_NAMES = {
     str: "a text",
     int: "a whole number",
@@ -40,14 +41,6 @@ class BadRow(ValueError):
     """Why a row cannot be used."""
 
 
-class NoJson(ValueError):
-    """What Python's reader takes and JSON has not."""
-
-
-def no_constant(name: str) -> float:
-    raise NoJson(f"{name} is no JSON")
-
-
 def read_rows(
     path: Path,
     fields: Mapping[str, type | tuple[type, ...]],
@@ -65,9 +58,8 @@ def read_rows(
             row = parse(line, fields)
             if check is not None:
                 check(row)
-            if unique is not None and str(row[unique]) in seen:
-                line_before = seen[str(row[unique])]
-                raise BadRow(f"{unique}={row[unique]!r} stands in line {line_before} already")
+            if unique is not None:
+                check_id(unique, row[unique], seen)
         except BadRow as error:
             problem = f"{path}, line {number}: {error}"
             if on_bad_row == "refuse":
@@ -85,27 +77,24 @@ def read_rows(
     return Rows(tuple(rows), tuple(skipped))
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, from 1, without what ends them and without a byte order mark."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line.removeprefix(BOM if number == 1 else b"").rstrip(b"\r\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+def check_id(name: str, id: Any, seen: Mapping[str, int]) -> None:
+    """Refuse an id that an earlier line has, or that is too long for a name. Any character may stand in it."""
+    if len(str(id)) > LONGEST_ID:
+        raise BadRow(f"field {name!r} has {len(str(id))} characters, more than {LONGEST_ID}")
+    if str(id) in seen:
+        raise BadRow(f"{name}={id!r} stands in line {seen[str(id)]} already")
 
 
-def parse(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
+def parse(line: bytes | None, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
     """One line as an object with these fields."""
+    if line is None:
+        raise BadRow(f"the line is longer than {LONGEST_LINE >> 20} MB")
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=no_constant)
-    except UnicodeDecodeError as error:
-        raise BadRow(f"byte {error.start} is no UTF-8") from None
-    except RecursionError:
-        raise BadRow("the line is nested too deeply") from None
-    except (json.JSONDecodeError, NoJson) as error:
-        cut = "is empty" if not line.strip() else f"is no whole JSON object ({error})"
-        raise BadRow(f"the line {cut}") from None
+        row = parse_json(line)
+    except NoText as error:
+        raise BadRow(str(error)) from None
+    except NoJson as error:
+        raise BadRow(f"the line {unusable(line, str(error))}") from None
     if not isinstance(row, dict):
         raise BadRow("the line is no JSON object")
     for name, types in fields.items():
@@ -115,16 +104,15 @@ def parse(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping
             kinds = types if isinstance(types, tuple) else (types,)
             wanted = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
             raise BadRow(f"field {name!r} is not {wanted}")
-    if rb"\ud" in line.lower():
-        check_characters(row)
     return row
 
 
-def check_characters(row: Mapping[str, Any]) -> None:
-    """Refuse one half of a surrogate pair: JSON can escape it, and no tokenizer takes it."""
-    for name, value in row.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadRow(f"field {name!r}: character {error.start} is half a surrogate pair") from None
+def unusable(line: bytes, why: str) -> str:
+    """What is wrong with a line, and where that is plain, what makes it right."""
+    if not line.strip():
+        return "is empty"
+    if b"\0" in line:
+        return "holds NUL bytes: the file is binary, or UTF-16, which iconv converts"
+    if b"\r" in line:
+        return "holds carriage returns: tr '\\r' '\\n' makes lines of them"
+    return f"is no whole JSON object ({why})"

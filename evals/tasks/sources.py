@@ -6,13 +6,14 @@ from the topics that Python's own help shows, so that a needle can be hidden wit
 Not here: downloads from the hub, and the reading of any benchmark's format (each in its task).
 """
 
-import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from evals import foreign
 
 HEADING = re.compile(r"^([*=\-~^]){3,}$")
 BULLET = re.compile(r"^(?:[*\-]|\d+\.|\[\d+\])\s+")
@@ -24,7 +25,7 @@ def data_roots(data_dir: str | None) -> list[Path]:
     """The folders to search, best first; an explicit `data_dir` wins alone."""
     if data_dir:
         root = Path(data_dir).expanduser()
-        if not root.is_dir():
+        if not os.path.isdir(root):  # noqa: PTH112 - Path.is_dir raises where a folder above cannot be entered
             raise ConfigError(
                 f"data_dir={data_dir} is no folder; give an existing one, or null to search "
                 "$KVBENCH_DATA, ../shared/data and the user cache"
@@ -43,7 +44,7 @@ def data_roots(data_dir: str | None) -> list[Path]:
 def find(relative: str, data_dir: str | None) -> Path | None:
     """The first existing file or folder of this name below the data roots."""
     paths = (root / relative for root in data_roots(data_dir))
-    return next((path for path in paths if path.exists()), None)
+    return next((path for path in paths if os.path.exists(path)), None)  # noqa: PTH110 - as above
 
 
 def require(relative: str, data_dir: str | None, source: str) -> Path:
@@ -58,15 +59,28 @@ def require(relative: str, data_dir: str | None, source: str) -> Path:
     return path
 
 
-def read_json(path: Path, source: str) -> dict[str, Any]:
-    """What a file of upstream's words holds; a damaged one is named, with its upstream `source`."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
-        raise ConfigError(f"{path} is no JSON ({error}); get it again from {source}") from None
+def read_json(path: Path, source: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a file of upstream's words holds; a damaged one is named, with its upstream `source`.
+
+    `like` says by example which texts must stand in it under which keys.
+    """
+    remedy = f"get it again from {source}"
+    found = foreign.read_json(path, remedy)
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object; get it again from {source}")
+        raise ConfigError(f"{path} holds no JSON object; {remedy}")
+    if (lacking := next(lacks(found, like or {}), None)) is not None:
+        raise ConfigError(f"{path} has no usable {lacking}; {remedy}")
     return found
+
+
+def lacks(found: Any, like: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys of what is there in `like` and not in `found`, or not of its kind; a `{context}` belongs to it."""
+    if isinstance(like, Mapping):
+        for name, example in like.items():
+            below = found.get(name) if isinstance(found, Mapping) else None
+            yield from lacks(below, example, f"{key}.{name}".lstrip("."))
+    elif not isinstance(found, str) or ("{context}" in like and "{context}" not in found):
+        yield key
 
 
 def embedded_prose() -> str:

@@ -16,8 +16,9 @@ from sys import version_info
 from typing import Any
 
 from engine.errors import ConfigError
+from evals.foreign import opened, read_text
 from evals.tasks import sources as data
-from evals.tasks.rows import BadRow, read_rows
+from evals.tasks.rows import LONGEST_ID, BadRow, read_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def digest(files: Iterable[Path]) -> str:
     """16 hex digits of the sha256 over what the files hold."""
     whole = hashlib.sha256()
     for file in files:
-        whole.update(hashlib.sha256(file.read_bytes()).digest())
+        with opened(file) as content:
+            whole.update(hashlib.file_digest(content, "sha256").digest())
     return whole.hexdigest()[:16]
 
 
@@ -77,6 +79,8 @@ def new_row(texts: Sequence[str]) -> Callable[[Mapping[str, Any]], None]:
         id = row.get("id")
         if id is None:
             return
+        if not isinstance(id, int | str) or isinstance(id, bool) or len(str(id)) > LONGEST_ID:
+            raise BadRow(f"field 'id' is not a whole number or a text of up to {LONGEST_ID} characters")
         if str(id) in seen:
             raise BadRow(f"id={id!r} stands in an earlier line already")
         seen.add(str(id))
@@ -88,10 +92,6 @@ def check_text(row: Mapping[str, Any], key: str) -> None:
     """A field that has to be a text, with something in it that can be tokenised."""
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"field {key!r} is no text or an empty one")
-    try:
-        row[key].encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can escape one half of a pair
-        raise BadRow(f"field {key!r}: character {error.start} is half a surrogate pair") from None
 
 
 def given_file(path: str) -> Path:
@@ -100,21 +100,6 @@ def given_file(path: str) -> Path:
     if not file.is_file():
         raise ConfigError(f"task.path={path} is no file; give a text file in UTF-8 or a .jsonl file, or null")
     return file
-
-
-def read_text(file: Path) -> str:
-    """A whole file, refused with its name where there is nothing in it or it is no UTF-8."""
-    content = file.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{file}, line {line}: byte {error.start} of the file is no UTF-8; convert the file, for example with iconv"
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"{file}: the file is empty; fetch it again")
-    return text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True)

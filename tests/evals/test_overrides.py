@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,63 @@ def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
     assert refused("-m", "+experiment=paper").startswith("no method 'orcale'; did you mean 'oracle'")
     file.write_text(EXPERIMENT.replace("ratio: 0.1", "rato: 0.1"))
     assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")
+
+
+# --- what would take for ever, or do something else than it says ---
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("task.grid=[" + ",".join("a" * 4_000) + "]", "4000 elements; give at most 1000"),
+        ("out=" + "a" * 1_000_000, "1000004 characters; give at most 10000"),
+        ("task.grid=" + "[" * 4_000 + "]" * 4_000, "4000 brackets within each other; give at most 20"),
+        ("seed=" + "1" * 5_000, "5000 digits in a number; give at most 300"),
+        ("out=a\0b", r"holds the character '\x00'"),
+        ("out=\udcff", r"holds the character '\udcff'"),
+        ("model=~nobody-has-this-name/x", "the home folder of nobody"),
+        ("model=", "model is empty"),
+        ("++foo=1", "no key 'foo'"),
+        ("+hydra.x=1", "hydra.x cannot be set"),
+        ("++hydra.run.dir=x", "hydra.run.dir cannot be set"),
+        ("hydra.launcher.shrads=1", "no hydra.launcher key 'shrads'"),
+        ("hydra.verbose=foo", "not true or false"),
+        ("hydra.launcher._target_=os.system", "names a class"),
+        ("method._target_=os.system", "names a class"),
+        ("cache.tokens={a:[{_target_:os.system}]}", "names a class"),
+        ("~seed", "~seed takes away what every run needs"),
+        ("~foo", "~foo takes away"),
+        ("method@foo=full", "puts a group in another place"),
+        ("+method@foo=full", "puts a group in another place"),
+        ("++method=full", "is no name of a file in conf/method"),
+        ("method=[full,oracle]", "is no name of a file in conf/method"),
+        ("method=glob(zz*)", "matches no file of conf/method"),
+        ("seed=glob(*)", "seed has none"),
+        ("seed=range(0,1000000000)", "more than 10000 cells"),
+        ("method=shuffle(range(0,1000000000))", "more than 10000 cells"),
+        ("seed=range(0,2,0)", "has no values"),
+        ("seed=range(5,0)", "has no values"),
+        ("-m=1", "-m takes no value"),
+        ("--resolve", "write --cfg job --resolve"),
+        ("-sc", "needs what to do"),
+    ],
+    ids=lambda text: text[:30].encode("ascii", "backslashreplace").decode(),
+)  # fmt: skip
+def test_what_nobody_can_mean_is_refused_at_once(word: str, says: str) -> None:
+    start = time.perf_counter()
+    assert says in refused("-m", word)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_key_of_the_chosen_launcher_is_found() -> None:
+    argv = ["hydra/launcher=ray", "hydra.launcher.shards=3"]
+    assert check_overrides(argv) == argv
+
+
+def test_sweeps_multiply() -> None:
+    assert check_overrides(["-m", "seed=range(0,100)", "ratio=0.1,0.2"])
+    assert "more than 10000 cells" in refused("-m", "seed=range(0,6000)", "ratio=0.1,0.2")
+
+
+def test_what_is_printed_must_be_there() -> None:
+    assert "no key 'mehtod'" in refused("--cfg", "job", "-p", "mehtod")

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 from evals import results
 from evals.results import (
     LEDGER_MEANS,
@@ -435,11 +436,12 @@ def test_a_sample_is_not_appended_twice(tmp_path: Path) -> None:
 
 def test_a_line_that_cannot_be_written_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(descriptor: int) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_folder(tmp_path) as folder:
         folder.append(ok_row(0))
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        said = r"samples\.jsonl cannot be written \(No space left on device\); free space"
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=said):
             patch.setattr(results.os, "fsync", full_disk)
             folder.append(ok_row(1))
         folder.append(ok_row(2))
@@ -497,7 +499,18 @@ def test_a_repeated_sample_is_refused_with_its_line(copied: Path) -> None:
         open_folder(copied)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "\x00" * 50])
+def test_a_result_of_another_schema_is_refused_unchanged(copied: Path) -> None:
+    (copied / "result.json").write_text('{"schema_version": 99, "new": 1}')
+    (copied / "samples.jsonl").write_bytes((copied / "samples.jsonl").read_bytes() + b"torn")
+    before = contents(copied)
+    with pytest.raises(ConfigError, match=r"result\.json: schema_version is 99; only 1 can be read;"):
+        open_folder(copied)
+    with pytest.raises(ValueError, match="read it with the code that wrote it"):
+        read_runs(copied)
+    assert contents(copied) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": "x"}', "\x00" * 50])
 def test_a_corrupt_result_is_moved_aside_and_made_again(text: str, copied: Path, finished: Path) -> None:
     (copied / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json is not the result of a run"):
@@ -530,8 +543,8 @@ def test_a_result_that_counts_lost_lines_is_made_again(lines: int, copied: Path,
 
 
 def test_a_result_with_another_score_than_its_samples_is_made_again(copied: Path) -> None:
-    data = json.loads((copied / "result.json").read_text()) | {"score": 0.99}
-    (copied / "result.json").write_text(json.dumps(data))
+    result = RunResult.from_json((copied / "result.json").read_text())
+    (copied / "result.json").write_text(replace(result, score=0.99).to_json())
     with pytest.raises(ValueError, match="another score"):
         read_runs(copied)
     with open_folder(copied) as folder:
@@ -571,7 +584,7 @@ def test_a_damaged_configuration_is_refused(text: str, copied: Path) -> None:
 
 def test_samples_of_an_unknown_run_are_refused(copied: Path) -> None:
     (copied / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"samples\.jsonl of an unknown run"):
+    with pytest.raises(ConfigError, match=r"no folder of a run: it has 'env.json' and 3 more"):
         open_folder(copied)
 
 
@@ -589,7 +602,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path
         with pytest.raises(ConfigError, match=r"cannot be used .*; choose another one with out=DIR"):
             open_folder(path)
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"cannot be used .*config\.yaml"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is no plain file"):
         open_folder(tmp_path / "run")
 
 
@@ -775,6 +788,13 @@ def test_the_environment_is_plain_json() -> None:
     assert json.loads(json.dumps(env)) == env
     assert env["versions"]["numpy"] == np.__version__
     assert env["ram_bytes"] > 2**28 and peak_rss_bytes() > 2**20
+
+
+def test_git_is_asked_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.cache_clear()
+    environment()
+    monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
+    assert environment()["git_sha"] == environment()["git_sha"]
 
 
 def commit(root: Path) -> None:

@@ -321,7 +321,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(cell: Any, checkpoint: Path, tmp
     assert done.returncode == 0, done.stderr
     assert lines(out) == lines(whole)
     ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, whole))
-    for key in ("prefill_s", "tpot_s", "peak_rss_bytes"):
+    for key in ("crc32", "prefill_s", "tpot_s", "peak_rss_bytes"):
         del ours[key], theirs[key]
     assert ours == theirs
     assert expected.n_samples == 10
@@ -354,3 +354,41 @@ def test_a_plan_is_made_once_per_variant_and_length_and_a_prompt_is_encoded_once
     run(*(cell(f"method={name}", f"ratio={ratio}", out=f"{name}-{i}") for i, (name, ratio) in enumerate(variants)))
     assert len(prompts) == 4 and set(prompts.values()) == {1}
     assert len(plans) == len(variants) * len(lengths) and set(plans.values()) == {1}
+
+
+# --- what is refused before weights are loaded ---
+
+
+def test_a_variant_that_the_budget_cannot_pay_is_named_before_weights_are_loaded(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(runner, "load", load)
+    for word in ("ratio=0.005", "budget=3"):
+        with pytest.raises(ConfigError, match=f"method=streamingllm {word}: "):
+            runner.run_cells([cell("method=streamingllm", "comm=0", word, *GRID, out=word[:5])])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=snapkv", "method.kernel=1000000000001"],
+        ["method=snapkv", "method.window=2049"],
+        ["method=xkv", "method.kernel=1000000000001"],
+        ["method=clusterkv", "method.cache_steps=100000000000"],
+        ["method=quest", "method.comm_mode=native", "method.page_len=1000000000000", "comm=1"],
+        ["method=infllm", "method.block_len=1000000000000", "ratio=1"],
+        ["method=streamingllm", "method.n_sink=1000000000000"],
+        ["cache.tokens=1000000000000"],
+        ["prefill=minference", "prefill.block=1000000000000"],
+        ["task.seeds=100000000000"],
+        ["task.depths=1000000000"],
+    ],
+    ids=" ".join,
+)
+def test_no_size_is_larger_than_the_models_window(cell: Any, words: list[str]) -> None:
+    words = [*[word for word in GRID if not word.startswith(words[-1].split("=")[0])], *words]
+    with pytest.raises(ConfigError, match=r"give at most|at most (2048|10000)"):
+        runner.prepare([cell(*words)])

@@ -1,5 +1,6 @@
 """Values: what is refused, how text becomes typed, and what identifies a run."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -9,9 +10,10 @@ from typing import Any, Literal
 import pytest
 from hydra import compose, initialize_config_dir
 
+import evals
 from engine.errors import ConfigError
 from evals.overrides import CONF
-from evals.settings import Part, Settings, build_params, load_class, settings
+from evals.settings import Part, Settings, build_params, convert, load_class, settings
 
 
 def composed(*words: str) -> Settings:
@@ -216,6 +218,60 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(evals, "__path__", [*evals.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        load_class(Part("task", "x", "broken_module.X", {}))
+        load_class(Part("task", "x", "evals.broken_module.X", {}))
+
+
+@pytest.mark.parametrize(
+    ("group", "target"),
+    [
+        *(("method", target) for target in ("os.system", "this.d", "..a", "methods.full.", "tests.tiny.Model")),
+        *(("method", target) for target in ("methods.base.SelectiveAttention", "methods.full.Budget", "a b.c")),
+        *(("task", target) for target in ("evals.tasks.base.Task", "evals.tasks.base.Sample", "methods.full.Full")),
+        *(("prefill", "os.system"), ("logger", "os.system"), ("logger", "evals.logger.Logger")),
+    ],
+)  # fmt: skip
+def test_a_class_of_another_kind_is_refused_and_no_foreign_module_imported(group: str, target: str) -> None:
+    before = set(sys.modules)
+    says = refused(lambda: load_class(Part(group, "x", target, {})))
+    assert says.startswith(f"{group}._target_={target} is no ")
+    assert not {"this", "tests.tiny"} & (set(sys.modules) - before)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        *((NAN, float), (INF, float), (-INF, float | None), ([1.0, NAN], tuple[float, ...] | None)),
+        *(
+            ([[INF]], tuple[tuple[float, ...], ...]),
+            (NAN, int | float),
+            (INF, Fraction),
+            (NAN, int),
+        ),
+    ],
+    ids=str,
+)
+def test_no_number_is_infinite(value: Any, hint: Any) -> None:
+    assert "method.x=" in refused(lambda: convert(value, hint, "method.x"))
+
+
+def test_numbers_have_an_end_in_time() -> None:
+    assert "out of range" in refused(lambda: convert(1e30, int, "cache.tokens"))
+    for text in ("1e-99999999", "1e99999999", "1/" + "9" * 1000):
+        assert "is not a number" in refused(lambda text=text: convert(text, Fraction, "ratio"))
+
+
+@pytest.mark.parametrize("key", ["out", "data_dir", "model.id", "task.path", "hydra.launcher.folder"])
+@pytest.mark.parametrize("text", ["", "  ", "~nobody-has-this-name/x", "/x/" + "a" * 256])
+def test_a_path_is_one_that_can_be_looked_for(key: str, text: str) -> None:
+    hint = Path if key == "out" else str
+    assert refused(lambda: convert(text, hint | None, key)).startswith(key)
+
+
+def test_an_empty_folder_is_not_the_current_one() -> None:
+    for words in (["out="], ["out='  '"], ["data_dir="], ["model=any", "model.id="]):
+        assert "is empty" in refused(lambda words=words: composed(*words))

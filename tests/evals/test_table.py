@@ -94,3 +94,12 @@ def test_numbers_are_never_cut(
     assert "0.123" in shown
     assert "1,234.5" in shown
     assert "runs/some-folder" in shown
+
+
+def test_a_folder_that_looks_like_markup_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_table([(Path("runs/a[/b]c:smile:"), result(method_label="[red]Oracle[/x]"))])
+    shown = capsys.readouterr().out
+    assert "runs/a[/b]c:smile:" in shown
+    assert "[red]Oracle[/x]" in shown

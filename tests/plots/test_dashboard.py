@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from evals.logger import curves, summary
+from evals.results import read_ledger
 from plots.dashboard import main, missing, specification, workspace
 from tests.plots.report_runs import write_run
 
@@ -42,7 +43,7 @@ def test_a_netrc_is_an_account_and_then_a_name_is_asked_for(tmp_path: Path) -> N
 
 def test_every_panel_shows_what_a_copy_has(tmp_path: Path) -> None:
     folder, result = write_run(tmp_path, "quest", [1.0, 0.0])
-    logged = {key for row in curves(folder / "ledger.parquet") for key in row} | summary(result).keys()
+    logged = {key for row in curves(read_ledger(folder, result)) for key in row} | summary(result).keys()
     logged.add("ledger/moved_meta_bytes")  # a column that the small ledger here leaves out
     for panel in panels():
         names = panel.get("y", panel.get("metrics", []))

@@ -20,7 +20,6 @@ Not here: scorers (`scores.py` beside this file), generators (`synthetic.py`), a
 (`prompts.py`).
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +30,7 @@ from typing import Any
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
 from evals.fetch import fetch
+from evals.foreign import CsvWriter
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.infinitebench.prompts import (
@@ -183,11 +183,12 @@ class InfiniteBench(Task):
             self.templates = upstream_templates(upstream, self.family)
             return
         self.word_files = tuple(data.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
-        templates, self.strings = (data.read_json(path, TEMPLATES_SOURCE) for path in self.word_files)
-        words = templates.get(self.family)
-        self.templates = words if isinstance(words, dict) else {}
+        templates = data.read_json(self.word_files[0], TEMPLATES_SOURCE)
+        self.strings = data.read_json(self.word_files[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
+        family = templates.get(self.family)
+        self.templates = family if isinstance(family, dict) else {}
         for name in self.params.names:
-            if "{context}" not in str(self.templates.get(name)):
+            if not isinstance(words := self.templates.get(name), str) or "{context}" not in words:
                 raise ConfigError(
                     f"{self.word_files[0]} has no template of {self.family} for {name}; get it again from "
                     f"{TEMPLATES_SOURCE}"
@@ -296,7 +297,7 @@ class InfiniteBench(Task):
         """datasets.csv: rows, the score in percent, and on how many rows the authors' scorer raises."""
         asked = [row for row in rows if row["score"] is not None]
         with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = CsvWriter(file)
             writer.writerow(["dataset", "rows", "score_percent", "official_scorer_raises"])
             for name in dict.fromkeys(row["dataset"] for row in asked):
                 judged = [

@@ -21,7 +21,6 @@ have them) and of categories (as the authors have them).
 Not here: the scores (`evals/tasks/longbench/scores.py`).
 """
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from typing import Any
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
 from evals import fetch
+from evals.foreign import CsvWriter, read_json
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.longbench import embedded as longbench_embedded
@@ -234,8 +234,11 @@ def check_row(dataset: str) -> Any:
             raise BadRow("field 'answers' is no list of texts, or empty")
         if not row["context"]:
             raise BadRow("field 'context' is empty")
-        if needs_classes and not row["all_classes"]:
+        classes = row["all_classes"]
+        if needs_classes and not classes:
             raise BadRow("field 'all_classes' is empty, and the score needs it")
+        if classes and not all(isinstance(one, str) for one in classes):
+            raise BadRow("field 'all_classes' is no list of texts")
 
     return check
 
@@ -500,7 +503,7 @@ class LongBench(Task):
         names = list(dict.fromkeys(row["dataset"] for row in asked))
         table = {name: summary([row for row in asked if row["dataset"] == name]) for name in names}
         with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = CsvWriter(file)
             writer.writerow(
                 [
                     "dataset",
@@ -570,12 +573,10 @@ def averages_of(scores: Mapping[str, float]) -> dict[str, Any]:
 
 def checked_config(path: Path, names: Sequence[str], kind: type) -> Mapping[str, Any]:
     """One of upstream's two tables, with a value of that kind for every chosen dataset."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}); fetch it again") from None
+    table = read_json(path, "fetch it again")
     for name in map(base_name, names):
         value = table.get(name) if isinstance(table, dict) else None
-        if not isinstance(value, kind) or (kind is str and "{context}" not in str(value)):
+        is_usable = "{context}" in value if isinstance(value, str) else type(value) is int and value > 0
+        if not isinstance(value, kind) or not is_usable:
             raise ConfigError(f"{path} has nothing usable for {name}; get it from {PROMPTS_SOURCE}")
     return table

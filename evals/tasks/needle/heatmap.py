@@ -4,12 +4,14 @@ Not here: anything that reads several runs (`plots/`), and a line at the model's
 since longer prompts are refused.
 """
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from evals.foreign import CsvWriter, one_line
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def pivot(rows: Sequence[Mapping[str, Any]]) -> Pivot:
 def write_table(path: Path, table: Pivot) -> None:
     """The pivot table as CSV; a cell without score is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
+        out = CsvWriter(file)
         out.writerow(["depth_percent", *table.lengths])
         for depth, scores in zip(table.depths, table.scores, strict=True):
             out.writerow([depth, *("" if math.isnan(score) else score for score in scores)])
@@ -44,17 +46,28 @@ def write_table(path: Path, table: Pivot) -> None:
 
 def draw_heatmap(path: Path, table: Pivot, title: str) -> None:
     """The pivot table as a picture; fixed colours, so that pictures of two runs can be compared."""
+    figure, ax, image = frame(tuple(table.lengths), tuple(table.depths))
+    image.set_data(table.scores)
+    ax.set_title(one_line(title), parse_math=False)
+    figure.savefig(path, dpi=120)
+    figure.set_layout_engine("none")  # as it was laid out: that takes most of the time
+
+
+@lru_cache(maxsize=1)
+def frame(lengths: tuple[int, ...], depths: tuple[float, ...]) -> tuple[Any, Any, Any]:
+    """All of the picture but its scores and title, which the runs of a sweep share: figure, axes and image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load; evals does without
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
     colours = LinearSegmentedColormap.from_list("needle", ["#F0496E", "#EBB839", "#0CD79F"])
-    figure = Figure(figsize=(max(5, 2 + 0.5 * len(table.lengths)), 4), layout="constrained")
+    figure = Figure(figsize=(max(5, 2 + 0.5 * len(lengths)), 4), layout="constrained")
     FigureCanvasAgg(figure)
     ax = figure.add_subplot()
-    image = ax.imshow(table.scores, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    ax.set_xticks(range(len(table.lengths)), [str(n) for n in table.lengths], rotation=45)
-    ax.set_yticks(range(len(table.depths)), [f"{depth:g}" for depth in table.depths])
-    ax.set(xlabel="Token limit", ylabel="Depth percent", title=title)
+    blank = [[0.0] * len(lengths)] * len(depths)
+    image = ax.imshow(blank, cmap=colours, vmin=0, vmax=1, aspect="auto")
+    ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], rotation=45)
+    ax.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    ax.set(xlabel="Token limit", ylabel="Depth percent", title=" ")
     figure.colorbar(image, ax=ax, label="Score")
-    figure.savefig(path, dpi=120)
+    return figure, ax, image

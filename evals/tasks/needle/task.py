@@ -25,11 +25,12 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
+from evals.foreign import read_text
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.tasks.needle.heatmap import draw_heatmap, pivot, write_table
-from evals.tasks.texts import digest, read_text
+from evals.tasks.texts import digest
 
 ESSAYS = "needle/PaulGrahamEssays"
 STRINGS = "needle/strings.json"
@@ -55,6 +56,8 @@ LAST_NAMES = (
     "Smith Taylor Turner Walker Ward White Wilson Wood Wright Young"
 ).split()
 PROMPT_ROOM = 150  # tokens of wrapper and question; the longest, kamradt's in Llama-3 chat, has 90
+CHARACTERS = 64  # of a text are looked at for a token first; the longest tokens of blanks have 128, of prose 16
+MOST_DEPTHS = 1_000  # that a number stands for
 NEEDLE_ROOM = 100  # tokens; every needle has 15 to 60 of them, whatever the tokenizer
 
 
@@ -122,6 +125,13 @@ STYLES = {
     "instruct": Style("keyword_recall", True, 128, False, False),
     "magic_number": Style("exact", True, 32, False, True),
 }
+
+
+WORDS = {  # what strings.json must hold
+    "magic_number": {"needle": "", "question": ""},
+    "data_engineering": {"needle": "", "question": "", "prompt": "{context}", "expected_answer": ""},
+    "kamradt": {"needle": "", "question": "", "question_suffix": "", "system": ""},
+}  # fmt: skip
 
 
 def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask:
@@ -219,6 +229,8 @@ class Params:
         self._check_random()
 
     def _check_grid(self) -> None:
+        if isinstance(self.depths, int) and self.depths > MOST_DEPTHS:
+            raise ConfigError(f"task.depths={self.depths} is more than anyone can look at; give at most {MOST_DEPTHS}")
         follows_window = self.lengths is None and not self.cells().lengths
         if not follows_window and min(self.cells().lengths, default=0) < self.shortest:
             raise ConfigError(
@@ -324,7 +336,7 @@ class Needle(Task):
             read_text(essay)  # a damaged one is named before a model is loaded
         if not self.params.style_name.startswith("own"):
             path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
-            data.read_json(path, STRINGS_SOURCE)
+            data.read_json(path, STRINGS_SOURCE, WORDS)
             used = [*used, path]
         self.data_digest = digest(used) if used else None
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
@@ -361,7 +373,7 @@ class Needle(Task):
         if style == "own_name":
             return ask_own(rng, n_needles, of="director")
         path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
-        strings = data.read_json(path, STRINGS_SOURCE)
+        strings = data.read_json(path, STRINGS_SOURCE, WORDS)
         if style == "magic_number":
             return ask_magic_number(strings, rng, n_needles)
         return ask_fixed(strings, style)
@@ -391,7 +403,9 @@ class Cells(Sequence[Sample]):
 
     def _haystack_ids(self, longest: int) -> list[int]:
         text = self.task.haystack()
-        ids = self._ids(text)
+        ids = self._ids(text[: CHARACTERS * longest])
+        if len(ids) <= longest:
+            ids = self._ids(text)
         assert ids, "an empty haystack"
         if len(ids) < longest:
             passes = math.ceil(longest / len(ids)) + 1  # one more: joints can merge tokens

@@ -13,7 +13,6 @@ Score       the share of references that the answer contains, whatever the case;
 Not here: the published rows' seed; ours are other draws of the same recipes.
 """
 
-import csv
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -26,13 +25,14 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
+from evals.foreign import CsvWriter, read_text
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.needle.task import ESSAYS, UPSTREAM
 from evals.tasks.prompt import encode
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
-from evals.tasks.texts import digest, read_text
+from evals.tasks.texts import digest
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
@@ -197,7 +197,7 @@ class Ruler(Task):
         if self.params.prompts == "official":
             path = data.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
         if path is not None:
-            templates, prompts = data.read_json(path, TEMPLATES_SOURCE), "official"
+            templates, prompts = data.read_json(path, TEMPLATES_SOURCE, OWN_TEMPLATES), "official"
             used.append(path)
         self.notes = [
             f"prompts: {prompts}",
@@ -273,7 +273,7 @@ class Ruler(Task):
         """datasets.csv: per task its rows and their mean in percent."""
         asked = [row for row in rows if row["score"] is not None]
         with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = CsvWriter(file)
             writer.writerow(["dataset", "rows", "score_percent"])
             for name in dict.fromkeys(row["dataset"] for row in asked):
                 scores = [row["score"] for row in asked if row["dataset"] == name]

@@ -347,7 +347,7 @@ def test_a_bad_line_is_named_and_refused_or_skipped_as_asked(
         ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.jsonl", b"nothing\n", r"a\.jsonl, line 1: the line is no whole JSON"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
-        ("a.txt", b"\xff\xfea\x00", r"a\.txt, line 1: byte 0 of the file is no UTF-8"),
+        ("a.txt", b"\xff\xfea\x00", r"a\.txt, line 1: the file is UTF-16"),
         ("a.txt", None, r"a\.txt is no file"),
     ],
 )

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from engine.errors import ConfigError
+from evals.files import file_stem
 from evals.results import SampleRow
 from evals.tasks import latency
 from tests.tiny_run import cell, run, save_tiny, sweep
@@ -40,7 +41,7 @@ def test_each_length_and_batch_is_a_sample_with_times_paired_with_full(words, tm
         assert found["largest_batch_estimated"] > 0 < found["request_bytes"]
         assert {"model", "attention", "search", "fetch"} <= set(found["step_parts_s"])
         assert {"model", "attention", "build"} <= set(found["prefill_parts_s"])
-        trace = json.loads((tmp_path / f"trace-{row.id}.json").read_text())["traceEvents"]
+        trace = json.loads((tmp_path / f"trace-{file_stem(row.id)}.json").read_text())["traceEvents"]
         assert sum(event["name"] == "step" for event in trace) == 5
 
 

@@ -1,0 +1,16 @@
+from pathlib import Path
+
+from evals.tasks.needle.heatmap import Pivot, draw_heatmap, frame
+
+
+def test_a_picture_does_not_depend_on_those_drawn_before(tmp_path: Path) -> None:
+    lengths, depths = [1000, 2000, 16000], [0.0, 50.0, 100.0]
+    first = Pivot(lengths, depths, [[0.0, 0.5, 1.0]] * 3)
+    second = Pivot(lengths, depths, [[1.0, float("nan"), 0.25]] * 3)
+    frame.cache_clear()
+    draw_heatmap(tmp_path / "first.png", first, "StreamingLLM (C), ratio 0.1, a model")
+    draw_heatmap(tmp_path / "behind.png", second, "Full")
+    frame.cache_clear()
+    draw_heatmap(tmp_path / "alone.png", second, "Full")
+    assert (tmp_path / "behind.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
+    assert (tmp_path / "behind.png").read_bytes() != (tmp_path / "first.png").read_bytes()

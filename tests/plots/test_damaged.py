@@ -1,0 +1,227 @@
+"""Run folders that were damaged, or are none: named in one line and left out, and the rest is drawn."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plots import costs, figures, report, tables
+from plots.formats import pipes, tex
+from plots.read import load, read_all
+from tests.plots import made_runs, report_runs
+
+DEEP = "[" * 5000
+
+
+def tree(root: Path) -> Path:
+    """Two good runs and, beside them, one that is to be damaged."""
+    report_runs.write_run(root, "full", [1.0, 0.5, 1.0], ratio="1")
+    report_runs.write_run(root, "quest", [1.0, 0.0, 1.0])
+    folder, _ = report_runs.write_run(root, "snapkv", [0.0, 0.5, 1.0])
+    return folder
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit_sample(folder: Path, **changes: Any) -> None:
+    path = folder / "samples.jsonl"
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | changes)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "cut result": lambda f: half(f / "result.json"),
+    "no result": lambda f: (f / "result.json").write_bytes(b"\0" * 99),
+    "deep result": lambda f: (f / "result.json").write_text(DEEP),
+    "deep notes": lambda f: edit(f / "result.json", params={"a": json.loads("[" * 300 + "]" * 300)}),
+    "other schema": lambda f: edit(f / "result.json", schema_version=99),
+    "no share": lambda f: edit(f / "result.json", comm_exact="1e999999999"),
+    "a share of nothing": lambda f: edit(f / "result.json", ratio_exact="1/0"),
+    "a pipe": lambda f: pipe(f / "result.json"),
+    "a folder": lambda f: ((f / "samples.jsonl").unlink(), (f / "samples.jsonl").mkdir())[0],
+    "cut samples": lambda f: half(f / "samples.jsonl"),
+    "no samples": lambda f: (f / "samples.jsonl").unlink(),
+    "deep samples": lambda f: edit_sample(f, method_report={"a": json.loads("[" * 300 + "]" * 300)}),
+    "another report": lambda f: edit_sample(f, method_report=[1]),
+    "no configuration": lambda f: (f / "config.yaml").unlink(),
+    "deep configuration": lambda f: (f / "config.yaml").write_text(DEEP),
+    "a date": lambda f: (f / "config.yaml").write_text("limit: 2020-01-01"),
+    "a tree without an end": lambda f: (f / "config.yaml").write_text("a: &x [*x]"),
+    "a tree of a billion": lambda f: (f / "config.yaml").write_text(
+        "a0: &a0 [[], []]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    ),
+    "binary configuration": lambda f: (f / "config.yaml").write_bytes(b"\xff\0\xfe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_run_is_named_in_one_line_and_left_out(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tree(tmp_path)
+    DAMAGE[kind](folder)
+    assert sorted(run.method for run in load(tmp_path)) == ["full", "quest"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("left out: ")
+    assert folder.name in line
+
+
+def test_links_that_lead_back_and_folders_of_others_are_passed_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree(tmp_path)
+    (tmp_path / "up").symlink_to(tmp_path)
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    (tmp_path / "notes\n\x1b[31m.txt").write_text("mine")
+    closed = tmp_path / "closed\x1b[31m"
+    closed.mkdir()
+    scan = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)  # root may read everything
+    runs, damaged = read_all(tmp_path)
+    assert len(runs) == 3
+    assert len(damaged) == 1
+    assert damaged[0].endswith(r"closed\x1b[31m cannot be read (Permission denied)")
+
+
+def test_every_tool_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    made_runs.timings(runs)
+    for method in ("full", "quest"):
+        made_runs.write(runs, method, "needle", grid(), ratio="1/10")
+    made_runs.write(runs, "full", "longbench", made_runs.answers(["docs_qa"], 0.5))
+    folder = next(runs.glob("latency-pqcache-*"))
+    half(folder / "result.json")
+    half(next(runs.glob("longbench-full-*")) / "samples.jsonl")
+    for call in (
+        lambda: report.main([str(runs), "--out", str(out / "page.html")]),
+        lambda: costs.main([str(runs), "--out", str(out)]),
+        lambda: figures.main([str(runs), "--out", str(out), "--only", "needle_heatmaps"]),
+        lambda: tables.main([str(runs), "--out", str(out)]),
+    ):
+        assert call() in (0, 2)
+        lines = capsys.readouterr().err.splitlines()
+        assert sum(line.startswith("left out: ") for line in lines) == 2
+        assert "Traceback" not in "".join(lines)
+    assert (out / "page.html").exists()
+    assert (out / "costs.md").exists()
+    assert (out / "needle_heatmaps.pdf").exists()
+
+
+def test_a_folder_without_a_whole_run_ends_with_code_2(tmp_path: Path) -> None:
+    folder, _ = report_runs.write_run(tmp_path, "full", [1.0])
+    half(folder / "result.json")
+    for main in (report.main, costs.main, figures.main, tables.main):
+        assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+
+
+def test_a_cut_ledger_is_said_and_as_good_as_none(tmp_path: Path, capsys) -> None:
+    folder = tree(tmp_path)
+    half(folder / "ledger.parquet")
+    ledgers = {run.method: run.ledger() for run in load(tmp_path)}
+    assert ledgers["snapkv"] == {}
+    assert ledgers["quest"]["step"]
+    assert "ledger.parquet is no ledger" in capsys.readouterr().err
+
+
+def test_names_of_others_are_words_wherever_they_stand(tmp_path: Path) -> None:
+    name = "a|b`[c](d)<i>\n\n## =x $\\frac$ [/b] \x1b[31m"
+    (row,) = pipes(["h"], [[name]])[2:]
+    assert "\n" not in row
+    assert "<i>" not in row
+    assert row.count("|") - row.count("\\|") == 2
+    assert "\n" not in tex(name)
+    made_runs.write(tmp_path, "full", "needle", grid(), label=name, ratio="1/10")
+    made_runs.write(tmp_path, "quest", "needle", grid(), label=f"=1+{name}", ratio="1/10")
+    out = tmp_path / "out"
+    assert figures.main([str(tmp_path), "--out", str(out), "--only", "needle_heatmaps", "pareto"]) == 0
+    assert report.main([str(tmp_path), "--out", str(out / "page.html")]) == 0
+    assert "<i>" not in (out / "page.html").read_text().partition("<body")[2].partition("<script")[0]
+
+
+def grid() -> list[dict[str, Any]]:
+    return [{"score": 1.0, "fields": {"length": n, "depth": d}} for n in (500, 1000) for d in (0.0, 50.0)]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("good")
+    tree(root)
+    made_runs.write(
+        root, "full", "latency",
+        [{"score": 1.0, "fields": {"metric": "tpot_ratio", "length": 9, "batch": 1, "timing": made_runs.timing(9, 1)}}],
+        metric="tpot_ratio",
+    )  # fmt: skip
+    return root
+
+
+@st.composite
+def broken(draw: st.DrawFn, content: bytes) -> bytes:
+    found = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(found)))
+        match draw(st.sampled_from(["cut", "flip", "delete", "insert"])):
+            case "cut":
+                del found[at:]
+            case "flip" if at < len(found):
+                found[at] ^= 1 << draw(st.integers(0, 7))
+            case "delete":
+                del found[at : at + draw(st.integers(1, 99))]
+            case "insert":
+                found[at:at] = draw(st.sampled_from([b"\n", b"\0", b"[" * 3000, b"1e999", b'"', b"&a *a", b"9" * 5000]))
+    return bytes(found)
+
+
+def test_whatever_happens_to_a_file_of_a_run_there_is_a_page_and_a_table(good: Path, tmp_path: Path, capsys) -> None:
+    files = sorted(path.relative_to(good) for path in good.rglob("*") if path.suffix in (".json", ".jsonl", ".yaml"))
+    root = tmp_path / "runs"
+    shutil.copytree(good, root)
+    counts: Counter[str] = Counter()
+
+    @settings(max_examples=40)
+    @given(st.data())
+    def reads(data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(files))
+        whole = (good / name).read_bytes()
+        (root / name).write_bytes(data.draw(broken(whole)))
+        try:
+            runs, damaged = read_all(root)
+            assert len(runs) + len(damaged) == 4
+            assert all(sentence.isprintable() for sentence in damaged)
+            report.page(runs, root)
+            tables.build_all(runs)
+            costs.markdown(runs)
+            costs.as_csv(runs)
+            counts["left out" if damaged else "read"] += 1
+        finally:
+            (root / name).write_bytes(whole)
+
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(report, "vega_script", lambda: "")  # two seconds, of nobody's data
+        reads()
+    assert counts["left out"] and counts["read"], counts
