@@ -250,6 +250,8 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
 
 def with_files(override: Override, names: list[str]) -> Override:
     """The override with files of the user's own by the names that they get; these join `names`."""
+    if ".py" not in (override.input_line or "") or override.package is not None:
+        return override
     given = values_of(override, names)
     found = {text: "" for text in given if outside.is_file(text)}
     for text in found:
