@@ -29,6 +29,7 @@ usage: python run.py [group=NAME | key=value] …
 groups
 {groups}
                   model=ORG/NAME, model=FOLDER and model=FILE.gguf work as well
+                  method=FILE.py runs a method of your own (docs/adding-a-method.md)
 
 keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: method.n_sink=8)
 {keys}

@@ -29,6 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from engine.errors import ConfigError, unknown_name
+from evals import outside
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware")  # Hydra's own, and tables that are looked up by name
@@ -230,6 +231,8 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
     key = override.key_or_group
     if key not in groups or override.type != OverrideType.CHANGE:
         return [override]
+    if key == "method":
+        return [with_files(override, groups[key])]
     if key == "model":
         ids = values_of(override, groups[key])
         free = [model for text in ids if text not in groups[key] and (model := free_model(text))]
@@ -243,6 +246,20 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
     if key not in default_groups():
         return [parse_override(f"+{override.input_line}")]
     return [override]
+
+
+def with_files(override: Override, names: list[str]) -> Override:
+    """The override with files of the user's own by the names that they get; these join `names`."""
+    if ".py" not in (override.input_line or "") or override.package is not None:
+        return override
+    given = values_of(override, names)
+    found = {text: "" for text in given if outside.is_file(text)}
+    for text in found:
+        found[text] = outside.register(text, names)
+        names.append(found[text])
+    if not found:
+        return override
+    return parse_override("method=" + ",".join(found.get(text, text) for text in given))
 
 
 def free_model(text: str) -> str | None:

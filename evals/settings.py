@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
 from engine.errors import ConfigError
+from evals import outside
 from evals.overrides import expanded, unknown_key
 from evals.tasks.prompt import CHATS, SCOPES
 
@@ -67,7 +68,7 @@ class Choice:
 
     group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
-    target: str  # "methods.oracle.Oracle"
+    target: str  # "methods.oracle.Oracle", or of a user's own file "/path/to/mine.py:Mine@digest"
     params: Mapping[str, Any]
 
 
@@ -168,8 +169,9 @@ class Settings:
 
 
 def identity(choice: Choice) -> dict[str, Any]:
-    """What of a choice identifies a run."""
-    return {"name": choice.name, "params": dict(choice.params)}
+    """What of a choice identifies a run; of a file outside the repository its content does too."""
+    known = {"name": choice.name, "params": dict(choice.params)}
+    return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 
 def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
@@ -239,7 +241,9 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 
 def load_class(choice: Choice) -> type:
-    """The class that a file of conf/ names in `_target_`. Imports its module, and so torch."""
+    """The class that a file of conf/ names in `_target_`, or a file of the user's. Imports its module, and so torch."""
+    if outside.is_target(choice.target):
+        return outside.load(choice.target)
     module, _, name = choice.target.rpartition(".")
     package = KINDS[choice.group].partition(".")[0]
     names = module.split(".")
@@ -366,7 +370,11 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             expanded(key, text)
         return hint(text)
     kinds = {bool: "true or false", int: "a whole number", float: "a number", Fraction: "a number"}
-    assert hint in kinds or hint in (str, Path), f"{key}: no conversion to {hint}"
+    if hint not in kinds and hint not in (str, Path):
+        raise ConfigError(
+            f"{key} is declared as {hint}, which no value can be given for; use bool, int, float, str, Fraction, Path, "
+            "Literal, or a tuple of these"
+        )
     raise ConfigError(f"{key}={word(value)} is not {kinds.get(hint, 'a text')}")
 
 

@@ -65,11 +65,16 @@ class Variant:
         return self.method(self, trace, n_new)
 
 
+@dataclass(frozen=True)
+class NoParams:
+    """Of a method that has nothing to set."""
+
+
 class SelectiveAttention(ABC):
     title: ClassVar[str]  # as tables print it
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
     drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
-    Params: ClassVar[type]  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells

@@ -100,7 +100,7 @@ def other_setting(group: Group) -> Callable[[Run], str]:
     """The parameters by which runs of one method differ in this group, as words."""
 
     def params(run: Run) -> dict[str, Any]:
-        flat = {**run.result.params}
+        flat = {**run.result.params, **run.file}
         flat |= {f"cache.{key}": value for key, value in (run.setting("cache") or {}).items()}
         return flat
 

@@ -40,8 +40,16 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method whose setting this is: `h2o` of `h2o_pqcache`."""
+        """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours."""
+        if self.file:
+            return self.result.method
         return self.result.method.partition("_")[0]
+
+    @property
+    def file(self) -> dict[str, str]:
+        """Which state of the user's own file the method was, as if it were a parameter; {} for ours."""
+        digest = self.setting("method", "digest")
+        return {} if digest is None else {"file": digest[:8]}
 
     @property
     def prefill(self) -> str:
@@ -65,8 +73,12 @@ class Run:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The method's parameters, and the prefill's."""
-        return self.result.params | {f"prefill.{key}": value for key, value in self.result.prefill_params.items()}
+        """The method's parameters, which file it was read from, and the prefill's parameters."""
+        return (
+            self.result.params
+            | self.file
+            | {f"prefill.{key}": value for key, value in self.result.prefill_params.items()}
+        )
 
     @property
     def is_compensated(self) -> bool:

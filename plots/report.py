@@ -31,7 +31,7 @@ from engine.errors import ConfigError
 from evals.foreign import NoJson, one_line, opened, parse_json, read_bytes
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import Run, default_root, key_bytes_per_token, load
-from plots.report_charts import heatmap_chart, pareto_chart, vega_script
+from plots.report_charts import heatmap_chart, look, pareto_chart, vega_script
 from plots.stats import holm, paired
 
 ASSETS = Path(__file__).resolve().parent / "report_page"
@@ -82,7 +82,8 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     baselines, others = Baselines(runs), Others(runs)
     described = [describe(run, others, root, baselines) for run in runs]
     adjust(described)
-    return {"runs": described, "metrics": {name: m.better for name, m in METRICS.items()}}
+    looks = {run.result.method: look(run.result.method) for run in runs}
+    return {"runs": described, "metrics": {name: m.better for name, m in METRICS.items()}, "looks": looks}
 
 
 def describe(run: Run, others: "Others", root: Path, baselines: "Baselines") -> dict[str, Any]:

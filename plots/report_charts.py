@@ -6,12 +6,36 @@ Not here: data, colours of the page's two themes.
 """
 
 import importlib
+from math import cos, pi, sin
 from typing import Any
 
 import altair as alt
 
+from plots import style
+
 SCORE = "@score"  # title of the axis that scores are on
 COST = "@cost"  # title of the axis of bytes or tokens
+
+
+def polygon(n: int, inner: float = 1.0, width: float = 1.0) -> str:
+    """A shape with `n` corners as Vega has it, a path within -1 to 1; with `inner` a star."""
+    turns = range(2 * n if inner < 1 else n)
+    radii = [inner if inner < 1 and i % 2 else 1.0 for i in turns]
+    corners = [(r * sin(2 * pi * i / len(turns)), -r * cos(2 * pi * i / len(turns))) for i, r in enumerate(radii)]
+    return "M" + "L".join(f"{width * x:.3f},{y:.3f}" for x, y in corners) + "Z"
+
+
+SHAPES = {  # of matplotlib's markers
+    "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
+    "<": "triangle-left", ">": "triangle-right", "X": polygon(4, 0.35), "*": polygon(5, 0.45), "p": polygon(5),
+    "h": polygon(6), "8": polygon(8), "d": polygon(4, width=0.55), "": polygon(5, 0.45),
+}  # fmt: skip
+
+
+def look(method: str) -> dict[str, str | None]:
+    """Colour and shape of a method, those of all figures; None: the page's own black."""
+    looks = style.look(method)
+    return {"colour": None if method == "full" else looks["color"], "shape": SHAPES[looks["marker"]]}
 
 
 def pareto_chart() -> dict[str, Any]:
@@ -40,14 +64,15 @@ def pareto_chart() -> dict[str, Any]:
         opacity=faded.then(alt.value(0.45)).otherwise(alt.value(0.06)),
     )  # fmt: skip
     marks = points.mark_point(filled=True, size=95, cursor="pointer", strokeWidth=1).encode(
-        x=x, y=y, color=colour(), shape=alt.Shape("method:N", title="method", scale=alt.Scale(domain=["@methods"])),
+        x=x, y=y, color=colour(),
+        shape=alt.Shape("method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@shapes"])),
         opacity=faded.then(alt.value(1)).otherwise(alt.value(0.12)), tooltip=tooltip, description="description:N",
     ).add_params(legend)  # fmt: skip
     return plain((front + bars + marks).properties(width="container", height=340))
 
 
 def colour() -> alt.Color:
-    """One colour per method, whatever the filters leave; the order is Okabe and Ito's without black."""
+    """One colour per method, whatever the filters leave: that of `look`."""
     return alt.Color("method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@colours"]))
 
 

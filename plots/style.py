@@ -1,10 +1,14 @@
 """How all figures look: one column wide, a colour and a marker per method, files that are the same when made again.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; markers and dashes say the same again.
+Colours are Okabe and Ito's, which people with any colour vision tell apart; markers and dashes say the same again. A
+method that is not known here, such as one from a user's own file, has a colour and a marker that follow from its name:
+the same in every figure, whatever else is drawn, and none of ours.
 
 Not here: what is drawn (`plots/figures.py`).
 """
 
+import colorsys
+import hashlib
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +46,7 @@ RC: dict[Any, Any] = {
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
+OTHER_MARKERS = "<>phd8"  # of methods that are not in METHODS
 DASHES = ("-", "--", ":", "-.")
 METHODS = (
     *("full", "oracle", "pqcache", "h2o", "snapkv", "pyramidkv", "infllm", "sparq"),
@@ -66,10 +71,21 @@ def look(method: str, nth: int = 0) -> dict[str, Any]:
     if method in SPECIAL:
         color, marker, dash = SPECIAL[method]
         return {"color": color, "marker": marker, "linestyle": dash}
-    place = METHODS.index(method) - 2 if method in METHODS else len(METHODS)
+    hollow = {"markerfacecolor": "white"} if nth % 2 else {}
+    if method not in METHODS:
+        return unknown(method) | {"linestyle": DASHES[nth % len(DASHES)]} | hollow
+    place = METHODS.index(method) - 2
     looks = numbered(place, DASHES[(place // 6 + nth) % len(DASHES)])
     looks["marker"] = MARKERS[(place + nth) % len(MARKERS)]
-    return looks | ({"markerfacecolor": "white"} if nth % 2 else {})
+    return looks | hollow
+
+
+def unknown(method: str) -> dict[str, Any]:
+    """Colour and marker of a method by its name alone, dark enough for white paper and light enough for a dark page."""
+    digest = hashlib.sha256(method.encode()).digest()
+    hue, lightness, saturation = digest[0] / 256, 0.32 + 0.16 * digest[1] / 256, 0.50 + 0.50 * digest[2] / 256
+    red, green, blue = (round(255 * x) for x in colorsys.hls_to_rgb(hue, lightness, saturation))
+    return {"color": f"#{red:02X}{green:02X}{blue:02X}", "marker": OTHER_MARKERS[digest[3] % len(OTHER_MARKERS)]}
 
 
 def numbered(i: int, dash: str = "-") -> dict[str, Any]:

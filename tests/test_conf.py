@@ -51,7 +51,7 @@ def test_a_preset_says_only_what_differs(name: str) -> None:
 @pytest.mark.parametrize("name", config_groups()["task"])
 def test_a_task_has_one_name_everywhere(name: str) -> None:
     part = composed(f"task={name}").task
-    assert part.target.startswith(f"evals.{name}.")
+    assert part.target.startswith(f"evals.tasks.{name}.")
     assert load_class(part).name == name  # type: ignore[attr-defined]
 
 

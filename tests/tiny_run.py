@@ -1,5 +1,6 @@
 """Runs of a model of a few thousand weights through the same door as run.py, for the tests of tasks."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def save_tiny(folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def example_file(folder: Path, name: str = "smallest_keys") -> Path:
+    """The method that docs/adding-a-method.md starts from, in a file outside the repository."""
+    (code,) = re.findall(r"```python\n(.*?)```", (CONF.parent / "docs" / "adding-a-method.md").read_text(), re.DOTALL)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    path.write_text(code)
+    return path
 
 
 def cell(words: Sequence[str], out: Path, is_sweep: bool = False) -> Settings:

@@ -4,7 +4,7 @@
 (() => {
   const $ = (id) => document.getElementById(id);
   const read = (id) => JSON.parse($(id).textContent);
-  const { runs, metrics } = read("data-overview");
+  const { runs, metrics, looks } = read("data-overview");
   runs.forEach((run, i) => (run.i = i));
 
   function el(tag, attributes, ...children) {
@@ -134,7 +134,6 @@
     tpot: ["seconds per output token (of a shared batch)", (a) => a.tpot_s],
   };
   const sum = (values) => (values.every((v) => v === null) ? null : values.reduce((total, v) => total + (v || 0), 0));
-  const COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#8C7AE6", "#A0851F", "#6B8E9F", "#B3446C", "#3FA7A0", "#7F7F7F"];
   const methods = unique(runs.map((run) => run.method)).sort();
   const views = {};
   let specs = null;
@@ -179,7 +178,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   async function draw(id, spec, words, datasets) {
-    const colours = { "@muted": css("--muted"), "@surface": css("--surface"), "@methods": methods, "@colours": methods.map((_, i) => COLOURS[i % COLOURS.length]) };
+    const colours = { "@muted": css("--muted"), "@surface": css("--surface"), "@methods": methods, "@colours": methods.map((name) => looks[name].colour || css("--text")), "@shapes": methods.map((name) => looks[name].shape) };
     const axis = { labelColor: css("--muted"), titleColor: css("--text"), gridColor: css("--line"), domainColor: css("--line"), tickColor: css("--line"), titleFontWeight: 500 };
     const config = { background: null, font: getComputedStyle(document.body).fontFamily, view: { stroke: css("--line") }, axis,
       legend: { orient: $(id).clientWidth < 560 ? "bottom" : "right", columns: $(id).clientWidth < 560 ? 3 : 1, labelColor: css("--text"), titleColor: css("--muted"), labelLimit: 220 }, header: { labelColor: css("--text") } };

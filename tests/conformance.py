@@ -1,0 +1,531 @@
+"""`python -m tests.conformance path/to/mine.py`: what every method must hold, for one of the user's own or of ours.
+
+Each property is a function that raises an `AssertionError` with the case that breaks it. For ours
+`tests/methods/test_conformance.py` runs them. Prompts have 240 tokens and the model is a random one of three layers, so
+that the suite takes seconds.
+
+exit code: 0 all properties hold, 1 one is broken, 2 wrong input
+
+Not here: whether a method is any good. That is what runs are for.
+"""
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cache
+from itertools import count
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from engine.attend import Part
+from engine.budget import BudgetRequest, find_bytes, parse_fraction
+from engine.decode import decode
+from engine.errors import ConfigError
+from engine.layer import Layer
+from engine.model import Model
+from engine.prefill import Trace, prefill
+from evals import outside
+from evals.overrides import CONF, check_overrides, config_groups
+from evals.settings import Choice
+from evals.settings import build_params, load_class, settings
+from methods.base import SelectiveAttention, Variant
+from methods.full import Full
+from tests.tiny import prompt, tiny
+from tests.vectors import built
+
+METHODS = config_groups()["method"]
+N_NEW, S = 14, 240
+RATIOS = ("0.05", "0.1", "0.2", "0.3", "0.5")
+FITTED = {"infllm": ["method.block_len=16"]}  # to so short a prompt
+FITTED_COMM = {"sparq": "1/8"}  # to so few dimensions
+
+
+class Refused(Exception):
+    """The method cannot meet a ratio on so small a model, and says so."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A method with its parameters, as the suite puts it through."""
+
+    name: str
+    kind: type[SelectiveAttention]
+    params: Any
+    comm: str = "1/16"
+    keeps_budget: bool = True  # presets reproduce published settings, whose budgets are other ones
+
+
+@dataclass
+class Step:
+    """What one layer of one step did."""
+
+    step: int
+    layer: int
+    attended: Tensor  # (h, n) bool, as the store has it
+    resident: Tensor  # (h_kv, n) positions
+    fetched: list[Tensor]  # (1, h_kv or h, k) positions each
+    n_read: int  # tokens that attention read, summed over query heads
+    n_counted: int  # the same in the books
+    protected: list[int]
+
+
+@dataclass
+class Said:
+    """What a row answered, and how it came to it."""
+
+    row: SelectiveAttention
+    ids: list[int]
+    steps: list[Step]
+
+
+# --- subjects ---
+
+
+def subject(words: Sequence[str]) -> Subject:
+    """The method of a command line such as `method=snapkv method.window=16`."""
+    checked = check_overrides([*words])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", checked, return_hydra_config=True)
+    part: Choice = settings(cfg, cfg.hydra.runtime.choices).method
+    kind: Any = load_class(part)
+    family, preset, _ = part.name.partition("_") if part.name in METHODS else ("", "", "")
+    return Subject(
+        name=part.name,
+        kind=kind,
+        params=build_params(kind, part.params, "method"),
+        comm=FITTED_COMM.get(family, "1/16"),
+        keeps_budget=not preset,
+    )
+
+
+@cache
+def ours(name: str) -> Subject:
+    return subject([f"method={name}", *FITTED.get(name.partition("_")[0], [])])
+
+
+@cache
+def model() -> Model:
+    return tiny("llama")
+
+
+numbers = count()  # of copies
+
+
+def copy_of(one: Subject) -> Subject:
+    """The same method from a module that was run anew: it shares nothing that a class or a module may keep."""
+    path, name = Path(inspect.getfile(one.kind)), f"copy_{next(numbers)}"
+    module = outside.new_module(name, path.read_bytes(), path)
+    del sys.modules[name]
+    return replace(one, kind=getattr(module, one.kind.__name__))
+
+
+def other_params(one: Subject, ratio: str) -> Subject | None:
+    """The same class with one parameter changed, where a change is accepted."""
+    for field in fields(one.params):
+        value = getattr(one.params, field.name)
+        if isinstance(value, bool):
+            changed: tuple[Any, ...] = (not value,)
+        elif isinstance(value, int):
+            changed = (value + 1, value - 1, 2 * value, value // 2)
+        else:
+            continue
+        for new in changed:
+            try:
+                other = replace(one, params=replace(one.params, **{field.name: new}))
+                variant(other, ratio)
+                return other
+            except (ConfigError, Refused, ValueError, AssertionError):
+                continue
+    return None
+
+
+# --- runs ---
+
+
+def variant(one: Subject, ratio: str) -> Variant:
+    """The method at this ratio, or at the one that its error recommends."""
+    request = BudgetRequest(Fraction(ratio), None, Fraction(one.comm))
+    try:
+        one.kind.check(one.params, request, model().shape)
+        return one.kind.variant_for(one.params, request, model().shape, S)
+    except ConfigError as error:
+        advice = re.search(r"ratio=(0\.\d+) or more", str(error))
+        if advice is None or Fraction(advice[1]) <= Fraction(ratio):
+            raise Refused(str(error)) from None
+        return variant(one, advice[1])
+
+
+def accepted(one: Subject, ratios: Sequence[str]) -> list[str]:
+    """The ratios that the method does not refuse; `Refused` where there is none."""
+    found: list[str] = []
+    refusal = Refused()
+    for ratio in ratios:
+        try:
+            variant(one, ratio)
+            found.append(ratio)
+        except Refused as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return found
+
+
+def read(variants: Iterable[Variant], seed: int = 0) -> Trace:
+    """A prefill with what these variants observe; of a variant with a prefill of its own, that one."""
+    variants = list(variants)
+    thinning = variants[0].thinning if len(variants) == 1 else None
+    with model().hooked():
+        return prefill(
+            model(), prompt(S, seed), [what for one in variants for what in one.observations], thinning=thinning
+        )
+
+
+def answers(variants: Sequence[Variant], seed: int = 0, trace: Trace | None = None) -> list[Said]:
+    """What the variants say in one batch; one with a prefill of its own says it alone."""
+    together = [one for one in variants if one.thinning is None]
+    batches = [together] if together else []
+    batches += [[one] for one in variants if one.thinning is not None]
+    said: dict[int, Said] = {}
+    for batch in batches:
+        for one, answer in zip(batch, decoded(batch, trace or read(batch, seed)), strict=True):
+            said[id(one)] = answer
+    return [said[id(one)] for one in variants]
+
+
+def decoded(variants: Sequence[Variant], trace: Trace) -> list[Said]:
+    with torch.inference_mode():  # as in a run, where nothing stops who writes to the trace
+        rows = [careful(one.row(trace, N_NEW)) for one in variants]
+    said = [Said(row, [], []) for row in rows]
+
+    def look(step: int, speaking: int) -> None:
+        for one in said:
+            one.steps += [look_at(one.row, step, layer) for layer in trace.shape.attention_layers]
+
+    with model().hooked():
+        done = decode(model(), trace, rows, max_new_tokens=N_NEW, on_step=look)
+    for one, answer in zip(said, done.answers, strict=True):
+        one.ids = answer.ids
+    return said
+
+
+def careful(row: SelectiveAttention) -> SelectiveAttention:
+    """The row, built; positions are checked before the store reads there, and what attention reads is counted."""
+    store, keep, shape = row.store, row.store.keep, row.trace.shape
+
+    def checked(call: str, layer: int, idx: Tensor, lowest: int, end: int) -> None:
+        where = f"layer {layer}: {call} got"
+        assert idx.dtype == torch.int64, f"{where} {idx.dtype}, and positions are int64"
+        assert idx.ndim == 3 and idx.shape[0] == 1 and idx.shape[1] in (shape.h, shape.h_kv), (
+            f"{where} positions of shape {tuple(idx.shape)}, and it is (1, h_kv or h, k) with h_kv {shape.h_kv} and "
+            f"h {shape.h}"
+        )
+        wrong = idx[(idx < lowest) | (idx >= end)].tolist()
+        assert not wrong, f"{where} {listed(wrong)}, and positions are {lowest} to {end - 1}"
+
+    def checked_keep(layer: int, chosen: Any, n_window: int = 0, capacity: int | None = None) -> None:
+        if not isinstance(chosen, int):
+            checked("store.keep", layer, chosen, 0, row.trace.s_prompt)
+        keep(layer, chosen, n_window, capacity)
+
+    def with_checks(layer: Layer) -> None:
+        fetch = layer.fetch
+
+        def checked_fetch(idx: Tensor, padded: bool = False) -> Part:
+            checked("fetch", layer.index, idx, -1 if padded else 0, layer.n_seen)
+            return fetch(idx, padded)
+
+        layer.fetch = checked_fetch
+
+    store.keep = checked_keep
+    built(row)
+    for layer in store.layers.values():
+        with_checks(layer)
+    row.n_read = {}  # type: ignore[attr-defined]
+    row.__class__ = counting(type(row))
+    return row
+
+
+@cache
+def counting(kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
+    """The class, with a count of what its rows hand to attention."""
+
+    def step_rows(cls: Any, rows: Sequence[Any], layer: int, *tensors: Tensor) -> list[list[Part]]:
+        found = kind.step_rows.__func__(cls, rows, layer, *tensors)  # type: ignore[attr-defined]
+        for row, parts in zip(rows, found, strict=True):
+            row.n_read[layer] = sum(n_tokens(part, row.trace.shape.h) for part in parts)
+        return found
+
+    return type(kind.__name__, (kind,), {"step_rows": classmethod(step_rows)})
+
+
+def n_tokens(part: Part, h: int) -> int:
+    """Tokens of a part, summed over query heads."""
+    if part.mask is None:
+        return part.n_tokens() * h
+    return int(part.mask.sum()) * (h // part.mask.shape[1])
+
+
+def look_at(row: Any, step: int, layer: int) -> Step:
+    entry = next(e for e in reversed(row.store.ledger.entries) if e.layer == layer)
+    assert entry.step == step, f"layer {layer} has no entry in the books for step {step}"
+    held = row.store[layer]
+    return Step(
+        step, layer, held.attended(), held.positions()[0].clone(), [idx.clone() for idx in held.fetches],
+        row.n_read[layer], entry.attended, list(row.protected(layer)),
+    )  # fmt: skip
+
+
+@cache
+def watched(one: Subject, ratio: str) -> Said:
+    """What the method says alone."""
+    return answers([variant(one, ratio)])[0]
+
+
+def listed(positions: Sequence[int]) -> str:
+    """`position 3`, or `positions 3, 5, 8 and 4 more`."""
+    first, more = sorted(set(positions))[:5], len(set(positions)) - 5
+    rest = f" and {more} more" if more > 0 else ""
+    return f"position{'s' * (len(first) > 1)} {', '.join(map(str, first))}{rest}"
+
+
+def difference(a: Said, b: Said, name_b: str) -> str | None:
+    """Where two answers of the same variant part."""
+    for one, other in zip(a.steps, b.steps, strict=True):
+        unlike = (one.attended != other.attended).nonzero()
+        if len(unlike):
+            head, position = unlike[0].tolist()
+            whether = "attends" if one.attended[head, position] else "does not attend"
+            return (
+                f"step {one.step}, layer {one.layer}: query head {head} {whether} to position {position}, and "
+                f"{name_b} it is the other way round"
+            )
+    if a.ids != b.ids:
+        at = next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y)
+        return f"token {at + 1} of the answer is {a.ids[at]}, and {name_b} {b.ids[at]}"
+    return None
+
+
+# --- properties ---
+
+
+def whole_budget(one: Subject) -> None:
+    full = answers([Full.variant_for(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, S)])
+    mine = answers([variant(one, "1")])
+    assert mine[0].ids == full[0].ids, (
+        f"at ratio 1 the answer is {mine[0].ids}, and that of full attention {full[0].ids}"
+    )
+
+
+def chosen_once(one: Subject, ratio: str) -> None:
+    shape = model().shape
+    for seen in watched(one, ratio).steps:
+        where = f"step {seen.step}, layer {seen.layer}"
+        for head, tokens in enumerate(seen.resident):
+            twice = repeated(tokens)
+            assert not twice, f"{where}: KV head {head} keeps {listed(twice)} twice"
+        for head in range(shape.h):
+            asked = [idx[0, head // (shape.h // idx.shape[1])] for idx in seen.fetched]
+            tokens = torch.cat([*asked, torch.empty(0, dtype=torch.int64)])
+            tokens = tokens[tokens >= 0]
+            twice = repeated(tokens)
+            assert not twice, f"{where}: query head {head} selects {listed(twice)} twice"
+            there = tokens[torch.isin(tokens, seen.resident[head // shape.g])].tolist()
+            assert not there, f"{where}: query head {head} fetches {listed(there)} beside what is resident"
+        assert bool(seen.attended[:, -1].all()), f"{where}: the current token is not attended to"
+        n = int(seen.attended.sum())
+        assert n == seen.n_counted, f"{where}: {n} tokens are attended to, and the books count {seen.n_counted}"
+        assert seen.n_read == n, (
+            f"{where}: attention reads {seen.n_read} tokens, and the store knows of {n}; return only what it holds"
+        )
+
+
+def repeated(tokens: Tensor) -> list[int]:
+    values, counts = tokens.unique(return_counts=True)
+    return values[counts > 1].tolist()
+
+
+def within_budget(one: Subject, ratio: str) -> None:
+    if not one.keeps_budget:
+        return
+    row = watched(one, ratio).row
+    shape, exempt, budget = row.trace.shape, set(row.skipped_layers()), row.budget
+    priced = [entry for entry in row.store.ledger.entries if entry.layer not in exempt]
+    n_layers = len({entry.layer for entry in priced})
+    for step in sorted({entry.step for entry in priced}):
+        entries = [entry for entry in priced if entry.step == step]
+        tokens, allowed = sum(e.attended for e in entries) / shape.h / n_layers, budget.allowance(step)
+        assert tokens <= allowed, (
+            f"step {step}: a query head attends to {tokens:.1f} tokens, mean over layers, and the budget allows "
+            f"{allowed}, which are {budget.tokens} of the prompt and {allowed - budget.tokens} generated"
+        )
+        moved, room = sum(e.moved_meta_bytes for e in entries) / n_layers, find_bytes(shape, budget)
+        assert moved <= room, (
+            f"step {step}: {moved:.0f} bytes per layer are moved to find tokens, and comm={one.comm} allows {room}"
+        )
+    assert row.store.ledger.within(budget, shape, exempt)
+
+
+def protected_attended(one: Subject, ratio: str) -> None:
+    for seen in watched(one, ratio).steps:
+        missing = (~seen.attended[:, seen.protected]).nonzero()
+        for head, at in missing[:1].tolist():
+            raise AssertionError(
+                f"step {seen.step}, layer {seen.layer}: position {seen.protected[at]} is protected, and query head "
+                f"{head} does not attend to it"
+            )
+
+
+def same_again(one: Subject, ratio: str) -> None:
+    problem = difference(watched(one, ratio), answers([variant(one, ratio)])[0], "the next time")
+    assert problem is None, f"{problem}; draw random numbers from a torch.Generator with a seed"
+
+
+def same_beside_others(one: Subject) -> None:
+    """Also after another sample, and whatever the order: nothing is shared but what the trace says it shares."""
+    first, *more = accepted(one, ("0.3", "0.1", "0.5", "0.9"))
+    other = other_params(one, first)
+    mine = [(one, first), *([(other, first)] if other else []), *((one, ratio) for ratio in more[:1])]
+    alone = [answers([variant(copy_of(who), ratio)])[0] for who, ratio in mine]
+    beside = [variant(ours(name), "0.2") for name in METHODS if "_" not in name and name != one.name]
+    answers([variant(one, first)], seed=1)
+    for order in (1, -1):
+        variants = [variant(who, ratio) for who, ratio in mine]
+        asked = [variants[0], *beside, *variants[1:]][::order]
+        said = dict(zip(map(id, asked), answers(asked), strict=True))
+        for (who, ratio), before, now in zip(mine, alone, variants, strict=True):
+            problem = difference(before, said[id(now)], "beside other variants")
+            at = f"at ratio {ratio}" + (f" with {who.params}" if who is other else "")
+            assert problem is None, (
+                f"{at}, alone, {problem}, so it reads what another variant or sample left; keep what belongs to a "
+                "sample in self, and give trace.once a key that holds all that the result depends on"
+            )
+
+
+def source_unaltered(one: Subject) -> None:
+    ratio, *_ = accepted(one, ("0.2", "0.5", "0.9"))
+    asked = variant(one, ratio)
+    trace = read([asked])
+    before = {what: x.clone() for what, x in parts_of(trace, asked)}
+    answers([asked], trace=trace)
+    for what, x in parts_of(trace, asked):
+        assert torch.equal(before[what], x), (
+            f"at ratio {ratio}, {what} of the trace are altered, which all variants share"
+        )
+
+
+def parts_of(trace: Trace, asked: Variant) -> Iterable[tuple[str, Tensor]]:
+    assert trace.logits is not None
+    yield "the logits", trace.logits
+    for layer in trace.shape.attention_layers:
+        yield f"the keys of layer {layer}", trace.keys(layer)
+        yield f"the values of layer {layer}", trace.values(layer)
+        for what in asked.observations:
+            yield f"the observations {what} of layer {layer}", trace.observed(what, layer)
+
+
+def labelled(one: Subject) -> None:
+    label = one.kind.label(one.params, BudgetRequest(Fraction("0.2"), None, Fraction(one.comm)))
+    assert one.kind.title.strip() and label.startswith(one.kind.title), (
+        f"the label {label!r} does not begin with the title {one.kind.title!r}"
+    )
+    assert label.endswith("(C)") == one.kind.drops, f"the label {label!r} has (C) where drops is {one.kind.drops}"
+    assert isinstance(one.kind.version, int) and one.kind.version >= 1, f"the version is {one.kind.version!r}"
+
+
+Property = Callable[[Subject], None]
+PropertyOfRatio = Callable[[Subject, str], None]
+ONCE: dict[str, Property] = {
+    "the whole budget gives the answer of full attention": whole_budget,
+    "the answer is the same alone and beside others": same_beside_others,
+    "the trace stays as it was": source_unaltered,
+    "label and version are there": labelled,
+}
+AT_EACH_RATIO: dict[str, PropertyOfRatio] = {
+    "each token is chosen once and counted once": chosen_once,
+    "no step exceeds the budget": within_budget,
+    "protected tokens are attended to": protected_attended,
+    "the answer is the same the next time": same_again,
+}
+
+
+# --- the command ---
+
+
+def judged(check: Callable[[], None], file: str) -> tuple[str, str]:
+    """`held`, `BROKEN` or `refused`, and why."""
+    try:
+        check()
+    except Refused as error:
+        return "refused", str(error)
+    except AssertionError as error:
+        return "BROKEN", str(error) or raised(error, file)
+    except Exception as error:  # whatever a method raises is a case that breaks it
+        return "BROKEN", raised(error, file)
+    return "held", ""
+
+
+def raised(error: Exception, file: str) -> str:
+    """An exception in a line, with the method's own line that led to it."""
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" at line {lines[-1]} of {Path(file).name}" if lines else ""
+    return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
+
+
+def at_all(check: PropertyOfRatio, one: Subject, ratios: Sequence[str], file: str) -> tuple[str, str]:
+    """A property at several ratios: the first that breaks it, else those that the method refuses."""
+    refused = []
+    for ratio in ratios:
+        verdict, why = judged(lambda ratio=ratio: check(one, ratio), file)
+        if verdict == "BROKEN":
+            return verdict, f"at ratio {ratio}, {why}"
+        refused += [(ratio, why)] if verdict == "refused" else []
+    if not refused:
+        return "held", ""
+    verdict = "refused" if len(refused) == len(ratios) else "held"
+    return verdict, f"refuses ratio {', '.join(ratio for ratio, _ in refused)}: {refused[-1][1]}"
+
+
+def run(one: Subject, ratios: Sequence[str]) -> bool:
+    """Print how each property stands: whether none is broken."""
+    file = inspect.getfile(one.kind)
+    print(f"{one.kind.title}: {one.kind.__name__} of {file}, {one.params}")
+    checks = [(name, lambda check=check: judged(lambda: check(one), file)) for name, check in ONCE.items()]
+    checks += [(name, lambda check=check: at_all(check, one, ratios, file)) for name, check in AT_EACH_RATIO.items()]
+    broken, told = 0, set[str]()
+    for name, judge in checks:
+        verdict, why = judge()
+        broken += verdict == "BROKEN"
+        print(f"{verdict:<8}{name}" + (f": {'as above' if why in told else why}" if why else ""))
+        told.add(why)
+    print(f"{broken} of {len(checks)} properties broken")
+    return broken == 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method of ours")
+    parser.add_argument("params", nargs="*", metavar="method.KEY=VALUE", help="parameters other than the defaults")
+    parser.add_argument("--ratio", nargs="+", default=RATIOS, metavar="R", help="budgets to try, as shares of a prompt")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the model is so small that a second thread only waits
+    try:
+        for ratio in given.ratio:
+            BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
+        found = subject([f"method={given.method}", *given.params])
+    except ConfigError as error:
+        print("conformance:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return int(not run(found, given.ratio))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
