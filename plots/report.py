@@ -363,6 +363,8 @@ def bounded(tree: Any) -> Any:
             return {key: short(v) for key, v in node.items()}
         return [short(v) for v in node] if isinstance(node, list) else rounded(node)
 
+    if not tree:
+        return tree
     tree = short(tree)
     text = json.dumps(tree, ensure_ascii=False)
     return tree if len(text) <= LONGEST else cut(text)
