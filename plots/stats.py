@@ -4,6 +4,7 @@ Samples are the unit: two variants that answered the same samples are compared s
 varies is the samples' difficulty and cancels. Randomness comes from a seed, so a figure made again is the same figure.
 
     interval             percentile bootstrap of the mean
+    macro_interval       the same of a mean over datasets' means
     paired               mean difference, its bootstrap interval, a sign-flip permutation p-value, wins, ties, losses
     holm, benjamini_hochberg   p-values adjusted for how many were looked at
 
@@ -13,6 +14,7 @@ Not here: reading runs (`evals/results.py`), drawing (`plots/*.py`).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +60,18 @@ def interval(scores: Sequence[float] | Array) -> Interval:
     bounds = bootstrap_ci95(values.tolist())
     assert bounds is not None, "finite() refuses an empty list"
     return Interval(float(values.mean()), *bounds)
+
+
+def macro_interval(datasets: Sequence[Sequence[float]], seed: int = 0) -> Interval:
+    """Mean over datasets of their means, with a bootstrap that resamples the samples of each dataset by itself."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(N_RESAMPLES)
+    for scores in datasets:
+        values = np.sort(np.asarray(scores, dtype=np.float64))
+        means += values[rng.integers(0, len(values), size=(N_RESAMPLES, len(values)))].mean(axis=1)
+    low, high = np.quantile(means / len(datasets), [0.025, 0.975])
+    mean = fsum(fsum(scores) / len(scores) for scores in datasets) / len(datasets)
+    return Interval(mean, float(low), float(high))
 
 
 def paired(

@@ -145,7 +145,7 @@ def test_a_cut_ledger_is_said_and_as_good_as_none(tmp_path: Path, capsys) -> Non
     ledgers = {run.method: run.ledger() for run in load(tmp_path)}
     assert ledgers["snapkv"] == {}
     assert ledgers["quest"]["step"]
-    assert "ledger.parquet is no ledger" in capsys.readouterr().err
+    assert "ledger.parquet is damaged" in capsys.readouterr().err
 
 
 def test_names_of_others_are_words_wherever_they_stand(tmp_path: Path) -> None:
