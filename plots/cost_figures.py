@@ -69,9 +69,13 @@ def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[
                 ax.plot(xs, ys, label=f"{run.result.method_label}{budget}".strip(), **looks)
                 bounds = [each[f"{key}_s_q"] for each in found.values()]
                 ax.fill_between(
-                    xs, [b[0] for b in bounds], [b[1] for b in bounds],
-                    color=looks["color"], alpha=0.12, linewidth=0,
-                )  # fmt: skip
+                    xs,
+                    [b[0] for b in bounds],
+                    [b[1] for b in bounds],
+                    color=looks["color"],
+                    alpha=0.12,
+                    linewidth=0,
+                )
                 seen.append(run.method)
             if len(seen) > 1:
                 ax.set(xlabel="tokens of the prompt", ylabel=ylabel, ylim=(0, None))
@@ -107,9 +111,13 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
             base = 1000 * found[sizes[0]]["tpot_s"]
             if i:
                 ax.annotate(
-                    f"{100 * (y / base - 1):+.1f} %", (i, 1000 * high), ha="center",
-                    xytext=(0, 3), textcoords="offset points", fontsize=6,
-                )  # fmt: skip
+                    f"{100 * (y / base - 1):+.1f} %",
+                    (i, 1000 * high),
+                    ha="center",
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    fontsize=6,
+                )
         ax.set_xticks(range(len(sizes)), [short(size) for size in sizes])
         ax.margins(y=0.15)
         ax.grid(axis="x", visible=False)
@@ -120,9 +128,7 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
 
 def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    cached = run_sets(
-        runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full
-    )  # fmt: skip
+    cached = run_sets(runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full)
     for run_set in cached:
         found: dict[tuple[str, str, int, float], dict[int, float]] = {}
         for run in run_set.runs:

@@ -128,9 +128,7 @@ def as_csv(runs: Iterable[Run]) -> str:
     kept = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
     named = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
     sizes = ("request_bytes", "peak_bytes", "tokens_per_s")
-    writer.writerow(
-        [*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"]
-    )  # fmt: skip
+    writer.writerow([*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"])
     for run in sorted((r for r in runs if r.result.task == "latency"), key=order):
         for row in run.rows:
             values = [

@@ -40,7 +40,7 @@ class Drawing:
             f"    python run.py -m experiment={name}    (scale=smoke: minutes, embedded model and data)"
             for name in self.experiments
         ]
-        return "\n".join([f"{self.name}: not drawn, no runs of {self.title}; make some with", *commands])  # fmt: skip
+        return "\n".join([f"{self.name}: not drawn, no runs of {self.title}; make some with", *commands])
 
 
 DRAWINGS = (
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             paths = draw(drawing, runs, options.out)
         except OSError as error:
-            print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)  # fmt: skip
+            print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
             return 2
         n_drawn += len(paths)
         pdfs = [str(path) for path in paths if path.suffix == ".pdf"]

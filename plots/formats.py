@@ -10,7 +10,7 @@ ours. CSV has a line per cell with everything that is known of it, unrounded.
 
 LaTeX needs the packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 
-Not here: what stands in a table.
+Not here: what stands in a table (`plots/table_cells.py`).
 """
 
 import io
@@ -74,7 +74,7 @@ def sample_count(cells: Iterable[TableCell]) -> int | None:
 
 
 def score(cell: TableCell, common: int | None, strong: Callable[[str], str]) -> str:
-    """Ours."""
+    """Our score as printed, with its interval and marks."""
     if cell.score is None:
         return f"{ABSENT} ({cell.n_oom} oom)" if cell.n_oom else ABSENT
     text = f"{cell.score:.2f}"
@@ -92,7 +92,7 @@ def score(cell: TableCell, common: int | None, strong: Callable[[str], str]) -> 
 
 
 def paper(cell: TableCell, show_difference: bool) -> str:
-    """The published figure as printed, and ours less it."""
+    """The published figure as printed, with the difference of ours to it."""
     if cell.published is None:
         return ABSENT
     if cell.difference is None or not show_difference:
@@ -107,17 +107,17 @@ def heading(table: Table) -> str:
 
 def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
-    said = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
+    sentences = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
     if any(cell.over for cell in table.cells.values()):
-        said.append("† A sample's ledger was over its budget; such runs are not ranked.")
+        sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     if any(cell.published for cell in table.cells.values()):
-        said.append(
+        sentences.append(
             "Below each row: the published figure (ours less it)."
             if table.is_paper_setting
             else "Below each row: the published figure, of another model, data, wording, limit or comm: "
             "differences mean little."
         )
-    return [*said, *table.notes]
+    return [*sentences, *table.notes]
 
 
 COSTS = (
@@ -187,20 +187,20 @@ def markdown(table: Table) -> str:
 
 
 def markdown_rows(table: Table, budget: str) -> list[tuple[str, ...]]:
-    made: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
         ours = [score(cell, n, lambda text: f"**{text}**") for cell in cells]
-        made.append((dataset, ABSENT if n is None else str(n), *ours))
+        lines.append((dataset, ABSENT if n is None else str(n), *ours))
         if any(cell.published for cell in cells):
             theirs = [paper(cell, table.is_paper_setting) for cell in cells]
-            made.append(("· paper", "", *theirs))
-    return made
+            lines.append(("· paper", "", *theirs))
+    return lines
 
 
 def plain_markdown(text: str) -> str:
-    """A text in one cell: it ends no cell, opens no element and no link."""
+    """A text that can stand in one cell: it ends no cell, opens no element and no link."""
     words = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
     return words.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
 
@@ -266,18 +266,18 @@ def latex(table: Table) -> str:
 
 
 def latex_rows(table: Table, budget: str) -> list[str]:
-    made = []
+    lines = []
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
         # Bold goes around the printed number only, after all signs have been escaped.
         ours = [bold_tex(score(cell, n, lambda text: f"**{text}**")) for cell in cells]
-        made.append(" & ".join([tex(dataset), ABSENT if n is None else str(n), *ours]) + r" \\")
+        lines.append(" & ".join([tex(dataset), ABSENT if n is None else str(n), *ours]) + r" \\")
         if any(cell.published for cell in cells):
             theirs = [tex(paper(cell, table.is_paper_setting)) for cell in cells]
             small = [rf"{{\scriptsize {word}}}" for word in ("paper", *theirs)]
-            made.append(" & ".join([r"\quad " + small[0], "", *small[1:]]) + r" \\")
-    return made
+            lines.append(" & ".join([r"\quad " + small[0], "", *small[1:]]) + r" \\")
+    return lines
 
 
 def bold_tex(text: str) -> str:

@@ -84,9 +84,13 @@ def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
             figure, ax = style.new(f"Tokens per layer, request by request, {budget_words(run)}", run_set.about)
             for i, counts in enumerate(said[:N_REQUESTS]):
                 ax.plot(
-                    range(len(counts)), counts, color=style.PALETTE[5], linewidth=0.7, alpha=0.9,
+                    range(len(counts)),
+                    counts,
+                    color=style.PALETTE[5],
+                    linewidth=0.7,
+                    alpha=0.9,
                     label=f"{min(len(said), N_REQUESTS)} of {len(said)} requests" if i == 0 else None,
-                )  # fmt: skip
+                )
             average = np.mean(said, axis=0)
             looks = style.numbered(0) | {"markersize": 2.5}
             ax.plot(range(len(average)), average, label="mean of all", **looks)
@@ -110,9 +114,13 @@ def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
         shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
         figure, ax = style.new("Where the last tokens look, by layer", f"{run_set.about} · first sample", height=2.8)
         image = ax.imshow(
-            np.maximum(shares, 1e-2), cmap=style.HEAT, aspect="auto", norm="log",
-            extent=(0, 100, len(shares) - 0.5, -0.5), interpolation="nearest",
-        )  # fmt: skip
+            np.maximum(shares, 1e-2),
+            cmap=style.HEAT,
+            aspect="auto",
+            norm="log",
+            extent=(0, 100, len(shares) - 0.5, -0.5),
+            interpolation="nearest",
+        )
         ax.grid(visible=False)
         ax.set(xlabel="place in the prompt in %", ylabel="layer")
         figure.colorbar(image, ax=ax, label="% of the layer's attention")

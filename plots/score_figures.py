@@ -125,9 +125,13 @@ def score_vs_ratio(runs: Sequence[Run]) -> list[Figure]:
                     lambda run, c=comm, r=by_ratio: run.is_full or (run.result.comm_exact == c and is_ratio(run) == r)
                 )
                 figure = panels(
-                    here, f"Score by budget, comm {comm}", xlabel, budget_of, other_setting(here),
+                    here,
+                    f"Score by budget, comm {comm}",
+                    xlabel,
+                    budget_of,
+                    other_setting(here),
                     log=not by_ratio,
-                )  # fmt: skip
+                )
                 if figure is not None:
                     made.append(figure)
     return made
@@ -207,9 +211,9 @@ def needle_heatmaps(runs: Sequence[Run]) -> list[Figure]:
             tail = other_setting(run_set)
             for run in sorted(run_set.runs, key=lambda run: (not run.is_full, run.method)):
                 if run.is_full or (budget_of(run), run.result.comm) == (budget, comm):
-                    label = run.result.method_label if run.is_full else (
-                        f"{run.result.method_label} {tail(run)}"
-                    ).strip()  # fmt: skip
+                    label = (
+                        run.result.method_label if run.is_full else (f"{run.result.method_label} {tail(run)}").strip()
+                    )
                     chosen.setdefault(label, run)
             if len(chosen) > 1:
                 made.append(heatmaps(run_set, dict(islice(chosen.items(), 24)), budget, comm))
@@ -338,9 +342,13 @@ def pareto(runs: Sequence[Run]) -> list[Figure]:
             named.add(label)
         front = best_so_far([(x, y) for _, x, y in points])
         ax.step(
-            *zip(*front, strict=True), where="post", color="#555555", linewidth=0.8,
-            label="Pareto front", zorder=1,
-        )  # fmt: skip
+            *zip(*front, strict=True),
+            where="post",
+            color="#555555",
+            linewidth=0.8,
+            label="Pareto front",
+            zorder=1,
+        )
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.xaxis.set_minor_formatter("")

@@ -52,7 +52,7 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     assert cell.vs_full.mean == pytest.approx(100 * (ours.score - full.score))
 
 
-def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:  # fmt: skip
+def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:
     rows = answers(PAPER, 0.4)
     make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(PAPER[:3], 0.4), **OURS)
@@ -84,7 +84,7 @@ def test_what_differs_in_model_data_or_comm_is_never_in_one_table(tmp_path: Path
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.6), **changed(comm="1/64"))
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.7), **changed(model="tiny"))
-    make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))  # fmt: skip
+    make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))
     found = build(TABLE2, load(tmp_path))
     assert [table.is_paper_setting for table in found] == [True, False, False, False]
     embedded = next(table for table in found if table.where.data_source == "embedded")
@@ -102,7 +102,7 @@ def test_cells_out_of_memory_and_not_run_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_costs_stand_against_what_was_allowed(tmp_path: Path) -> None:
-    ledger = {"tokens_attended_mean": 190.0, "tokens_budget": 200.0, "bytes_moved_kv_per_step": 1.5e6}  # fmt: skip
+    ledger = {"tokens_attended_mean": 190.0, "tokens_budget": 200.0, "bytes_moved_kv_per_step": 1.5e6}
     make_run(tmp_path, "pqcache", "longbench", answers(["trec"], 0.5, ledger=ledger), **OURS)
     assert "| PQCache | ratio 1/5 | 190 / 200 |" in markdown(one(tmp_path))
     assert "1.5 MB" in markdown(one(tmp_path))
@@ -218,7 +218,7 @@ def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> Non
 
 def test_wording_of_our_own_is_never_compared_with_what_was_published(tmp_path: Path) -> None:
     for where, notes in (("own", ["prompts: own"]), ("official", ["prompts: official"])):
-        make_run(tmp_path / where, "pqcache", "longbench", answers(["qasper"], 0.4), notes=notes, **OURS)  # fmt: skip
+        make_run(tmp_path / where, "pqcache", "longbench", answers(["qasper"], 0.4), notes=notes, **OURS)
     own, official = one(tmp_path / "own"), one(tmp_path / "official")
     assert official.is_paper_setting and not own.is_paper_setting
     assert "differences mean little" in markdown(own) and "(ours less it)" in markdown(official)
