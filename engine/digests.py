@@ -139,11 +139,7 @@ def note_of(file: Path, notes: Path) -> Path:
 def read_note(note: Path, file: Path) -> str | None:
     """The hash in a note of our own that fits the file as it is; None where there is none."""
     try:
-        with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as handle:
-            facts = os.fstat(handle.fileno())
-            if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-                return None
-            kept = json.loads(handle.read(1 << 16))
+        kept = json.loads(read_own(note, 1 << 16))
         found = kept["sha256"]
         same = kept["file"] == str(file.resolve()) and kept["state"] == state(file.stat())
         return found if same and isinstance(found, str) and len(found) == 64 else None
@@ -152,15 +148,32 @@ def read_note(note: Path, file: Path) -> str | None:
 
 
 def write_note(note: Path, content: object) -> None:
-    """Write a note as a whole or not at all; without a cache folder the file is read again next time."""
-    scratch = note.with_name(f".{note.name}.{os.getpid()}")
+    """Write a note; without a cache folder the file is read again next time."""
     with suppress(OSError):
-        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_own(note, json.dumps(content))
+
+
+# --- files of the cache folder -----------------------------------------------------------------
+
+
+def read_own(path: Path, n_bytes: int) -> str:
+    """At most `n_bytes` of a file that is this user's; PermissionError where others own it or can write it."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
+        facts = os.fstat(handle.fileno())
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            raise PermissionError(f"{path} belongs to others, or others can write it")
+        return handle.read(n_bytes).decode()
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a file that only this user can read, as a whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch.unlink(missing_ok=True)
+    opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(opened, "wb") as handle:
+            handle.write(text.encode())
+        scratch.replace(path)
+    finally:
         scratch.unlink(missing_ok=True)
-        opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(opened, "w") as handle:
-                json.dump(content, handle)
-            scratch.replace(note)
-        finally:
-            scratch.unlink(missing_ok=True)

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from evals.results import SampleRow
 from plots import style
-from plots.groups import Group, budget_of, groups, mean, other_setting
 from plots.read import Run
+from plots.run_sets import RunSet, budget_of, mean, other_setting, run_sets
 from plots.score_figures import short
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
@@ -42,19 +42,19 @@ def timings(rows: Iterable[SampleRow], batch: int | None = None) -> dict[int, di
     }
 
 
-def by_cache(group: Group) -> list[tuple[int, Group]]:
+def by_cache(run_set: RunSet) -> list[tuple[int, RunSet]]:
     """Runs with as large a cache on the device; full attention, which has none, is among all."""
-    sizes = sorted({run.setting("cache", "tokens") or 0 for run in group.runs if not run.is_full})
+    sizes = sorted({run.setting("cache", "tokens") or 0 for run in run_set.runs if not run.is_full})
     return [
-        (size, group.only(lambda r, s=size: r.is_full or (r.setting("cache", "tokens") or 0) == s)) for size in sizes
+        (size, run_set.only(lambda r, s=size: r.is_full or (r.setting("cache", "tokens") or 0) == s)) for size in sizes
     ]
 
 
 def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[Figure]:
     made = []
-    for group in groups(runs, is_timed):
-        for cache, here in by_cache(group):
-            figure, ax = style.new(f"{title}{f', {cache} tokens cached' if cache else ''}", group.about)
+    for run_set in run_sets(runs, is_timed):
+        for cache, here in by_cache(run_set):
+            figure, ax = style.new(f"{title}{f', {cache} tokens cached' if cache else ''}", run_set.about)
             seen: list[str] = []
             tail = other_setting(here)
             for run in sorted(here.runs, key=lambda r: (not r.is_full, r.method, r.folder.name)):
@@ -69,9 +69,13 @@ def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[
                 ax.plot(xs, ys, label=f"{run.result.method_label}{budget}".strip(), **looks)
                 bounds = [each[f"{key}_s_q"] for each in found.values()]
                 ax.fill_between(
-                    xs, [b[0] for b in bounds], [b[1] for b in bounds],
-                    color=looks["color"], alpha=0.12, linewidth=0,
-                )  # fmt: skip
+                    xs,
+                    [b[0] for b in bounds],
+                    [b[1] for b in bounds],
+                    color=looks["color"],
+                    alpha=0.12,
+                    linewidth=0,
+                )
                 seen.append(run.method)
             if len(seen) > 1:
                 ax.set(xlabel="tokens of the prompt", ylabel=ylabel, ylim=(0, None))
@@ -90,15 +94,15 @@ def tpot_vs_length(runs: Sequence[Run]) -> list[Figure]:
 
 def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    for group in groups(runs, lambda run: is_timed(run) and run.method == "pqcache"):
+    for run_set in run_sets(runs, lambda run: is_timed(run) and run.method == "pqcache"):
         found: dict[int, dict[str, Any]] = {}
-        length = max((n for run in group.runs for n in timings(run.rows)), default=0)
-        for run in group.runs:
+        length = max((n for run in run_set.runs for n in timings(run.rows)), default=0)
+        for run in run_set.runs:
             if run.result.params["iterations"] == 10 and length in (at := timings(run.rows)):
                 found.setdefault(int(run.setting("cache", "tokens") or 0), at[length])
         if len(found) < 2:
             continue
-        figure, ax = style.new(f"PQCache's time per token by cache, {short(length)} tokens", group.about, height=2.2)
+        figure, ax = style.new(f"PQCache's time per token by cache, {short(length)} tokens", run_set.about, height=2.2)
         sizes = sorted(found)
         for i, size in enumerate(sizes):
             y, (low, high) = 1000 * found[size]["tpot_s"], found[size]["tpot_s_q"]
@@ -107,9 +111,13 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
             base = 1000 * found[sizes[0]]["tpot_s"]
             if i:
                 ax.annotate(
-                    f"{100 * (y / base - 1):+.1f} %", (i, 1000 * high), ha="center",
-                    xytext=(0, 3), textcoords="offset points", fontsize=6,
-                )  # fmt: skip
+                    f"{100 * (y / base - 1):+.1f} %",
+                    (i, 1000 * high),
+                    ha="center",
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    fontsize=6,
+                )
         ax.set_xticks(range(len(sizes)), [short(size) for size in sizes])
         ax.margins(y=0.15)
         ax.grid(axis="x", visible=False)
@@ -120,12 +128,10 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
 
 def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    cached = groups(
-        runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full
-    )  # fmt: skip
-    for group in cached:
+    cached = run_sets(runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full)
+    for run_set in cached:
         found: dict[tuple[str, str, int, float], dict[int, float]] = {}
-        for run in group.runs:
+        for run in run_set.runs:
             cache = run.setting("cache")
             if run.result.cache_hit_rate is not None:
                 key = (
@@ -138,7 +144,7 @@ def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
         found = {key: points for key, points in found.items() if len(points) > 1}
         if not found:
             continue
-        figure, ax = style.new("Hit rate of the cache on the device", group.about)
+        figure, ax = style.new("Hit rate of the cache on the device", run_set.about)
         for i, ((label, policy, tokens, budget), points) in enumerate(sorted(found.items())):
             xs = sorted(points)
             name = f"{label} {short(budget)}, {policy.upper()}, {tokens} tokens"
@@ -157,14 +163,14 @@ def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
 def stacked(runs: Sequence[Run], key: str, title: str, whole: str) -> list[Figure]:
     """Parts of a pass by length, stacked, the time of unrecorded passes beside them."""
     made = []
-    for group in groups(runs, is_timed):
-        for run in sorted(group.runs, key=lambda run: run.folder.name):
+    for run_set in run_sets(runs, is_timed):
+        for run in sorted(run_set.runs, key=lambda run: run.folder.name):
             found = timings(run.rows)
             names = [p for p in PARTS if any(each[key].get(p) for each in found.values())]
             names += sorted({p for each in found.values() for p in each[key]} - set(PARTS))
             if run.is_full or not names:
                 continue
-            figure, ax = style.new(f"{title}, {run.result.method_label}", settings_of(run, group))
+            figure, ax = style.new(f"{title}, {run.result.method_label}", settings_of(run, run_set))
             draw_stack(ax, found, key, names)
             ys = [each[whole] for each in found.values()]
             ax.plot(
@@ -193,11 +199,11 @@ def draw_stack(ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Se
         bottom += heights
 
 
-def settings_of(run: Run, group: Group) -> str:
+def settings_of(run: Run, run_set: RunSet) -> str:
     cache = run.setting("cache", "tokens")
     asked = f"budget {short(budget_of(run) or 0)}, comm {run.result.comm_exact}, cache {cache}"
-    tail = other_setting(group)(run)
-    return f"{group.about} · {asked}{' · ' if tail else ''}{tail}"
+    tail = other_setting(run_set)(run)
+    return f"{run_set.about} · {asked}{' · ' if tail else ''}{tail}"
 
 
 def prefill_parts(runs: Sequence[Run]) -> list[Figure]:
@@ -211,20 +217,20 @@ def decode_parts(runs: Sequence[Run]) -> list[Figure]:
 def answer_time(runs: Sequence[Run]) -> list[Figure]:
     """Prefill and decoding of whole answers, by length, variants side by side."""
     made = []
-    for group in groups(runs, is_timed):
+    for run_set in run_sets(runs, is_timed):
         chosen = [
             (run, found)
-            for run in sorted(group.runs, key=lambda r: (not r.is_full, r.method, r.folder.name))
+            for run in sorted(run_set.runs, key=lambda r: (not r.is_full, r.method, r.folder.name))
             if (found := timings(run.rows))
         ]
         if len(chosen) < 2:
             continue
         chosen = one_full(chosen)[:7]  # more have no colours of their own
-        n_new = int(group.runs[0].task_param("n_new") or 0)
-        figure, ax = style.new(f"Time of an answer of {n_new} tokens", group.about, height=2.8)
+        n_new = int(run_set.runs[0].task_param("n_new") or 0)
+        figure, ax = style.new(f"Time of an answer of {n_new} tokens", run_set.about, height=2.8)
         lengths = sorted({n for _, found in chosen for n in found})
         width = 0.8 / len(chosen)
-        tail = other_setting(group)
+        tail = other_setting(run_set)
         for i, (run, found) in enumerate(chosen):
             places = [lengths.index(n) - 0.4 + width * (i + 0.5) for n in found]
             first = [each["ttft_s"] for each in found.values()]

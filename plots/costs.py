@@ -19,8 +19,8 @@ from typing import Any
 from evals.foreign import CsvWriter
 from evals.results import SampleRow
 from plots.formats import pipes, plain_markdown
-from plots.groups import Group, groups, other_setting
 from plots.read import Run, default_root, load
+from plots.run_sets import RunSet, other_setting, run_sets
 
 NAME = "costs"
 HEAD = (
@@ -34,21 +34,21 @@ TIMES = tuple(
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """A table per group of runs and batch size; "" where nothing was timed."""
+    """A table per set of runs and batch size; "" where nothing was timed."""
     made = []
-    for group in groups(runs, lambda run: run.result.task == "latency"):
-        for batch in batches(group):
-            tail = other_setting(group)
-            rows = {run.folder: timed(run, batch) for run in group.runs}
+    for run_set in run_sets(runs, lambda run: run.result.task == "latency"):
+        for batch in batches(run_set):
+            tail = other_setting(run_set)
+            rows = {run.folder: timed(run, batch) for run in run_set.runs}
             lengths = list(dict.fromkeys(n for found in rows.values() for n in found))
             lines = [
                 line(run, tail(run), [rows[run.folder].get(n) for n in lengths])
-                for run in sorted(group.runs, key=order)
+                for run in sorted(run_set.runs, key=order)
                 if rows[run.folder]
             ]
             if lines:
                 sizes = ", ".join(f"{n:,}" for n in lengths)
-                about = f"{group.about} · {sizes} tokens · batch of {batch}"
+                about = f"{run_set.about} · {sizes} tokens · batch of {batch}"
                 made.append("\n".join([plain_markdown(about), "", *pipes(HEAD, lines)]))
     return "\n\n".join(made)
 
@@ -57,8 +57,8 @@ def order(run: Run) -> tuple[bool, str, str]:
     return not run.is_full, run.result.method_label.lower(), run.folder.name
 
 
-def batches(group: Group) -> list[int]:
-    return sorted({int(row.fields["batch"]) for run in group.runs for row in run.rows})
+def batches(run_set: RunSet) -> list[int]:
+    return sorted({int(row.fields["batch"]) for run in run_set.runs for row in run.rows})
 
 
 def timed(run: Run, batch: int) -> dict[int, SampleRow]:
@@ -128,9 +128,7 @@ def as_csv(runs: Iterable[Run]) -> str:
     kept = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
     named = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
     sizes = ("request_bytes", "peak_bytes", "tokens_per_s")
-    writer.writerow(
-        [*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"]
-    )  # fmt: skip
+    writer.writerow([*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"])
     for run in sorted((r for r in runs if r.result.task == "latency"), key=order):
         for row in run.rows:
             values = [

@@ -2,11 +2,11 @@
 
     python -m plots.figures [RUNS] [--out FOLDER] [--only NAME …]     or: make paper-figures
 
-A figure is drawn for each group of runs that share task, parameters, model, data and machine; the largest group has
+A figure is drawn for each set of runs that share task, parameters, model, data and machine; the largest set has
 the plain name, the others `NAME_2`, `NAME_3` and so on. What the runs cannot fill is not drawn: the command that would
 make it is printed instead. Files hold no date, so the same runs make the same bytes.
 
-Not here: how lines look (`plots/style.py`), which runs go together (`plots/groups.py`).
+Not here: how lines look (`plots/style.py`), which runs go together (`plots/run_sets.py`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Drawing:
             f"    python run.py -m experiment={name}    (scale=smoke: minutes, embedded model and data)"
             for name in self.experiments
         ]
-        return "\n".join([f"{self.name}: not drawn, no runs of {self.title}; make some with", *commands])  # fmt: skip
+        return "\n".join([f"{self.name}: not drawn, no runs of {self.title}; make some with", *commands])
 
 
 DRAWINGS = (
@@ -85,7 +85,7 @@ DRAWINGS = (
 
 
 def draw(drawing: Drawing, runs: Sequence[Run], folder: Path) -> list[Path]:
-    """All figures of one kind; files of groups that are no longer there are removed."""
+    """Draw all figures of one kind, and remove files of run sets that are no longer there."""
     with matplotlib.rc_context(style.RC):
         figures = drawing.draw(sorted(runs, key=lambda run: run.folder.as_posix()))
         paths = []
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             paths = draw(drawing, runs, options.out)
         except OSError as error:
-            print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)  # fmt: skip
+            print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
             return 2
         n_drawn += len(paths)
         pdfs = [str(path) for path in paths if path.suffix == ".pdf"]

@@ -1,4 +1,4 @@
-"""A table of `plots/tables.py` as Markdown, LaTeX (booktabs) and CSV.
+"""A table of `plots/table_cells.py` as Markdown, LaTeX (booktabs) and CSV.
 
 Markdown and LaTeX print score ± half the 95 % interval, and below each row the paper's figure with the difference to
 ours. CSV has a line per cell with everything that is known of it, unrounded.
@@ -10,7 +10,7 @@ ours. CSV has a line per cell with everything that is known of it, unrounded.
 
 LaTeX needs the packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 
-Not here: what stands in a table.
+Not here: what stands in a table (`plots/table_cells.py`).
 """
 
 import io
@@ -19,12 +19,10 @@ from dataclasses import fields
 from fractions import Fraction
 from math import fsum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evals.foreign import CsvWriter
-
-if TYPE_CHECKING:
-    from plots.tables import Cell, Cost, Layout, Table
+from plots.paper_tables import PaperTable
+from plots.table_cells import Cost, Table, TableCell
 
 ABSENT = "-"
 LATEX = str.maketrans(
@@ -37,17 +35,17 @@ LATEX = str.maketrans(
 )  # fmt: skip
 
 
-def write(folder: Path, layout: "Layout", tables: "Sequence[Table]") -> list[Path]:
-    """All groups of one table in one file per format."""
+def write(folder: Path, paper_table: PaperTable, tables: Sequence[Table]) -> list[Path]:
+    """Write all of a paper's table that the runs give into one file per format."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
-        "md": f"# {layout.title}\n\n" + "\n".join(markdown(table) for table in tables),
+        "md": f"# {paper_table.title}\n\n" + "\n".join(markdown(table) for table in tables),
         "tex": "\n".join(latex(table) for table in tables),
         "csv": as_csv(tables),
     }
     paths = []
     for suffix, text in texts.items():
-        path = folder / f"{layout.name}.{suffix}"
+        path = folder / f"{paper_table.name}.{suffix}"
         path.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be no UTF-8
         paths.append(path)
     return paths
@@ -56,27 +54,27 @@ def write(folder: Path, layout: "Layout", tables: "Sequence[Table]") -> list[Pat
 # --- what all formats say ----------------------------------------------------------------------
 
 
-def block_title(table: "Table", budget: str) -> str:
+def block_title(table: Table, budget: str) -> str:
     if not budget:
         return ""
-    tokens = (table.layout.tokens or {}).get(budget)
+    tokens = (table.paper_table.tokens or {}).get(budget)
     if tokens:
         return f"{budget}: {tokens} tokens per layer"
     return f"{budget} tokens" if budget.isdecimal() and budget != "1" else f"ratio {budget}"
 
 
-def rows_of(table: "Table", budget: str) -> list[str]:
+def rows_of(table: Table, budget: str) -> list[str]:
     return [d for d in table.datasets if (d, table.methods[0], budget) in table.cells]
 
 
-def sample_count(cells: "Iterable[Cell]") -> int | None:
+def sample_count(cells: Iterable[TableCell]) -> int | None:
     """The number of samples, where all cells that were run agree on it."""
     counts = {cell.n for cell in cells if cell.n or cell.n_oom}
     return counts.pop() if len(counts) == 1 else None
 
 
-def score(cell: "Cell", common: int | None, strong: Callable[[str], str]) -> str:
-    """Ours."""
+def score(cell: TableCell, common: int | None, strong: Callable[[str], str]) -> str:
+    """Our score as printed, with its interval and marks."""
     if cell.score is None:
         return f"{ABSENT} ({cell.n_oom} oom)" if cell.n_oom else ABSENT
     text = f"{cell.score:.2f}"
@@ -93,8 +91,8 @@ def score(cell: "Cell", common: int | None, strong: Callable[[str], str]) -> str
     return text
 
 
-def paper(cell: "Cell", show_difference: bool) -> str:
-    """The published figure as printed, and ours less it."""
+def paper(cell: TableCell, show_difference: bool) -> str:
+    """The published figure as printed, with the difference of ours to it."""
     if cell.published is None:
         return ABSENT
     if cell.difference is None or not show_difference:
@@ -102,24 +100,24 @@ def paper(cell: "Cell", show_difference: bool) -> str:
     return f"{cell.published} ({cell.difference:+.2f})"
 
 
-def heading(table: "Table") -> str:
+def heading(table: Table) -> str:
     embedded = "EMBEDDED DATA, not the paper's · " if table.where.data_source == "embedded" else ""
-    return f"{embedded}{table.where}{f' · {table.asked}' if table.asked else ''}"
+    return f"{embedded}{table.where}{f' · {table.prompts}' if table.prompts else ''}"
 
 
-def explanation(table: "Table") -> list[str]:
+def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
-    said = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
+    sentences = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
     if any(cell.over for cell in table.cells.values()):
-        said.append("† A sample's ledger was over its budget; such runs are not ranked.")
+        sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     if any(cell.published for cell in table.cells.values()):
-        said.append(
+        sentences.append(
             "Below each row: the published figure (ours less it)."
             if table.is_paper_setting
             else "Below each row: the published figure, of another model, data, wording, limit or comm: "
             "differences mean little."
         )
-    return [*said, *table.notes]
+    return [*sentences, *table.notes]
 
 
 COSTS = (
@@ -128,7 +126,7 @@ COSTS = (
 )  # fmt: skip
 
 
-def costs(table: "Table") -> list[tuple[str, ...]]:
+def costs(table: Table) -> list[tuple[str, ...]]:
     """A line per method and budget: what was measured against what was allowed."""
     lines = []
     for budget in table.budgets:
@@ -141,8 +139,8 @@ def costs(table: "Table") -> list[tuple[str, ...]]:
     return lines
 
 
-def cost_words(cells: "Sequence[Cell]", table: "Table") -> tuple[str, ...]:
-    def mean(of: "Callable[[Cost], float | None]") -> float | None:
+def cost_words(cells: Sequence[TableCell], table: Table) -> tuple[str, ...]:
+    def mean(of: Callable[[Cost], float | None]) -> float | None:
         known = [(value, c.n) for c in cells if c.n and (value := of(c.cost)) is not None]
         return fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
 
@@ -176,7 +174,7 @@ def in_bytes(value: float | None) -> str:
 # --- Markdown ----------------------------------------------------------------------------------
 
 
-def markdown(table: "Table") -> str:
+def markdown(table: Table) -> str:
     lines = [f"## {heading(table)}", ""]
     for budget in table.budgets:
         if title := block_title(table, budget):
@@ -188,21 +186,21 @@ def markdown(table: "Table") -> str:
     return "\n".join(lines)
 
 
-def markdown_rows(table: "Table", budget: str) -> list[tuple[str, ...]]:
-    made: list[tuple[str, ...]] = []
+def markdown_rows(table: Table, budget: str) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
         ours = [score(cell, n, lambda text: f"**{text}**") for cell in cells]
-        made.append((dataset, ABSENT if n is None else str(n), *ours))
+        lines.append((dataset, ABSENT if n is None else str(n), *ours))
         if any(cell.published for cell in cells):
             theirs = [paper(cell, table.is_paper_setting) for cell in cells]
-            made.append(("· paper", "", *theirs))
-    return made
+            lines.append(("· paper", "", *theirs))
+    return lines
 
 
 def plain_markdown(text: str) -> str:
-    """A text in one cell: it ends no cell, opens no element and no link."""
+    """A text that can stand in one cell: it ends no cell, opens no element and no link."""
     words = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
     return words.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
 
@@ -224,7 +222,7 @@ def tex(text: str) -> str:
     return words.encode("ascii", "ignore").decode()
 
 
-def latex(table: "Table") -> str:
+def latex(table: Table) -> str:
     columns = len(table.methods) + 2
     body: list[str] = []
     for budget in table.budgets:
@@ -236,10 +234,10 @@ def latex(table: "Table") -> str:
     under = " ".join(tex(sentence.rstrip(".") + ".") for sentence in explanation(table))
     return "\n".join(
         [
-            f"% {table.layout.name}: needs booktabs and graphicx",
+            f"% {table.paper_table.name}: needs booktabs and graphicx",
             r"\begin{table*}",
             r"\centering",
-            rf"\caption{{{tex(table.layout.title)}. {tex(heading(table))}.}}",
+            rf"\caption{{{tex(table.paper_table.title)}. {tex(heading(table))}.}}",
             r"\resizebox{\textwidth}{!}{%",
             rf"\begin{{tabular}}{{lr{'r' * len(table.methods)}}}",
             r"\toprule",
@@ -267,19 +265,19 @@ def latex(table: "Table") -> str:
     )
 
 
-def latex_rows(table: "Table", budget: str) -> list[str]:
-    made = []
+def latex_rows(table: Table, budget: str) -> list[str]:
+    lines = []
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
         # Bold goes around the printed number only, after all signs have been escaped.
         ours = [bold_tex(score(cell, n, lambda text: f"**{text}**")) for cell in cells]
-        made.append(" & ".join([tex(dataset), ABSENT if n is None else str(n), *ours]) + r" \\")
+        lines.append(" & ".join([tex(dataset), ABSENT if n is None else str(n), *ours]) + r" \\")
         if any(cell.published for cell in cells):
             theirs = [tex(paper(cell, table.is_paper_setting)) for cell in cells]
             small = [rf"{{\scriptsize {word}}}" for word in ("paper", *theirs)]
-            made.append(" & ".join([r"\quad " + small[0], "", *small[1:]]) + r" \\")
-    return made
+            lines.append(" & ".join([r"\quad " + small[0], "", *small[1:]]) + r" \\")
+    return lines
 
 
 def bold_tex(text: str) -> str:
@@ -291,10 +289,8 @@ def bold_tex(text: str) -> str:
 # --- CSV ---------------------------------------------------------------------------------------
 
 
-def as_csv(tables: "Iterable[Table]") -> str:
-    """A line per cell of all groups, unrounded."""
-    from plots.tables import Cost
-
+def as_csv(tables: Iterable[Table]) -> str:
+    """A line per cell of all tables, unrounded."""
     out = io.StringIO()
     writer = CsvWriter(out, lineterminator="\n")
     where = ("model", "data_source", "comm", "protocol", "seed", "limit", "dtype", "device")
@@ -309,7 +305,7 @@ def as_csv(tables: "Iterable[Table]") -> str:
             writer.writerow(
                 [
                     *(getattr(table.where, name) for name in where),
-                    table.asked,
+                    table.prompts,
                     *(plain(getattr(cell, name)) for name in (*names, *shown)),
                     *(plain(v) for v in ((full.mean, full.low, full.high) if full else [None] * 3)),
                     plain(cell.vs_full_p),

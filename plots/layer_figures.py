@@ -10,15 +10,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from plots import style
-from plots.groups import Group, budget_of, groups, mean, reports, score_of
 from plots.read import Run
+from plots.run_sets import RunSet, budget_of, mean, reports, run_sets, score_of
 from plots.score_figures import scored
 
 N_REQUESTS = 8
 
 
-def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[Group]:
-    return groups(
+def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[RunSet]:
+    return run_sets(
         runs,
         lambda run: run.method == "xkv" and scored(run) and allocation in (None, run.result.params.get("allocation")),
     )
@@ -32,10 +32,10 @@ def budget_words(run: Run) -> str:
 def xkv_retention(runs: Sequence[Run]) -> list[Figure]:
     """Retention per layer where all layers keep as much; mean over samples."""
     made = []
-    for group in xkv(runs, "uniform"):
-        figure, ax = style.new("Retention per layer, all layers alike", group.about)
+    for run_set in xkv(runs, "uniform"):
+        figure, ax = style.new("Retention per layer, all layers alike", run_set.about)
         found: dict[str, list[float]] = {}
-        for run in sorted(group.runs, key=lambda run: budget_of(run) or 0):
+        for run in sorted(run_set.runs, key=lambda run: budget_of(run) or 0):
             said = [report["retention"] for report in reports(run)]
             if said:
                 found.setdefault(budget_words(run), np.mean(said, axis=0).tolist())
@@ -57,15 +57,15 @@ def per_layer(ax: Any, found: dict[str, list[float]], ylabel: str) -> None:
 def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
     """Tokens that each layer needs for one retention; mean over samples."""
     made = []
-    for group in xkv(runs):
+    for run_set in xkv(runs):
         per_run = (
             [r["n_at_retention"] for r in reports(run) if r.get("n_at_retention")]
-            for run in sorted(group.runs, key=lambda run: run.folder.name)
+            for run in sorted(run_set.runs, key=lambda run: run.folder.name)
         )
         said = next(filter(None, per_run), None)  # the prompts' needs do not depend on a run's budget
         if not said:
             continue
-        figure, ax = style.new("Tokens per layer for the same retention", group.about)
+        figure, ax = style.new("Tokens per layer for the same retention", run_set.about)
         found = {f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist() for name in said[0]}
         per_layer(ax, found, "tokens")
         style.legend(figure, ax)
@@ -76,17 +76,21 @@ def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
 def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
     """Tokens per layer, a line per request, the mean above them."""
     made = []
-    for group in xkv(runs, "exact"):
-        for run in sorted(group.runs, key=lambda run: run.folder.name):
+    for run_set in xkv(runs, "exact"):
+        for run in sorted(run_set.runs, key=lambda run: run.folder.name):
             said = [report["n"] for report in reports(run)]
             if not said:
                 continue
-            figure, ax = style.new(f"Tokens per layer, request by request, {budget_words(run)}", group.about)
+            figure, ax = style.new(f"Tokens per layer, request by request, {budget_words(run)}", run_set.about)
             for i, counts in enumerate(said[:N_REQUESTS]):
                 ax.plot(
-                    range(len(counts)), counts, color=style.PALETTE[5], linewidth=0.7, alpha=0.9,
+                    range(len(counts)),
+                    counts,
+                    color=style.PALETTE[5],
+                    linewidth=0.7,
+                    alpha=0.9,
                     label=f"{min(len(said), N_REQUESTS)} of {len(said)} requests" if i == 0 else None,
-                )  # fmt: skip
+                )
             average = np.mean(said, axis=0)
             looks = style.numbered(0) | {"markersize": 2.5}
             ax.plot(range(len(average)), average, label="mean of all", **looks)
@@ -101,18 +105,22 @@ def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
 def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
     """What the last tokens look at, by layer and place; of the first sample that was profiled."""
     made = []
-    for group in xkv(runs):
-        ordered = sorted(group.runs, key=lambda run: run.folder.name)
+    for run_set in xkv(runs):
+        ordered = sorted(run_set.runs, key=lambda run: run.folder.name)
         profiles = [r["w"] for run in ordered for r in reports(run) if r.get("w")]
         if not profiles:
             continue
         weights = np.array(profiles[0])
         shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
-        figure, ax = style.new("Where the last tokens look, by layer", f"{group.about} · first sample", height=2.8)
+        figure, ax = style.new("Where the last tokens look, by layer", f"{run_set.about} · first sample", height=2.8)
         image = ax.imshow(
-            np.maximum(shares, 1e-2), cmap=style.HEAT, aspect="auto", norm="log",
-            extent=(0, 100, len(shares) - 0.5, -0.5), interpolation="nearest",
-        )  # fmt: skip
+            np.maximum(shares, 1e-2),
+            cmap=style.HEAT,
+            aspect="auto",
+            norm="log",
+            extent=(0, 100, len(shares) - 0.5, -0.5),
+            interpolation="nearest",
+        )
         ax.grid(visible=False)
         ax.set(xlabel="place in the prompt in %", ylabel="layer")
         figure.colorbar(image, ax=ax, label="% of the layer's attention")
@@ -123,17 +131,17 @@ def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
 def xkv_score_vs_retention(runs: Sequence[Run]) -> list[Figure]:
     """The score against mean retention, the total of tokens being the same."""
     made = []
-    for group in xkv(runs):
-        for budget in sorted({budget_words(run) for run in group.runs}):
+    for run_set in xkv(runs):
+        for budget in sorted({budget_words(run) for run in run_set.runs}):
             points = []
-            for run in group.runs:
+            for run in run_set.runs:
                 retention = mean(report["r_avg"] for report in reports(run))
                 score = score_of(run.rows)
                 if budget_words(run) == budget and retention is not None and score is not None:
                     points.append((retention, score))
             if len({retention for retention, _ in points}) < 3:
                 continue
-            figure, ax = style.new(f"Score against mean retention, {budget}", group.about)
+            figure, ax = style.new(f"Score against mean retention, {budget}", run_set.about)
             for retention, (y, low, high) in sorted(points):
                 ax.errorbar(retention, y, [[y - low], [high - y]], capsize=2, **style.numbered(0, ""))
             ax.set(xlabel="mean retention over layers", ylabel="score")
@@ -144,7 +152,7 @@ def xkv_score_vs_retention(runs: Sequence[Run]) -> list[Figure]:
 def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
     """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
     made = []
-    exact = groups(
+    exact = run_sets(
         runs,
         lambda run: (
             run.result.task == "fidelity"
@@ -155,15 +163,15 @@ def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
             and run.result.ratio is not None
         ),
     )
-    for group in exact:
-        ordered = sorted(group.runs, key=budget_of_ratio)
+    for run_set in exact:
+        ordered = sorted(run_set.runs, key=budget_of_ratio)
         if len(ordered) < 2:
             continue
         xs = [100 * budget_of_ratio(run) for run in ordered]
         masses = np.array(
             [np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0) for run in ordered]
         )
-        figure, ax = style.new("Attention on the heaviest tokens, by layer", group.about)
+        figure, ax = style.new("Attention on the heaviest tokens, by layer", run_set.about)
         n_layers = masses.shape[1]
         named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
         for layer in range(n_layers):

@@ -87,7 +87,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
 
 
 def describe(run: Run, others: "Others", root: Path, baselines: "Baselines") -> dict[str, Any]:
-    """One run: what was asked, what was measured, how its scores compare."""
+    """One run: its settings, what was measured, how its scores compare."""
     result = run.result
     label = " ".join([result.method_label, *others.varied(run)])
     return {
@@ -100,20 +100,20 @@ def describe(run: Run, others: "Others", root: Path, baselines: "Baselines") -> 
         "model": result.model,
         "budget": "full" if run.is_full else budget(run),
         "comm": "none" if run.is_full else result.comm_exact,
-        "group": group(run),
+        "group": matrix_of(run),
         "status": result.status,
         "n": result.n_samples,
         "n_oom": result.n_oom,
-        "audit": {key: getattr(result, key) for key in AUDITED} | asked(run, others),
-        "parts": [part(run, name, rows, baselines) for name, rows in run.datasets().items()],
+        "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others),
+        "parts": [describe_dataset(run, name, rows, baselines) for name, rows in run.datasets().items()],
         "provenance": provenance(run),
     }
 
 
-def group(run: Run) -> str:
-    """What runs must share to stand in one matrix."""
+def matrix_of(run: Run) -> str:
+    """What runs must share to stand in one matrix of scores, as words."""
     result, limit = run.result, run.setting("limit")
-    parts = [
+    conditions = [
         result.model,
         f"{result.data_source} data",
         result.protocol,
@@ -121,7 +121,7 @@ def group(run: Run) -> str:
         f"first {limit} samples" if limit else "all samples",
         f"{result.dtype} on {result.device}",
     ]
-    return " · ".join(parts)
+    return " · ".join(conditions)
 
 
 def budget(run: Run) -> str:
@@ -130,7 +130,7 @@ def budget(run: Run) -> str:
 
 
 class Others:
-    """What a run is told apart by and measured against, gathered once: thousands of runs are not compared pairwise."""
+    """What each run needs of all others, gathered once, so that thousands of runs are not compared pairwise."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         models: dict[str, list[Run]] = {}
@@ -150,8 +150,8 @@ class Others:
         return [f"{key}={value}" for key, value in run.params.items() if key in varying]
 
 
-def asked(run: Run, others: Others) -> dict[str, float | None]:
-    """The bytes per step that `comm` allows, by the size of a key that full attention on this model shows."""
+def comm_allowed(run: Run, others: Others) -> dict[str, float | None]:
+    """The bytes per step that `comm` allows, from the size of a key in a run of full attention on this model."""
     per_token = others.key_bytes[run.result.model]
     lengths = [row.prompt_tokens for row in run.rows if row.status == "ok"]
     comm = None
@@ -160,8 +160,8 @@ def asked(run: Run, others: Others) -> dict[str, float | None]:
     return {"comm_bytes": comm, "prompt_tokens": fsum(lengths) / len(lengths) if lengths else None}
 
 
-def part(run: Run, name: str, rows: Sequence[SampleRow], baselines: "Baselines") -> dict[str, Any]:
-    """One dataset of a run."""
+def describe_dataset(run: Run, name: str, rows: Sequence[SampleRow], baselines: "Baselines") -> dict[str, Any]:
+    """One dataset of a run: its score, and how it compares with full attention."""
     metric = metric_of(run, rows)
     ok = [row for row in rows if row.score is not None]
     is_whole = len(rows) == len(run.rows) and metric == (run.result.metric or "score")
@@ -205,7 +205,7 @@ class Baselines:
         return json.dumps([run.setting(key) for key in keys], sort_keys=True)
 
     def compare(self, run: Run, name: str, metric: str, rows: Iterable[SampleRow]) -> dict[str, Any] | None:
-        """Sample by sample, where both were asked the same prompt; None without such a sample."""
+        """A run against full attention on the samples with the same prompt; None without such a sample."""
         full = self.rows.get(self.key(run), {})
         pairs = [
             (row, full[row.id]) for row in rows if row.id in full and full[row.id].prompt_sha256 == row.prompt_sha256
@@ -302,7 +302,7 @@ def environment(path: Path) -> dict[str, Any]:
 
 
 def samples(runs: Sequence[Run]) -> dict[str, Any]:
-    """What each run answered. A prompt's references stand once, whatever the number of runs."""
+    """The answers of each run. Each prompt's references stand once, however many runs answered it."""
     asked: dict[tuple[str, str, str], int] = {}
     shared: list[dict[str, Any]] = []
     answers = []
@@ -364,6 +364,8 @@ def bounded(tree: Any) -> Any:
             return {key: short(v) for key, v in node.items()}
         return [short(v) for v in node] if isinstance(node, list) else rounded(node)
 
+    if not tree:
+        return tree
     tree = short(tree)
     text = json.dumps(tree, ensure_ascii=False)
     return tree if len(text) <= LONGEST else cut(text)
@@ -408,7 +410,7 @@ def policy(script: str) -> str:
 
 
 def as_json(tree: Any) -> str:
-    """JSON that no element can be ended in."""
+    """JSON that cannot end the element that it stands in."""
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

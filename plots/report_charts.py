@@ -5,16 +5,22 @@ The page fills in the named data sources and the words that start with `@`; see 
 Not here: data, colours of the page's two themes.
 """
 
+import hashlib
 import importlib
+from contextlib import suppress
+from importlib import metadata
 from math import cos, pi, sin
+from pathlib import Path
 from typing import Any
 
 import altair as alt
 
+from engine.digests import cache_home, read_own, write_own
 from plots import style
 
 SCORE = "@score"  # title of the axis that scores are on
 COST = "@cost"  # title of the axis of bytes or tokens
+LARGEST_SCRIPT = 16 << 20  # bytes; today's has 0.9 MB
 
 
 def polygon(n: int, inner: float = 1.0, width: float = 1.0) -> str:
@@ -106,7 +112,33 @@ def plain(chart: Any) -> dict[str, Any]:
 
 
 def vega_script() -> str:
-    """Vega, Vega-Lite and Vega-Embed of the version that Altair writes for, as one script without imports."""
+    """Vega, Vega-Lite and Vega-Embed of the version that Altair writes for, as one script without imports.
+
+    Putting it together takes two seconds, so each version is kept in the user's cache folder, behind its own hash.
+    """
+    file = cache_home() / f"vega-{alt.SCHEMA_VERSION}-{metadata.version('vl-convert-python')}.js"
+    script = kept_script(file)
+    if script is None:
+        script = bundled_script()
+        with suppress(OSError):  # without a cache folder it is put together again next time
+            write_own(file, f"{digest_line(script)}\n{script}")
+    return script
+
+
+def kept_script(file: Path) -> str | None:
+    """The script in a file of `vega_script`; None where there is none, or one that is not as it was written."""
+    try:
+        line, _, script = read_own(file, LARGEST_SCRIPT).partition("\n")
+    except (OSError, ValueError):
+        return None
+    return script if line == digest_line(script) else None
+
+
+def digest_line(script: str) -> str:
+    return f"// sha256 {hashlib.sha256(script.encode()).hexdigest()}"
+
+
+def bundled_script() -> str:
     vl_convert = importlib.import_module("vl_convert")  # compiled; its types leave out a default
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     return vl_convert.javascript_bundle(vl_version=version)

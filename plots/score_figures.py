@@ -16,19 +16,19 @@ from matplotlib.figure import Figure
 from evals.results import METRICS
 from evals.tasks.needle.heatmap import pivot
 from plots import style
-from plots.groups import (
-    Group,
+from plots.read import Run
+from plots.run_sets import (
     Line,
+    RunSet,
     budget_of,
     by_dataset,
-    groups,
     lines,
     mean,
     other_setting,
     reports,
+    run_sets,
     score_of,
 )
-from plots.read import Run
 
 LABELLED = ("longbench", "gsm8k", "infinitebench", "ruler", "needle")  # tasks with scores of 0 to 1
 N_PANELS = 16
@@ -43,7 +43,7 @@ def is_ratio(run: Run) -> bool:
 
 
 def panels(
-    group: Group,
+    run_set: RunSet,
     title: str,
     xlabel: str,
     x: Callable[[Run], float | None],
@@ -52,10 +52,10 @@ def panels(
 ) -> Figure | None:
     """A panel per dataset, a line per method; None where no line has two points."""
     drawn: list[tuple[str, list[Line]]] = []
-    for dataset in group.datasets()[:N_PANELS]:
+    for dataset in run_set.datasets()[:N_PANELS]:
         found = [
             line
-            for line in lines(group, x, by_dataset(dataset), apart)
+            for line in lines(run_set, x, by_dataset(dataset), apart)
             if len(line.points) > 1 and line.method != "full"
         ]
         if found:
@@ -66,7 +66,7 @@ def panels(
     rows = ceil(len(drawn) / columns)
     figure, axes = style.new(
         title,
-        group.about,
+        run_set.about,
         style.COLUMN if columns == 1 else min(style.PAGE, 2.3 * columns),
         0.9 + 1.8 * rows,
         nrows=rows,
@@ -79,7 +79,7 @@ def panels(
     for i, (ax, (dataset, found)) in enumerate(zip(flat, drawn, strict=False)):
         for line in found:
             spread(ax, line)
-        if (full := full_score(group, dataset)) is not None:
+        if (full := full_score(run_set, dataset)) is not None:
             ax.axhline(full, color="black", linestyle="--", linewidth=0.9, label="Full")
         ax.set(title=dataset, xlabel=xlabel, ylabel="score" if i % columns == 0 else "")
         ticks = sorted({point.x for line in found for point in line.points})
@@ -100,8 +100,8 @@ def spread(ax: Any, line: Line) -> None:
     ax.fill_between(xs, low, high, color=looks["color"], alpha=0.1, linewidth=0)
 
 
-def full_score(group: Group, dataset: str) -> float | None:
-    found = [by_dataset(dataset)(run) for run in group.runs if run.is_full]
+def full_score(run_set: RunSet, dataset: str) -> float | None:
+    found = [by_dataset(dataset)(run) for run in run_set.runs if run.is_full]
     return next((one[0] for one in found if one is not None), None)
 
 
@@ -112,22 +112,26 @@ def short(value: float) -> str:
     return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
 
 
-def comms(group: Group) -> list[str]:
-    return sorted({run.result.comm_exact for run in group.runs if not run.is_full})
+def comms(run_set: RunSet) -> list[str]:
+    return sorted({run.result.comm_exact for run in run_set.runs if not run.is_full})
 
 
 def score_vs_ratio(runs: Sequence[Run]) -> list[Figure]:
     made = []
     for by_ratio, xlabel in ((True, "ratio"), (False, "budget in tokens")):
-        for group in groups(runs, lambda run: scored(run)):
-            for comm in comms(group):
-                here = group.only(
+        for run_set in run_sets(runs, lambda run: scored(run)):
+            for comm in comms(run_set):
+                here = run_set.only(
                     lambda run, c=comm, r=by_ratio: run.is_full or (run.result.comm_exact == c and is_ratio(run) == r)
                 )
                 figure = panels(
-                    here, f"Score by budget, comm {comm}", xlabel, budget_of, other_setting(here),
+                    here,
+                    f"Score by budget, comm {comm}",
+                    xlabel,
+                    budget_of,
+                    other_setting(here),
                     log=not by_ratio,
-                )  # fmt: skip
+                )
                 if figure is not None:
                     made.append(figure)
     return made
@@ -135,9 +139,9 @@ def score_vs_ratio(runs: Sequence[Run]) -> list[Figure]:
 
 def score_vs_comm(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    for group in groups(runs, scored):
-        for budget in sorted({budget_of(run) or 0 for run in group.runs if not run.is_full}):
-            here = group.only(lambda run, b=budget: run.is_full or budget_of(run) == b)
+    for run_set in run_sets(runs, scored):
+        for budget in sorted({budget_of(run) or 0 for run in run_set.runs if not run.is_full}):
+            here = run_set.only(lambda run, b=budget: run.is_full or budget_of(run) == b)
             figure = panels(
                 here,
                 f"Score by what finding tokens may cost, budget {short(budget)}",
@@ -153,19 +157,20 @@ def score_vs_comm(runs: Sequence[Run]) -> list[Figure]:
 
 def mxb_bars(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    pq = groups(runs, lambda run: run.method in ("pqcache", "full") and scored(run))
-    for group in pq:
-        for dataset in group.datasets():
+    pq = run_sets(runs, lambda run: run.method in ("pqcache", "full") and scored(run))
+    for run_set in pq:
+        for dataset in run_set.datasets():
             found: dict[tuple[int, int], tuple[tuple[float, float, float], float]] = {}
-            budgets = [run.result.ratio_exact for run in group.runs if code_size(run)]
-            for run in group.runs:
+            budgets = [run.result.ratio_exact for run in run_set.runs if code_size(run)]
+            for run in run_set.runs:
                 size, point = code_size(run), by_dataset(dataset)(run)
                 if size and point and run.result.ratio_exact == budgets[0]:
                     nominal = mean(report["comm_nominal"] for report in reports(run)) or 0
                     found[size] = (point, nominal)
             if len(found) < 2:
                 continue
-            figure, ax = style.new(f"PQCache on {dataset} by parts x bits, ratio {budgets[0]}", group.about, height=2.4)
+            title = f"PQCache on {dataset} by parts x bits, ratio {budgets[0]}"
+            figure, ax = style.new(title, run_set.about, height=2.4)
             order = sorted(found, key=lambda size: (size[0] * size[1], size))
             for i, size in enumerate(order):
                 (y, low, high), nominal = found[size]
@@ -179,7 +184,7 @@ def mxb_bars(runs: Sequence[Run]) -> list[Figure]:
                     label="codes cost more than 1/128" if dear else "codes cost 1/128 at most",
                 )
                 ax.errorbar(i, y, [[y - low], [high - y]], color="black", capsize=1.5, linewidth=0.7)
-            if (full := full_score(group, dataset)) is not None:
+            if (full := full_score(run_set, dataset)) is not None:
                 ax.axhline(full, color="black", linestyle="--", linewidth=0.9, label="Full")
             ax.set_xticks(range(len(order)), [f"{m}x{b}" for m, b in order], rotation=45)
             ax.set(xlabel="parts x bits, by bits in all", ylabel="score")
@@ -199,28 +204,28 @@ def code_size(run: Run) -> tuple[int, int] | None:
 
 def needle_heatmaps(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    for group in groups(runs, lambda run: run.result.task == "needle"):
-        settings = {(budget_of(run), run.result.comm) for run in group.runs if not run.is_full}
+    for run_set in run_sets(runs, lambda run: run.result.task == "needle"):
+        settings = {(budget_of(run), run.result.comm) for run in run_set.runs if not run.is_full}
         for budget, comm in sorted(settings, key=str):
             chosen: dict[str, Run] = {}
-            tail = other_setting(group)
-            for run in sorted(group.runs, key=lambda run: (not run.is_full, run.method)):
+            tail = other_setting(run_set)
+            for run in sorted(run_set.runs, key=lambda run: (not run.is_full, run.method)):
                 if run.is_full or (budget_of(run), run.result.comm) == (budget, comm):
-                    label = run.result.method_label if run.is_full else (
-                        f"{run.result.method_label} {tail(run)}"
-                    ).strip()  # fmt: skip
+                    label = (
+                        run.result.method_label if run.is_full else (f"{run.result.method_label} {tail(run)}").strip()
+                    )
                     chosen.setdefault(label, run)
             if len(chosen) > 1:
-                made.append(heatmaps(group, dict(islice(chosen.items(), 24)), budget, comm))
+                made.append(heatmaps(run_set, dict(islice(chosen.items(), 24)), budget, comm))
     return made
 
 
-def heatmaps(group: Group, chosen: dict[str, Run], budget: float | None, comm: float) -> Figure:
+def heatmaps(run_set: RunSet, chosen: dict[str, Run], budget: float | None, comm: float) -> Figure:
     columns = min(4, len(chosen))
     rows = ceil(len(chosen) / columns)
     figure, axes = style.new(
         f"A needle by length and depth, budget {short(budget or 0)}, comm {short(comm)}",
-        group.about,
+        run_set.about,
         min(style.PAGE, 1.0 + 1.7 * columns),
         0.7 + 1.45 * rows,
         nrows=rows,
@@ -264,11 +269,11 @@ def heatmaps(group: Group, chosen: dict[str, Run], budget: float | None, comm: f
 
 def perplexity_vs_length(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    for group in groups(runs, lambda run: run.result.task == "pg19"):
-        figure, ax = style.new("Perplexity by length", group.about)
-        tail = other_setting(group)
+    for run_set in run_sets(runs, lambda run: run.result.task == "pg19"):
+        figure, ax = style.new("Perplexity by length", run_set.about)
+        tail = other_setting(run_set)
         seen: list[str] = []
-        for run in sorted(group.runs, key=lambda run: (not run.is_full, run.method, run.folder.name)):
+        for run in sorted(run_set.runs, key=lambda run: (not run.is_full, run.method, run.folder.name)):
             at: dict[int, list[tuple[float, int]]] = {}
             for row in run.rows:
                 if row.score is not None:
@@ -293,13 +298,13 @@ def perplexity_vs_length(runs: Sequence[Run]) -> list[Figure]:
 
 def recall_vs_budget(runs: Sequence[Run]) -> list[Figure]:
     made = []
-    for group in groups(runs, lambda run: run.result.task == "fidelity" and not run.is_full):
+    for run_set in run_sets(runs, lambda run: run.result.task == "fidelity" and not run.is_full):
         for by_ratio, xlabel in ((True, "ratio"), (False, "budget in tokens")):
-            here = group.only(lambda run, r=by_ratio: is_ratio(run) == r)
+            here = run_set.only(lambda run, r=by_ratio: is_ratio(run) == r)
             found = [line for line in lines(here, budget_of, recall_of, other_setting(here)) if len(line.points) > 1]
             if len(found) < 2:
                 continue
-            figure, ax = style.new("Share of the true top tokens that are attended to", group.about)
+            figure, ax = style.new("Share of the true top tokens that are attended to", run_set.about)
             for line in found:
                 spread(ax, line)
             ax.set(xlabel=xlabel, ylabel="recall in %", ylim=(0, 102))
@@ -315,11 +320,11 @@ def recall_of(run: Run) -> tuple[float, float, float] | None:
 def pareto(runs: Sequence[Run]) -> list[Figure]:
     """Score against what a run really keeps on the device, in bytes relative to full attention's."""
     made = []
-    for group in groups(runs, scored):
-        whole = next((run.result.bytes_resident_device for run in group.runs if run.is_full), None)
+    for run_set in run_sets(runs, scored):
+        whole = next((run.result.bytes_resident_device for run in run_set.runs if run.is_full), None)
         points = [
             (run, 100 * run.result.bytes_resident_device / whole, 100 * run.result.score)
-            for run in group.runs
+            for run in run_set.runs
             if whole
             and run.result.bytes_resident_device is not None
             and run.result.score is not None
@@ -327,7 +332,7 @@ def pareto(runs: Sequence[Run]) -> list[Figure]:
         ]
         if len({run.method for run, _, _ in points}) < 3:
             continue
-        figure, ax = style.new("Score against bytes on the device", group.about, height=3.0)
+        figure, ax = style.new("Score against bytes on the device", run_set.about, height=3.0)
         named: set[str] = set()
         for run, x, y in points:
             looks = style.look(run.method) | {"linestyle": "", "marker": marker(run.method)}
@@ -337,9 +342,13 @@ def pareto(runs: Sequence[Run]) -> list[Figure]:
             named.add(label)
         front = best_so_far([(x, y) for _, x, y in points])
         ax.step(
-            *zip(*front, strict=True), where="post", color="#555555", linewidth=0.8,
-            label="Pareto front", zorder=1,
-        )  # fmt: skip
+            *zip(*front, strict=True),
+            where="post",
+            color="#555555",
+            linewidth=0.8,
+            label="Pareto front",
+            zorder=1,
+        )
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.xaxis.set_minor_formatter("")
@@ -371,16 +380,16 @@ def iterations(runs: Sequence[Run]) -> list[Figure]:
             seconds = mean(row.fields["timing"]["tt2t_s"] for row in run.rows if row.status == "ok")
             if seconds is not None:
                 timed[str(run.result.params["iterations"])] = seconds
-    for group in groups(runs, lambda run: run.method == "pqcache" and scored(run)):
+    for run_set in run_sets(runs, lambda run: run.method == "pqcache" and scored(run)):
         others = {
             str({k: v for k, v in run.result.params.items() if k != "iterations"})
             + str((run.result.ratio_exact, run.result.budget, run.result.comm_exact))
             + str(run.setting("cache"))
-            for run in group.runs
+            for run in run_set.runs
         }
         for other in sorted(others):
             found = {}
-            for run in group.runs:
+            for run in run_set.runs:
                 rest = {k: v for k, v in run.result.params.items() if k != "iterations"}
                 key = (
                     str(rest)
@@ -392,7 +401,7 @@ def iterations(runs: Sequence[Run]) -> list[Figure]:
                     found[word] = (timed[word], point)
             if len(found) < 2:
                 continue
-            figure, ax = style.new("Rounds of clustering: score against time", group.about, height=2.4)
+            figure, ax = style.new("Rounds of clustering: score against time", run_set.about, height=2.4)
             for i, (word, (x, (y, low, high))) in enumerate(sorted(found.items(), key=by_rounds)):
                 looks = style.numbered(i, "")
                 ax.errorbar(x, y, [[y - low], [high - y]], label=f"T = {word}", capsize=2, **looks)

@@ -15,7 +15,14 @@ MAY_IMPORT = {
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
     "evals": {"engine", "methods", "evals"},
-    "plots": {"plots", "evals.results", "evals.tasks.needle.heatmap", "evals.foreign", "engine.errors"},
+    "plots": {
+        "plots",
+        "evals.results",
+        "evals.tasks.needle.heatmap",
+        "evals.foreign",
+        "engine.errors",
+        "engine.digests",
+    },
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "evals"},
 }

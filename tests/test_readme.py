@@ -40,6 +40,15 @@ def test_there_are_commands_to_check() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_and_file_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    for module in re.findall(r"python -m ([a-z_.]+[a-z])", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    for file in re.findall(r"`((?:benchmarks|conf|engine|evals|kernels|methods|plots|tests)/[\w/.]+\.\w+)`", text):
+        assert (ROOT / file).exists() or "NAME" in file, file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -105,7 +105,7 @@ def answers(datasets: Iterable[str], level: float, n: int = 6, **more: Any) -> l
         {"score": min(1.0, max(0.0, random_.gauss(level, 0.15))), "fields": {"dataset": name}} | more
         for name in datasets
         for _ in range(n)
-    ]  # fmt: skip
+    ]
 
 
 def every_kind(root: Path) -> None:
@@ -137,26 +137,30 @@ def scores(root: Path) -> None:
         for k in (8, 16, 32):
             cache = {"tokens": 4096, "policy": policy, "k_cache": k}
             hit = {"cache_hit_rate": 0.4 + k / 200 + 0.05 * (policy == "lfu")}
-            write(root, "pqcache", "longbench", answers(two, 0.6, ledger=hit), params=PQ, cache=cache)  # fmt: skip
+            write(root, "pqcache", "longbench", answers(two, 0.6, ledger=hit), params=PQ, cache=cache)
     for rounds in (1, 5, 10):
         params = PQ | {"iterations": rounds}
-        write(root, "pqcache", "longbench", answers(two, 0.4 + rounds / 50), params=params, ratio="1/10")  # fmt: skip
+        write(root, "pqcache", "longbench", answers(two, 0.4 + rounds / 50), params=params, ratio="1/10")
     for i, method in enumerate(("full", "h2o", "snapkv", "pqcache")):
         grid = [
             {"score": float((length + depth + 13 * i) % 3 != i), "fields": {"length": length, "depth": depth}}
             for length in (500, 1000, 2000)
             for depth in (0.0, 50.0, 100.0)
-        ]  # fmt: skip
+        ]
         write(root, method, "needle", grid, params=PQ if method == "pqcache" else {}, ratio="1/10")
     for i, method in enumerate(("full", "quest", "clusterkv")):
         rows = [
             {
                 "score": 10.0 + i - n / 1000,
-                "fields": {"metric": "perplexity", "length": n, "n_targets": 8,
-                           "nll_sum": 8 * (2.3 + i / 10 - n / 9000)},
+                "fields": {
+                    "metric": "perplexity",
+                    "length": n,
+                    "n_targets": 8,
+                    "nll_sum": 8 * (2.3 + i / 10 - n / 9000),
+                },
             }
             for n in (512, 1024, 2048)
-        ]  # fmt: skip
+        ]
         write(root, method, "pg19", rows, budget=256, metric="perplexity")
         for budget in (128, 256, 512):
             if method != "full":
@@ -191,14 +195,14 @@ def timings(root: Path) -> None:
                 "fields": {"metric": "tpot_ratio", "length": n, "batch": 1, "timing": timing(n, slow)},
             }
             for n in (4000, 8000, 16_000)
-        ]  # fmt: skip
+        ]
 
     asked: dict[str, Any] = {"task_params": {"n_new": 32}, "metric": "tpot_ratio"}
     write(root, "full", "latency", rows(1.0), ratio="1", **asked)
     write(root, "snapkv", "latency", rows(0.7), **asked)
     for tokens in (0, 2048, 4096):
         cache = {"tokens": tokens}
-        write(root, "pqcache", "latency", rows(0.9 - tokens / 20_000), params=PQ, cache=cache, **asked)  # fmt: skip
+        write(root, "pqcache", "latency", rows(0.9 - tokens / 20_000), params=PQ, cache=cache, **asked)
     for rounds in (1, 5):
         params = PQ | {"iterations": rounds}
         write(root, "pqcache", "latency", rows(0.8 + rounds / 50), params=params, **asked)
@@ -216,7 +220,7 @@ def layers(root: Path) -> None:
         return [
             {"score": 0.4 + i / 10, "fields": {"dataset": "docs_qa", "method_report": report(i, **more)}}
             for i in range(3)
-        ]  # fmt: skip
+        ]
 
     draw = random.Random(0)
     weights = [[draw.random() ** 6 for _ in range(24)] for _ in range(N_LAYERS)]

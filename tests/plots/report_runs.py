@@ -29,7 +29,7 @@ def config_of(method: str, ratio: str, model: str = "tiny", task: str = "needle"
         "comm": "1/64",
         "seed": 0,
         "limit": None,
-    } | more  # fmt: skip
+    } | more
 
 
 def row(i: int, score: float, prediction: str, reference: str, within: bool, fields: dict[str, Any]) -> SampleRow:

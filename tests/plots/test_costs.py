@@ -40,7 +40,7 @@ def test_what_did_not_fit_is_said(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"score": 0.7, "fields": fields(4000, timing=timing(4000, 0.7)), "ledger": {"cache_hit_rate": 0.5}},
         {"score": None, "fields": fields(8000)},
-    ]  # fmt: skip
+    ]
     write(tmp_path, "h2o", "latency", rows, **ASKED)
     found = cells(markdown(load(tmp_path)), "H2O (C)")
     assert found[2].endswith(" oom") and found[6] == "-" and found[9] == "0.50 oom"
@@ -65,4 +65,4 @@ def test_commands_write_it_or_say_what_to_run(tmp_path: Path, capsys: pytest.Cap
     assert "| Full |" in capsys.readouterr().out
     # With the papers' tables it is written too, though here none of them can be.
     assert tables.main([str(tmp_path), "--out", str(tmp_path / "all")]) == 2
-    assert (tmp_path / "all" / "costs.md").read_bytes() == (tmp_path / "out" / "costs.md").read_bytes()  # fmt: skip
+    assert (tmp_path / "all" / "costs.md").read_bytes() == (tmp_path / "out" / "costs.md").read_bytes()

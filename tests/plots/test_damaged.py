@@ -70,7 +70,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
         "a0: &a0 [[], []]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
     ),
     "binary configuration": lambda f: (f / "config.yaml").write_bytes(b"\xff\0\xfe"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -172,10 +172,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("good")
     tree(root)
     made_runs.write(
-        root, "full", "latency",
+        root,
+        "full",
+        "latency",
         [{"score": 1.0, "fields": {"metric": "tpot_ratio", "length": 9, "batch": 1, "timing": made_runs.timing(9, 1)}}],
         metric="tpot_ratio",
-    )  # fmt: skip
+    )
     return root
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from plots.figures import DRAWINGS, draw, main
-from plots.groups import groups, lines
 from plots.read import load
+from plots.run_sets import lines, run_sets
 from plots.score_figures import best_so_far, by_dataset
 from tests.plots.made_runs import answers, every_kind, write
 
@@ -56,8 +56,8 @@ def test_lines_hold_the_runs_own_scores_and_models_are_apart(tmp_path: Path) -> 
         assert result.score is not None
         scores[result.ratio] = 100 * result.score
     write(tmp_path, "h2o", "longbench", answers(["a"], 0.9), ratio="2/5", model="other")
-    found = groups(load(tmp_path))
-    assert [group.where.model for group in found] == ["tiny", "other"]
+    found = run_sets(load(tmp_path))
+    assert [run_set.where.model for run_set in found] == ["tiny", "other"]
     (line,) = lines(found[0], lambda run: run.result.ratio, by_dataset("a"))
     assert {point.x: point.y for point in line.points} == scores
     assert all(point.low <= point.y <= point.high for point in line.points)

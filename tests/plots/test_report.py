@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from evals.results import METRICS, bootstrap_ci95
+from plots import report_charts
 from plots.read import load
-from plots.report import as_json, main, overview, page
+from plots.report import as_json, main, overview, page, samples
 from tests.plots.report_runs import write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -84,6 +86,60 @@ def test_nothing_to_report_and_nowhere_to_write_are_errors_of_the_user(tmp_path:
     (tmp_path / "file").write_text("")
     assert main([str(root), "--out", str(tmp_path / "file" / "report.html")]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def n_calls(root: Path) -> int:
+    """How many calls, of Python's functions and C's, the data of a page take, from the files on."""
+    n = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal n
+        n += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        runs = load(root)
+        overview(runs, root)
+        samples(runs)
+    finally:
+        sys.setprofile(None)
+    return n
+
+
+def test_a_run_costs_as_much_beside_forty_others_as_beside_ten(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    counts = []
+    for n_runs in (10, 20, 40):
+        root = tmp_path / str(n_runs)
+        for i in range(n_runs):
+            write_run(root, "quest" if i else "full", [draw.random() for _ in range(4)], f"1/{i + 2}", ledger=False)
+        if not counts:
+            n_calls(root)  # fills what is kept between pages
+        counts.append(n_calls(root))
+    ten, twenty, forty = counts
+    assert (forty - twenty) / 20 == pytest.approx((twenty - ten) / 10, rel=0.004)
+
+
+def test_the_chart_script_is_put_together_once_and_again_where_its_copy_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bundled = []
+    monkeypatch.setattr(report_charts, "bundled_script", lambda: bundled.append(1) or "let π = 3;\r\n")
+
+    def n_bundled() -> int:
+        assert report_charts.vega_script() == "let π = 3;\r\n"
+        return len(bundled)
+
+    assert (n_bundled(), n_bundled()) == (1, 1)
+    (file,) = (tmp_path / "kvbench").glob("vega-*.js")
+    file.write_bytes(file.read_bytes().replace(b"3", b"4"))
+    assert (n_bundled(), n_bundled()) == (2, 2)
+    file.chmod(0o666)
+    assert (n_bundled(), n_bundled()) == (3, 3)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert n_bundled() == 4
 
 
 @pytest.mark.slow

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from plots import tables
 from plots.formats import as_csv, latex, markdown, tex, write
-from plots.groups import groups
+from plots.paper_tables import AVERAGE, EFFICIENCY, PAPER_TABLES, PUBLISHED, PaperTable, canonical, read_published
 from plots.read import load
 from plots.report import overview
-from plots.tables import AVERAGE, EFFICIENCY, LAYOUTS, PUBLISHED, Table, build, canonical, main
+from plots.run_sets import run_sets
+from plots.table_cells import Table, build, build_efficiency
+from plots.tables import build_all, main
 from tests.plots.made_runs import answers, every_kind
 from tests.plots.made_runs import write as make_run
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-TABLE2 = LAYOUTS[0]
+TABLE2 = PAPER_TABLES[0]
 PAPER = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
          "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en")  # fmt: skip
 OURS: dict[str, Any] = {"comm": "1/128", "model": "llama-3.1-8b-instruct", "source": "local"}
@@ -27,8 +28,8 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {**OURS, **changes}
 
 
-def one(root: Path, layout: tables.Layout = TABLE2) -> Table:
-    (table,) = build(layout, load(root))
+def one(root: Path, paper_table: PaperTable = TABLE2) -> Table:
+    (table,) = build(paper_table, load(root))
     return table
 
 
@@ -51,7 +52,7 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     assert cell.vs_full.mean == pytest.approx(100 * (ours.score - full.score))
 
 
-def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:  # fmt: skip
+def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:
     rows = answers(PAPER, 0.4)
     make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(PAPER[:3], 0.4), **OURS)
@@ -83,7 +84,7 @@ def test_what_differs_in_model_data_or_comm_is_never_in_one_table(tmp_path: Path
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.6), **changed(comm="1/64"))
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.7), **changed(model="tiny"))
-    make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))  # fmt: skip
+    make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))
     found = build(TABLE2, load(tmp_path))
     assert [table.is_paper_setting for table in found] == [True, False, False, False]
     embedded = next(table for table in found if table.where.data_source == "embedded")
@@ -101,7 +102,7 @@ def test_cells_out_of_memory_and_not_run_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_costs_stand_against_what_was_allowed(tmp_path: Path) -> None:
-    ledger = {"tokens_attended_mean": 190.0, "tokens_budget": 200.0, "bytes_moved_kv_per_step": 1.5e6}  # fmt: skip
+    ledger = {"tokens_attended_mean": 190.0, "tokens_budget": 200.0, "bytes_moved_kv_per_step": 1.5e6}
     make_run(tmp_path, "pqcache", "longbench", answers(["trec"], 0.5, ledger=ledger), **OURS)
     assert "| PQCache | ratio 1/5 | 190 / 200 |" in markdown(one(tmp_path))
     assert "1.5 MB" in markdown(one(tmp_path))
@@ -118,7 +119,7 @@ def test_csv_has_every_cell_unrounded(tmp_path: Path) -> None:
 def test_times_of_shared_batches_are_left_out(tmp_path: Path) -> None:
     rows = answers(["narrativeqa"], 0.5, n=3)
     make_run(tmp_path, "full", "longbench", rows, ratio="1")
-    (table,) = tables.build_efficiency(load(tmp_path))
+    (table,) = build_efficiency(load(tmp_path))
     cell = table.cells["single_task_runtime_s", "FullKV", ""]
     assert cell.score == pytest.approx(0.9) and cell.published == "7.18"
     assert table.cells["total_runtime_s", "FullKV", ""].score == pytest.approx(2.7)
@@ -128,7 +129,7 @@ def test_the_embedded_set_stands_in_for_the_efficiency_tables_dataset(tmp_path: 
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1")
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1", comm="1/16")
     make_run(tmp_path, "xkv", "longbench", answers(["docs_qa"], 0.7), ratio="0.385", label="XKV")
-    (table,) = tables.build_efficiency(load(tmp_path))
+    (table,) = build_efficiency(load(tmp_path))
     assert table.cells["single_task_runtime_s", "XKV", ""].score == pytest.approx(0.9)
     assert "EMBEDDED DATA" in markdown(table)
 
@@ -143,12 +144,12 @@ def test_full_attention_alone_is_a_table_only_where_nothing_else_was_run(tmp_pat
     assert table.cells["Qasper", "H2O(C)", "1/5"].n
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, EFFICIENCY], ids=lambda layout: layout.name)
-def test_each_table_has_its_published_figures_and_experiment(layout: tables.Layout) -> None:
-    assert (CONF / "experiment" / f"{layout.name}.yaml").is_file()
-    if layout is not EFFICIENCY:
-        paper = tables.published(layout)
-        assert set(paper.methods) <= set(layout.methods) and paper.budgets
+@pytest.mark.parametrize("paper_table", [*PAPER_TABLES, EFFICIENCY], ids=lambda paper_table: paper_table.name)
+def test_each_table_has_its_published_figures_and_experiment(paper_table: PaperTable) -> None:
+    assert (CONF / "experiment" / f"{paper_table.name}.yaml").is_file()
+    if paper_table is not EFFICIENCY:
+        paper = read_published(paper_table)
+        assert set(paper.methods) <= set(paper_table.methods) and paper.budgets
         assert len({canonical(name) for name in paper.datasets}) == len(paper.datasets)
 
 
@@ -182,11 +183,11 @@ def test_latex_escapes_and_has_as_many_cells_in_every_row(tmp_path: Path) -> Non
 def test_latex_compiles(tmp_path: Path) -> None:
     every_kind(tmp_path / "runs")
     make_run(tmp_path / "runs", "h2o", "longbench", answers(PAPER, 0.5), **OURS)
-    made = tables.build_all(load(tmp_path / "runs"))
+    made = build_all(load(tmp_path / "runs"))
     names = [
-        layout.name
-        for layout in (*LAYOUTS, EFFICIENCY)
-        if made[layout.name] and write(tmp_path, layout, made[layout.name])
+        paper_table.name
+        for paper_table in (*PAPER_TABLES, EFFICIENCY)
+        if made[paper_table.name] and write(tmp_path, paper_table, made[paper_table.name])
     ]
     assert "pqcache_table2" in names
     inputs = "\n".join(rf"\input{{{name}}}" for name in names)
@@ -209,15 +210,15 @@ def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> Non
     cut = {"max_prompt_tokens": 2000, "rows": 6}
     make_run(tmp_path, "pqcache", "longbench", rows, task_params=cut, **OURS)
     plain, short = build(TABLE2, load(tmp_path))
-    assert (plain.asked, short.asked) == ("", "max_prompt_tokens=2000")
+    assert (plain.prompts, short.prompts) == ("", "max_prompt_tokens=2000")
     assert plain.cells["Qasper", "PQCache", "1/5"].score is None
     assert short.cells["Qasper", "Full", "1/5"].score is None
-    assert short.asked in markdown(short) and short.asked in latex(short).replace("\\_", "_")
+    assert short.prompts in markdown(short) and short.prompts in latex(short).replace("\\_", "_")
 
 
 def test_wording_of_our_own_is_never_compared_with_what_was_published(tmp_path: Path) -> None:
     for where, notes in (("own", ["prompts: own"]), ("official", ["prompts: official"])):
-        make_run(tmp_path / where, "pqcache", "longbench", answers(["qasper"], 0.4), notes=notes, **OURS)  # fmt: skip
+        make_run(tmp_path / where, "pqcache", "longbench", answers(["qasper"], 0.4), notes=notes, **OURS)
     own, official = one(tmp_path / "own"), one(tmp_path / "official")
     assert official.is_paper_setting and not own.is_paper_setting
     assert "differences mean little" in markdown(own) and "(ours less it)" in markdown(official)
@@ -236,8 +237,8 @@ def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
     tmp_path: Path,
 ) -> None:
     by_prefill(tmp_path)
-    layouts = {layout.name: layout for layout in LAYOUTS}
-    table = one(tmp_path, layouts["pqcache_table5"])
+    paper_tables = {paper_table.name: paper_table for paper_table in PAPER_TABLES}
+    table = one(tmp_path, paper_tables["pqcache_table5"])
     found = {m: table.cells["Retr.PassKey", m, "1/5"] for m in table.methods}
     assert all(cell.n == 6 for cell in found.values())
     scores = [found[m].score for m in ("Full", "PQCache", "MInference", "MInference+PQCache")]
@@ -246,7 +247,7 @@ def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
     assert table.notes == [] and table.is_paper_setting
     assert found["MInference+PQCache"].vs_full is not None
     assert "prefill minference n_vertical=1000 n_slash=6096" in markdown(table)
-    table = one(tmp_path, layouts["pqcache_table4"])
+    table = one(tmp_path, paper_tables["pqcache_table4"])
     assert [cell.run for cell in table.cells.values() if "minference" in cell.run] == []
     assert "minference" not in markdown(table)
 
@@ -256,23 +257,23 @@ def test_two_sparsities_are_two_tables_with_the_same_exact_columns(tmp_path: Pat
     settings: dict[str, Any] = {"comm": "1/64", "model": "llama-3.1-8b-instruct", "source": "local"}
     rows = answers(["passkey"], 0.1)
     make_run(tmp_path, "pqcache", "infinitebench", rows, prefill={"n_vertical": 9}, **settings)
-    layout = next(layout for layout in LAYOUTS if layout.name == "pqcache_table5")
-    found = build(layout, load(tmp_path))
+    paper_table = next(paper_table for paper_table in PAPER_TABLES if paper_table.name == "pqcache_table5")
+    found = build(paper_table, load(tmp_path))
     assert len(found) == 2
     full = [table.cells["Retr.PassKey", "Full", "1/5"] for table in found]
     both = [table.cells["Retr.PassKey", "MInference+PQCache", "1/5"] for table in found]
     assert full[0] == full[1] and both[0].score != both[1].score
-    (alone,) = build(layout, [run for run in load(tmp_path) if run.is_exact])
+    (alone,) = build(paper_table, [run for run in load(tmp_path) if run.is_exact])
     assert alone.where.prefill == ""
 
 
 def test_figures_and_the_report_take_no_sparse_prefill_for_exact(tmp_path: Path) -> None:
     by_prefill(tmp_path)
     runs = load(tmp_path)
-    apart = groups(runs)
+    apart = run_sets(runs)
     assert len(apart) == 2
-    assert [len({run.result.prefill for run in group.runs}) for group in apart] == [1, 1]
-    assert sum("prefill minference" in group.about for group in apart) == 1
+    assert [len({run.result.prefill for run in run_set.runs}) for run_set in apart] == [1, 1]
+    assert sum("prefill minference" in run_set.about for run_set in apart) == 1
     described = {one["label"]: one for one in overview(runs, tmp_path)["runs"]}
     assert set(described) == {"Full", "PQCache", "MInference", "MInference + PQCache"}
     assert [label for label, one in described.items() if one["full"]] == ["Full"]

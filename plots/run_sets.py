@@ -1,20 +1,26 @@
-"""Runs sorted for figures: what may share one, which of them are one line, and what a point says.
+"""Which runs may share a table or a figure, which of them are one line of a figure, and what a point of it says.
 
-Not here: reading (`plots/read.py`), drawing (`plots/figures.py`).
+Not here: reading (`plots/read.py`), drawing (`plots/figures.py`), the cells of tables (`plots/table_cells.py`).
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import fsum
 from typing import Any
 
+import yaml
+
 from evals.results import METRICS, SampleRow, combined, combined_ci95
-from plots.read import Conditions, Run, conditions
+from plots.read import ROOT, Conditions, Run, by_conditions, conditions
+
+# Parameters that say which rows a task takes, not how it makes prompts of them.
+CHOOSES_ROWS = {"source", "datasets", "rows", "on_bad_row"}
 
 
 @dataclass(frozen=True)
-class Group:
+class RunSet:
     """Runs of one task with the same parameters, on the same model, data and machine; budgets and comm may differ."""
 
     task: str
@@ -29,18 +35,52 @@ class Group:
     def datasets(self) -> list[str]:
         return list(dict.fromkeys(name for run in self.runs for name in run.datasets()))
 
-    def only(self, keep: Callable[[Run], bool]) -> "Group":
+    def only(self, keep: Callable[[Run], bool]) -> "RunSet":
         return replace(self, runs=[run for run in self.runs if keep(run)])
 
 
-def groups(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[Group]:
+def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[RunSet]:
     """Those that may share a figure, the largest first."""
     found: dict[tuple[Any, ...], list[Run]] = {}
     for run in filter(keep, runs):
         params = json.dumps(run.setting("task", "params"), sort_keys=True)
         found.setdefault((conditions(run, ""), run.result.task, params), []).append(run)
-    made = [Group(key[1], key[0], members) for key, members in found.items()]
-    return sorted(made, key=lambda group: (-len(group.runs), str(group.where), group.task))
+    made = [RunSet(key[1], key[0], members) for key, members in found.items()]
+    return sorted(made, key=lambda run_set: (-len(run_set.runs), str(run_set.where), run_set.task))
+
+
+def comparable(runs: Iterable[Run]) -> list[tuple[str, Conditions, list[Run]]]:
+    """The runs that may share a table: same conditions, and prompts made in the same way (`prompt_settings`)."""
+    by_prompts: dict[str, list[Run]] = {}
+    for run in runs:
+        by_prompts.setdefault(prompt_settings(run), []).append(run)
+    return [
+        (prompts, where, members)
+        for prompts in sorted(by_prompts)
+        for where, members in by_conditions(by_prompts[prompts]).items()
+    ]
+
+
+def prompt_settings(run: Run) -> str:
+    """The settings of a run's task and chat that make other prompts than the defaults do, as words."""
+    usual = usual_params(run.result.task)
+    params = run.setting("task", "params") or {}
+    words = [
+        f"{key}={value}"
+        for key, value in params.items()
+        if key not in CHOOSES_ROWS and key in usual and str(value) != str(usual[key])
+    ]
+    chat, system = run.setting("model", "chat"), run.setting("model", "system_prompt")
+    words += [f"chat={chat}"] if chat not in (None, "auto") else []
+    words += [f"system prompt {system!r}"] if system else []
+    return " ".join(words)
+
+
+@cache
+def usual_params(task: str) -> dict[str, Any]:
+    """The defaults of a task, from its file."""
+    path = ROOT / "conf" / "task" / f"{task}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -62,14 +102,14 @@ class Line:
 
 
 def lines(
-    group: Group,
+    run_set: RunSet,
     x: Callable[[Run], float | None],
     point: Callable[[Run], tuple[float, float, float] | None],
     apart: Callable[[Run], Any] = lambda run: "",
 ) -> list[Line]:
-    """The group's lines. Settings that differ besides `x` make several lines of a method; `apart` says by what."""
+    """The set's lines. Settings that differ besides `x` make several lines of a method; `apart` says by what."""
     found: dict[tuple[str, str, str], dict[float, Point]] = {}
-    for run in sorted(group.runs, key=lambda run: run.folder.name):
+    for run in sorted(run_set.runs, key=lambda run: run.folder.name):
         where, what = x(run), point(run)
         if where is not None and what is not None:
             key = (run.method, run.result.method_label, str(apart(run)))
@@ -96,8 +136,8 @@ def by_dataset(dataset: str) -> Callable[[Run], tuple[float, float, float] | Non
     return lambda run: score_of(run.datasets().get(dataset, ()))
 
 
-def other_setting(group: Group) -> Callable[[Run], str]:
-    """The parameters by which runs of one method differ in this group, as words."""
+def other_setting(run_set: RunSet) -> Callable[[Run], str]:
+    """The parameters by which runs of one method differ within this set, as words."""
 
     def params(run: Run) -> dict[str, Any]:
         flat = {**run.result.params, **run.file}
@@ -105,7 +145,7 @@ def other_setting(group: Group) -> Callable[[Run], str]:
         return flat
 
     def tail(run: Run) -> str:
-        others = [params(other) for other in group.runs if other.method == run.method]
+        others = [params(other) for other in run_set.runs if other.method == run.method]
         mine = params(run)
         differing = [k for k in mine if any(other.get(k) != mine[k] for other in others)]
         return " ".join(f"{k}={mine[k]}" for k in differing)

@@ -1,0 +1,445 @@
+"""The cells of the papers' tables: which runs share a table, which run stands in a cell, and what the cell says.
+
+Runs that differ in model, data, prompts, comm, protocol, seed, limit, dtype or device never share a table: each set of
+runs that agree in them has its own, and those that are not the paper's setting stand below the others.
+
+Average   plain mean of the datasets' scores, these rounded to two decimals first, as the papers compute it; only where
+          all of a table's datasets were run. Else: the mean of those that all methods of the block have, ours and the
+          published ones alike, and the row says how many. Its interval resamples within each dataset.
+Bold      best of a row at the printed digit, without those that nothing bounds (Full, Oracle, MInference alone), and
+          without runs over budget.
+
+Not here: what a paper's table holds (`plots/paper_tables.py`), how a table is written (`plots/formats.py`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+
+from evals.results import SampleRow
+from plots.paper_tables import (
+    AVERAGE,
+    EFFICIENCY,
+    PaperTable,
+    Published,
+    canonical,
+    read_published,
+    read_published_efficiency,
+)
+from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
+from plots.run_sets import comparable
+from plots.stats import Interval, holm, interval, macro_interval, paired
+
+# Methods that are never bold: nothing bounds them.
+NOT_RANKED = {"Full", "FullKV", "Oracle", "MInference"}
+OWN_PROMPTS = "prompts: own"
+CellKey = tuple[str, str, str]  # dataset, method, budget
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Means over the samples of a cell of what they took; None: not measured."""
+
+    tokens_attended: float | None = None
+    tokens_budget: float | None = None
+    effective_ratio: float | None = None
+    kv_bytes_per_step: float | None = None
+    find_bytes_per_step: float | None = None
+    comm: float | None = None  # find_bytes_per_step, relative to the bytes of the prompt's keys
+    device_bytes: float | None = None
+    host_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """One place of a table: our figure and the paper's. Scores are 0 to 100 here."""
+
+    dataset: str
+    method: str
+    budget: str
+    score: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    n_oom: int = 0
+    published: str | None = None
+    over: bool = False  # a sample exceeded its budget
+    embedded: bool = False
+    best: bool = False
+    cost: Cost = Cost()
+    run: str = ""  # name of its folder
+    vs_full: Interval | None = None  # paired, on the samples that both have
+    vs_full_p: float | None = None  # adjusted for all comparisons of the table (Holm)
+
+    @property
+    def difference(self) -> float | None:
+        """Our figure as it is printed less the paper's, so that a reader can check it by eye."""
+        if self.score is None or self.published is None:
+            return None
+        return round(self.score, 2) - float(self.published)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A paper's table filled with runs that may stand side by side."""
+
+    paper_table: PaperTable
+    where: Conditions
+    datasets: list[str]  # rows, `AVERAGE` last
+    methods: list[str]
+    budgets: list[str]
+    cells: Mapping[CellKey, TableCell]
+    notes: list[str]
+    prompts: str = ""  # see `prompt_settings`; "" where all are the defaults
+    own_prompts: bool = False  # the prompts' wording is ours, not the benchmark's
+
+    @property
+    def is_paper_setting(self) -> bool:
+        """Whether the differences to the published figures mean something."""
+        same_comm = not self.paper_table.comm or self.where.comm in ("", self.paper_table.comm)
+        return (
+            self.where.model in self.paper_table.models
+            and self.where.data_source != "embedded"
+            and self.where.limit == 0
+            and same_comm
+            and not self.own_prompts
+        )
+
+
+def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
+    """A table for each set of comparable runs that fills any of its cells."""
+    tables = []
+    published = read_published(paper_table)
+    for prompts, where, members in comparable(answering(paper_table, runs)):
+        notes: list[str] = []
+        paper = stand_in(published, members, notes)
+        key_bytes = key_bytes_per_token(members)
+        cells: dict[CellKey, TableCell] = {}
+        samples: dict[CellKey, tuple[SampleRow, ...]] = {}
+        for budget in paper.budgets:
+            for dataset in paper.datasets:
+                for method in paper.methods:
+                    key = (dataset, method, budget)
+                    run, rows = choose(paper_table, members, key, notes)
+                    samples[key] = rows
+                    cells[key] = table_cell(key, run, rows, paper.value(*key), key_bytes)
+        if not any(each.n or each.n_oom for each in cells.values()):
+            continue
+        cells |= differences(cells, samples)
+        cells |= averages(cells, samples, paper)
+        cells = bold(cells)
+        datasets = list(dict.fromkeys(key[0] for key in cells))
+        tables.append(
+            Table(
+                paper_table,
+                where,
+                datasets,
+                paper.methods,
+                paper.budgets,
+                cells,
+                remarks(members, notes),
+                prompts,
+                OWN_PROMPTS in {note for run in members for note in run.result.notes},
+            )
+        )
+    return in_order(tables)
+
+
+def in_order(tables: Sequence[Table]) -> list[Table]:
+    """The paper's own setting first; tables of full attention alone only where no other method was run."""
+    full = {"Full", "FullKV"}
+    more = [t for t in tables if any(c.n for c in t.cells.values() if c.method not in full)]
+    return sorted(more or tables, key=lambda table: not table.is_paper_setting)
+
+
+def stand_in(paper: Published, runs: Sequence[Run], notes: list[str]) -> Published:
+    """The paper's figures, or the runs' own datasets where none is the paper's: embedded sets have other names."""
+    names = [name for run in runs for name in run.datasets()]
+    if {canonical(name) for name in names} & {canonical(name) for name in paper.datasets}:
+        return paper
+    notes.append("None of the datasets is the paper's, so nothing published stands beside them")
+    return replace(paper, values={}, datasets=list(dict.fromkeys(names)))
+
+
+def answering(paper_table: PaperTable, runs: Iterable[Run]) -> list[Run]:
+    """The runs of the table's task that have a prefill of its columns and the question where the table has it."""
+    return [
+        run
+        for run in runs
+        if run.result.task == paper_table.task
+        and run.prefill in paper_table.prefills
+        and (run.task_param("question_position") == "before") == paper_table.question_first
+    ]
+
+
+def choose(
+    paper_table: PaperTable, runs: Sequence[Run], key: CellKey, notes: list[str]
+) -> tuple[Run | None, tuple[SampleRow, ...]]:
+    """The run of a cell and its samples of the dataset.
+
+    Of several runs it is one with plain settings rather than a preset, then the one with most samples, then the first
+    by the folder's name; a note names the others, unless all have the same scores.
+    """
+    dataset, method, budget = key
+    column = paper_table.methods.get(method)
+    if column is None:
+        return None, ()
+    tokens = (paper_table.tokens or {}).get(budget, budget)
+    candidates = [
+        (run, rows)
+        for run in runs
+        if column.matches(run) and (run.is_full or has_budget(run, tokens))
+        for name, rows in run.datasets().items()
+        if canonical(name) == canonical(dataset)
+    ]
+    if not candidates:
+        return None, ()
+    candidates.sort(key=lambda one: (one[0].is_preset, -len(one[1]), one[0].folder.name))
+    if len({tuple(scores(rows)) for _, rows in candidates}) > 1:
+        names = ", ".join(run.folder.name for run, _ in candidates[1:])
+        notes.append(
+            f"{method} at {budget} on {dataset} has {len(candidates)} runs; shown is "
+            f"{candidates[0][0].folder.name}, left out: {names}"
+        )
+    return candidates[0]
+
+
+def table_cell(
+    key: CellKey, run: Run | None, rows: Sequence[SampleRow], published: str | None, key_bytes: float | None
+) -> TableCell:
+    """A cell of a run's samples; of the published figure alone where there is no run."""
+    empty = TableCell(*key, published=published)
+    if run is None:
+        return empty
+    values = scores(rows)
+    ours = replace(
+        empty,
+        n=len(values),
+        n_oom=len(rows) - len(values),
+        over=over_budget(rows),
+        embedded=run.embedded,
+        run=run.folder.name,
+        cost=cost(rows, key_bytes),
+    )
+    if not values:
+        return ours
+    spread = interval(values)
+    mean = fsum(values) / len(values)  # as in result.json, to the last bit
+    return replace(ours, score=100 * mean, low=100 * spread.low, high=100 * spread.high)
+
+
+def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
+    find = measured(rows, "bytes_moved_meta_per_step")
+    done = [row for row in rows if row.status == "ok"]
+    prompt = fsum(row.prompt_tokens for row in done) / len(done) if done else None
+    return Cost(
+        tokens_attended=measured(rows, "tokens_attended_mean"),
+        tokens_budget=measured(rows, "tokens_budget"),
+        effective_ratio=measured(rows, "effective_ratio"),
+        kv_bytes_per_step=measured(rows, "bytes_moved_kv_per_step"),
+        find_bytes_per_step=find,
+        comm=None if find is None or not key_bytes or not prompt else find / key_bytes / prompt,
+        device_bytes=measured(rows, "bytes_resident_device"),
+        host_bytes=measured(rows, "bytes_resident_host"),
+    )
+
+
+def differences(
+    cells: Mapping[CellKey, TableCell],
+    samples: Mapping[CellKey, Sequence[SampleRow]],
+) -> dict[CellKey, TableCell]:
+    """The cells that can be compared with full attention, on the samples that both answered, with what that gave."""
+    changed: dict[CellKey, TableCell] = {}
+    p_values: list[float] = []
+    for key, each in cells.items():
+        dataset, method, budget = key
+        full = next((m for m in ("Full", "FullKV") if (dataset, m, budget) in cells), None)
+        if full in (None, method):
+            continue
+        full_scores = {row.prompt_sha256: row.score for row in samples[dataset, full, budget]}
+        pairs = [
+            (100 * row.score, 100 * other)
+            for row in samples[key]
+            if row.score is not None and (other := full_scores.get(row.prompt_sha256)) is not None
+        ]
+        if pairs:
+            result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+            changed[key] = replace(each, vs_full=result.difference)
+            p_values.append(result.p)
+    adjusted = holm(p_values).tolist() if p_values else []
+    return {key: replace(each, vs_full_p=p) for (key, each), p in zip(changed.items(), adjusted, strict=True)}
+
+
+def averages(
+    cells: Mapping[CellKey, TableCell],
+    samples: Mapping[CellKey, Sequence[SampleRow]],
+    paper: Published,
+) -> dict[CellKey, TableCell]:
+    """The papers' average of each column, and where datasets are missing the mean of those that all columns have."""
+    means: dict[CellKey, TableCell] = {}
+    for budget in paper.budgets:
+        has = {m: {d for d in paper.datasets if cells[d, m, budget].score is not None} for m in paper.methods}
+        columns = [datasets for datasets in has.values() if datasets]
+        common = [d for d in paper.datasets if columns and all(d in datasets for datasets in columns)]
+        for method in paper.methods:
+            key = (AVERAGE, method, budget)
+            if len(has[method]) == len(paper.datasets):
+                means[key] = average(key, paper.datasets, cells, samples, paper.value(*key))
+            else:
+                means[key] = TableCell(*key, published=paper.value(*key))
+        if 1 < len(common) < len(paper.datasets):
+            row = f"Mean of {len(common)}: {', '.join(common)}"
+            for method in paper.methods:
+                printed = [float(value) for d in common if (value := paper.value(d, method, budget)) is not None]
+                published = f"{fsum(printed) / len(printed):.2f}" if len(printed) == len(common) else None
+                key = (row, method, budget)
+                means[key] = (
+                    average(key, common, cells, samples, published)
+                    if has[method]
+                    else TableCell(*key, published=published)
+                )
+    return means
+
+
+def average(
+    key: CellKey,
+    datasets: Sequence[str],
+    cells: Mapping[CellKey, TableCell],
+    samples: Mapping[CellKey, Sequence[SampleRow]],
+    published: str | None,
+) -> TableCell:
+    _, method, budget = key
+    members = [cells[d, method, budget] for d in datasets]
+    rows = [row for d in datasets for row in samples[d, method, budget]]
+    spread = macro_interval([scores(samples[d, method, budget]) for d in datasets])
+    mean = fsum(round(each.score, 2) for each in members if each.score is not None) / len(members)
+    comms = [each.cost.comm for each in members if each.cost.comm is not None]
+    return TableCell(
+        *key,
+        score=mean,
+        low=100 * spread.low,
+        high=100 * spread.high,
+        n=sum(each.n for each in members),
+        n_oom=sum(each.n_oom for each in members),
+        published=published,
+        over=any(each.over for each in members),
+        embedded=any(each.embedded for each in members),
+        cost=replace(cost(rows, None), comm=fsum(comms) / len(comms) if comms else None),
+    )
+
+
+def bold(cells: Mapping[CellKey, TableCell]) -> dict[CellKey, TableCell]:
+    """Marks the best of each dataset and budget, where there are two or more to choose from."""
+    best: dict[tuple[str, str], list[float]] = {}
+    ranked = {
+        key: round(each.score, 2)
+        for key, each in cells.items()
+        if each.score is not None and each.method not in NOT_RANKED and not each.over
+    }
+    for (dataset, _, budget), score in ranked.items():
+        best.setdefault((dataset, budget), []).append(score)
+    return {
+        key: replace(
+            each,
+            best=key in ranked and len(best[key[0], key[2]]) > 1 and ranked[key] == max(best[key[0], key[2]]),
+        )
+        for key, each in cells.items()
+    }
+
+
+def remarks(runs: Sequence[Run], notes: Sequence[str]) -> list[str]:
+    """What the runs of a table say of themselves, each sentence once."""
+    by_run = [f"{run.result.method_label}: {note}" for run in runs for note in run.result.notes]
+    shared = [note for run in runs[:1] for note in run.result.notes]
+    common = [note for note in shared if all(note in run.result.notes for run in runs)]
+    own = [line for line in by_run if line.partition(": ")[2] not in common]
+    return list(dict.fromkeys([*common, *own, *notes]))
+
+
+# --- XKV, Table IV: not scores but seconds and bytes --------------------------------------------
+
+
+def build_efficiency(runs: Sequence[Run]) -> list[Table]:
+    """Time and KV memory on NarrativeQA, without the seconds of samples that shared a batch, which a note says."""
+    paper_table, published = EFFICIENCY, read_published_efficiency()
+    tables = []
+    for prompts, where, members in comparable(answering(paper_table, runs)):
+        cells: dict[CellKey, TableCell] = {}
+        notes: list[str] = []
+        for method in paper_table.methods:
+            ours = efficiency_cells(paper_table, members, method, notes)
+            for metric, printed in published[method].items():
+                each = ours.get(metric, TableCell(metric, method, ""))
+                cells[metric, method, ""] = replace(each, published=printed)
+        if any(each.n for each in cells.values()):
+            metrics = list(published["FullKV"])
+            tables.append(Table(paper_table, where, metrics, list(paper_table.methods), [""], cells, notes, prompts))
+    return in_order(tables)
+
+
+def off_ratio(run: Run) -> float:
+    """How far a run is from the paper's ratio; full attention has none."""
+    return 0.0 if run.is_full else abs((run.result.ratio or 0) - 0.385)
+
+
+def n_shared(rows: Iterable[SampleRow]) -> int:
+    """How many samples were decoded beside other methods."""
+    return sum(row.batch_rows != 1 for row in rows)
+
+
+def efficiency_cells(
+    paper_table: PaperTable, runs: Sequence[Run], method: str, notes: list[str]
+) -> dict[str, TableCell]:
+    """The cells of one column by metric; {} without a run of it."""
+    column = paper_table.methods[method]
+    assert column is not None, method
+    datasets = {canonical(name) for run in runs for name in run.datasets()}
+    dataset = "narrativeqa" if "narrativeqa" in datasets else "docsqa"  # the embedded set's
+    candidates = [
+        (run, rows)
+        for run in runs
+        if column.matches(run)
+        for name, rows in run.datasets().items()
+        if canonical(name) == dataset
+    ]
+    if not candidates:
+        return {}
+    # The ratio is not printed; 1.54 of 4.00 GB is 38.5 %, so the run that is nearest to it stands for it.
+    candidates.sort(key=lambda one: (off_ratio(one[0]), n_shared(one[1]), one[0].folder.name))
+    run, rows = candidates[0]
+    done = [row for row in rows if row.status == "ok"]
+    kept = [row.ledger["bytes_resident_device"] for row in done]
+    cells: dict[str, TableCell] = {}
+
+    def add(metric: str, values: Sequence[float], total: bool = False) -> None:
+        if not values:
+            return
+        spread = interval(values)
+        cells[metric] = TableCell(
+            metric,
+            method,
+            "",
+            score=fsum(values) if total else spread.mean,
+            low=None if total else spread.low,
+            high=None if total else spread.high,
+            n=len(values),
+            n_oom=len(rows) - len(done),
+            over=over_budget(rows),
+            embedded=run.embedded,
+            run=run.folder.name,
+            cost=cost(rows, key_bytes_per_token(runs)),
+        )
+
+    alone = [row for row in done if row.batch_rows == 1]
+    seconds = [row.prefill_s + row.decode_s for row in alone if row.prefill_s is not None and row.decode_s is not None]
+    if len(alone) < len(done):
+        notes.append(
+            f"{method}: {len(done) - len(alone)} of {len(done)} samples were decoded beside other "
+            "methods, so their seconds are not this method's; run it alone for the time"
+        )
+    add("total_runtime_s", seconds, total=True)
+    add("single_task_runtime_s", seconds)
+    add("kv_cache_single_task_gb", [float(v) / 2**30 for v in kept if v is not None])
+    if run.result.ratio_exact and not run.is_full:
+        notes.append(f"{method}: ratio {run.result.ratio_exact}; the paper's is not printed")
+    return cells
