@@ -17,7 +17,7 @@ from evals.settings import build_params, load_class, part
 from evals.tasks import prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SHAPE = ModelShape("tiny", 2, 4, 2, 8, 4096, (0, 1))
 TEXT = "It was the best of times, it was the worst of times. " * 3
 LONG = {"input": "Which one?", "context": TEXT, "answers": ["a", "b"], "length": 100, "dataset": "d",

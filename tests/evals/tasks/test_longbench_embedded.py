@@ -29,7 +29,7 @@ def test_there_are_rows_of_every_dataset_with_longbenchs_fields() -> None:
 
 
 def test_another_process_makes_the_same_set() -> None:
-    code = "from evals import longbench_embedded as e; print(e.content_hash())"
+    code = "from evals.tasks.longbench import embedded as e; print(e.content_hash())"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], cwd=REPO, capture_output=True, text=True,
         env={"PYTHONHASHSEED": "7", "PATH": ""}, check=True,
