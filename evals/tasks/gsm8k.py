@@ -26,7 +26,7 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.fetch import fetch
+from evals.tasks.download import fetch
 from evals.foreign import read_text
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task

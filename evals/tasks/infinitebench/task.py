@@ -29,7 +29,7 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.fetch import fetch
+from evals.tasks.download import fetch
 from evals.foreign import CsvWriter
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task

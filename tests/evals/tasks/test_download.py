@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals import fetch
-from evals.fetch import Piece
+from evals.tasks import download as fetch
+from evals.tasks.download import Piece
 
 REVISION, CODE = "a" * 40, "b" * 40
 ROWS = b'{"input": "q"}\n' * 3
