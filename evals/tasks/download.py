@@ -1,19 +1,19 @@
-"""`python -m evals.fetch longbench`: upstream's own files into the data folder, pinned and checked.
+"""Upstream's own files, downloaded into the data folder: pinned and checked.
 
 Each benchmark is a tuple of `Piece`s in `SOURCES`: a file at a fixed commit of a hub dataset or of a GitHub repository,
-its place below the data folder, and its checksum. A checksum that nobody has pinned is taken from the hub, which names
-the one of every large file at a commit. What has arrived is written down in `<benchmark>/fetched.json`, so that a
-second call finds it; a download that broke off goes on where it stopped.
+its place below the data folder, and its checksum. Where no checksum is pinned, the hub's own is taken, which it states
+for every large file at a commit. What has arrived is noted in `<benchmark>/fetched.json`, so that a second call finds
+it; a download that broke off is resumed.
 
 The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `evals/tasks/sources.py` looks for files anyway.
 $HF_ENDPOINT and $KVBENCH_GITHUB name mirrors of the two sites.
 
 To add a benchmark: a line in `SOURCES`.
 
-Not here: what the files mean (each task), and which of several folders is read (`evals/tasks/sources.py`).
+Not here: the command (`python -m evals.fetch`), what the files mean (each task), which of several folders is read
+(`evals/tasks/sources.py`).
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -320,30 +320,3 @@ def replace_text(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.new")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.fetch", description="Fetch a benchmark's files into the data folder."
-    )
-    parser.add_argument("benchmark", nargs="+", help=", ".join(SOURCES))
-    parser.add_argument("--into", type=Path, help="data folder; the cache's without it")
-    parser.add_argument("--only", nargs="+", default=(), help="patterns of files below it")
-    given = parser.parse_args(arguments)
-    root = given.into.expanduser() if given.into else cache_root()
-    try:
-        for name in given.benchmark:
-            files = fetch(name, root, only=given.only, say=say)
-            say(f"{name}: {len(files)} files in {root}")
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

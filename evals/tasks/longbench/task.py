@@ -31,8 +31,8 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.tasks import download as fetch
 from evals.foreign import CsvWriter, read_json
+from evals.tasks import download as fetch
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
 from evals.tasks.longbench import embedded as longbench_embedded

@@ -16,8 +16,8 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import prefill
 from engine.shapes import ModelShape
-from evals.tasks import download as fetch
 from evals.settings import build_params
+from evals.tasks import download as fetch
 from evals.tasks import prompt
 from evals.tasks import sources as data
 from evals.tasks.longbench import scores

@@ -1,0 +1,39 @@
+"""`python -m evals.fetch longbench`: a benchmark's files into the data folder, ahead of time.
+
+Not here: the download itself (`evals/tasks/download.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import ConfigError
+from evals.tasks.download import SOURCES, cache_root, fetch
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.fetch", description="Fetch a benchmark's files into the data folder."
+    )
+    parser.add_argument("benchmark", nargs="+", help=", ".join(SOURCES))
+    parser.add_argument("--into", type=Path, help="data folder; the cache's without it")
+    parser.add_argument("--only", nargs="+", default=(), help="patterns of files below it")
+    given = parser.parse_args(arguments)
+    root = given.into.expanduser() if given.into else cache_root()
+    try:
+        for name in given.benchmark:
+            files = fetch(name, root, only=given.only, say=say)
+            say(f"{name}: {len(files)} files in {root}")
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
