@@ -68,7 +68,7 @@ from evals.results import (
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.studies import accesses
 from evals.tasks.base import Sample, Task
-from evals.tasks.forced import Lesson, Mark, Taught
+from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.width import room_bytes, variant_bytes, waves
@@ -160,7 +160,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         task_params = build_params(task_class, settings.task.params, "task")
         task = task_class(task_params, settings.data_dir, settings.seed)
         settings = resolve_hardware(settings)
-        if settings.weights == "random" and not task.alone:
+        if settings.weights == "random" and not task.is_timed:
             raise ConfigError(
                 f"weights=random answers nothing that task={task.name} could score; use it with task=latency"
             )
@@ -176,7 +176,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         checks.sizes("method", params, shape.window, window)
         checks.sizes("cache", settings.cache, shape.window, window)
         checks.sizes("task", task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
-        if task.teaches and settings.scope != "full_prompt":
+        if task.is_forced and settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
                 "question; use full_prompt"
@@ -452,7 +452,7 @@ class Group:
         todo = [cell for cell in self.cells if not self.has(cell, sample)]
         self.lesson = self.lesson_of(sample, prompt)
         for thinning, cells in self.by_prefill(todo, prompt).items():
-            for together in [[cell] for cell in cells] if self.first.task.alone else [cells]:
+            for together in [[cell] for cell in cells] if self.first.task.is_timed else [cells]:
                 self.ask_together(sample, prompt, together, thinning)
         self.progress.sample_done(sample.id, self.standings())
 
@@ -466,7 +466,7 @@ class Group:
     def ask_together(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """Ask cells by one pass over the prompt; where memory does not allow that, one half and then the other."""
         try:
-            if self.first.task.alone:
+            if self.first.task.is_timed:
                 self.time(sample, prompt, cells[0])
             else:
                 with self.traced(sample, cells):
@@ -556,7 +556,7 @@ class Group:
             max_new_tokens=0 if lesson else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=probe,
         )  # fmt: skip
-        marks = [None] * len(rows) if probe is None else probe.marks()
+        marks = [None] * len(rows) if probe is None else probe.outcomes()
         answers = decoded.answers[: len(rows)]
         for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
             line = self.line(sample, prompt, cell, row, answer, decoded, prefill_s, mark)
@@ -568,7 +568,7 @@ class Group:
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
         """The task's own passes, of this cell and of full attention in turn."""
         task = cell.task
-        assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
+        assert isinstance(task, Latency), f"{task.name} is timed and is no Latency"
         self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
         timed = Timed(self.variant(cell, prompt), cell.sparsity)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
@@ -576,7 +576,7 @@ class Group:
             with self.file_beside(cell, "trace", sample, "json") as path:
                 timing.record.write_chrome_trace(path)
         line = self.line(
-            sample, prompt, cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.mark
+            sample, prompt, cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.outcome
         )  # fmt: skip
         self.keep(cell, line, timing.row)
 
@@ -592,13 +592,13 @@ class Group:
             with self.file_beside(cell, "trace", sample, "json") as path:
                 record.write_chrome_trace(path)
 
-    def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
+    def lesson_of(self, sample: Sample, prompt: Prompt) -> ForcedContinuation | None:
         """The sample's continuation, where the task feeds one."""
         task = self.first.task
-        if not task.teaches:
+        if not task.is_forced:
             return None
-        assert isinstance(task, Taught), f"{task.name} teaches and is no Taught"
-        return Lesson(self.model, task, sample, prompt, self.stops(sample))
+        assert isinstance(task, ForcedTask), f"{task.name} is forced and is no ForcedTask"
+        return ForcedContinuation(self.model, task, sample, prompt, self.stops(sample))
 
     def stops(self, sample: Sample) -> frozenset[int]:
         chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
@@ -615,7 +615,7 @@ class Group:
         answer: Answer,
         decoded: Decoded,
         prefill_s: float,
-        mark: Mark | None,
+        mark: Outcome | None,
     ) -> SampleRow:
         text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
         n_steps = len(prompt.question_ids) + len(answer.ids) - 1

@@ -26,10 +26,10 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.tasks.download import fetch
 from evals.foreign import read_text
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
+from evals.tasks.download import fetch
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.texts import digest
 

@@ -1,18 +1,23 @@
-"""PG19 perplexity: how well the next token of a book is foretold through the compressed cache. Any text will do.
+"""PG19 perplexity: how well the model predicts the next token of a book through the compressed cache.
 
-The part's name says how it was measured: `chunked-256` (so many tokens each) or `reprefill-500` (the stride).
-`chunked`, the default: a prefix is prefilled and compressed once, then the tokens behind it are fed one at a time, each
-with its own K and V appended, and the loss of each next token counts. `reprefill`, as ClusterKV does it: every counted
-token has a prefill of its own and one step through the cache; with a stride, since a prefill per token is quadratic.
-Losses are natural logarithms in float32, summed in float64. Lengths include what the tokenizer opens a text with.
+Any text will do. The dataset's name says how it was measured: `chunked-256` (losses per sample) or `reprefill-500`
+(the stride).
+
+chunked     (the default) a prefix is prefilled and compressed once; then the tokens behind it are fed one at a time,
+            each with its own K and V appended, and the loss of each next token counts
+reprefill   (as ClusterKV does it) every counted token has a prefill of its own and one step through the cache; with a
+            stride, since a prefill per token is quadratic
+
+Losses are natural logarithms in float32, summed in float64. Lengths include the tokens that the tokenizer puts before
+every text.
 
 A sample's score is its perplexity, exp of the mean loss; that of a run is exp of the mean over all of its losses.
 `perplexity.json` has the losses by position, for running curves and for merging.
 
-The loss of the first token behind a prefix comes from the prefill, without any compression, and is left out.
+The prefill predicts the first token behind a prefix without any compression, so its loss is left out.
 
-Not here: the one pass of Quest's authors from the first token on. Budgets are shares of a prompt that is there as a
-whole; a method that lets a cache grow from nothing up to a budget would be another method.
+Not here: the pass of Quest's authors, whose cache grows from nothing up to a budget. Our budgets are shares of a whole
+prompt.
 """
 
 import json
@@ -29,7 +34,7 @@ from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
 from evals.tasks import sources as data
 from evals.tasks.base import Sample
-from evals.tasks.forced import Lesson, Mark, Probe, Taught, distinct
+from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from evals.tasks.rows import ON_BAD_ROW
 from evals.tasks.texts import Tokens, embedded, given_file, read_files, tokens
 from methods.base import SelectiveAttention
@@ -94,7 +99,7 @@ class Params:
         return tuple(SHORTEST << i for i in range(doublings))
 
 
-class PG19(Taught):
+class PG19(ForcedTask):
     name = "pg19"
     version = 1
     metric = "perplexity"
@@ -178,9 +183,9 @@ class PG19(Taught):
             )
         return samples
 
-    def probe(self, sample: Sample, lesson: Lesson, rows: Sequence[SelectiveAttention]) -> Probe:
-        assert lesson.forced is not None
-        return Losses(lesson.forced, len(rows), self.params.bin, int(sample.fields["length"]))
+    def probe(self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]) -> Probe:
+        assert continuation.forced is not None
+        return Losses(continuation.forced, len(rows), self.params.bin, int(sample.fields["length"]))
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         curves = {"title": title, "protocol": self.params.protocol, "unit": "nats"}
@@ -204,11 +209,11 @@ class Losses:
         self.losses[list(order), self.step] = found.double().cpu()
         self.step += 1
 
-    def marks(self) -> list[Mark]:
+    def outcomes(self) -> list[Outcome]:
         assert self.step == len(self.targets), f"{self.step} steps for {len(self.targets)} targets"
-        return [self._mark(losses) for losses in self.losses]
+        return [self._outcome(losses) for losses in self.losses]
 
-    def _mark(self, losses: Tensor) -> Mark:
+    def _outcome(self, losses: Tensor) -> Outcome:
         bins = [part.sum().item() for part in losses.split(self.bin_len)]
         fields = {
             "n_targets": len(losses),
@@ -218,7 +223,7 @@ class Losses:
             "bin_len": self.bin_len,
             "nll_bins": [round(total, 6) for total in bins],
         }
-        return Mark(perplexity(fields["nll_sum"], len(losses)), fields)
+        return Outcome(perplexity(fields["nll_sum"], len(losses)), fields)
 
 
 def perplexity(nll_sum: float, n: int) -> float:

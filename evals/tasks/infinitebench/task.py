@@ -29,10 +29,10 @@ from typing import Any
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.tasks.download import fetch
 from evals.foreign import CsvWriter
 from evals.tasks import sources as data
 from evals.tasks.base import Sample, Task
+from evals.tasks.download import fetch
 from evals.tasks.infinitebench.prompts import (
     OWN_TEMPLATES,
     checked_row,

@@ -157,7 +157,7 @@ def test_divergence_and_agreement_are_from_one_plain_pass_over_the_same_tokens()
 
 def test_a_sample_is_marked_with_means_over_the_layers_that_count() -> None:
     _, _, watch, _ = lesson()
-    oracle, clusters, *_ = watch.marks()
+    oracle, clusters, *_ = watch.outcomes()
     assert clusters.fields["layers_skipped"] == [0, 1]  # which ClusterKV leaves whole
     assert oracle.fields["layers_skipped"] == []
     recalls = watch.by_layer["recall"]
@@ -166,7 +166,7 @@ def test_a_sample_is_marked_with_means_over_the_layers_that_count() -> None:
     assert clusters.fields["by_layer"]["recall"][:2] == [1, 1]
     assert oracle.fields["by_step"]["recall"] == pytest.approx(recalls[:, :, 0].mean(0).tolist(), abs=1e-6)
     watch.params = values(skip_layers=[0])
-    assert watch.marks()[0].score == pytest.approx(recalls[1:, :, 0].mean().item(), abs=1e-6)
+    assert watch.outcomes()[0].score == pytest.approx(recalls[1:, :, 0].mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("k", [None, 1, 7, 40])
