@@ -241,6 +241,15 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def write_csv(path: Path, header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
+    """A table as a file, safe to open in a spreadsheet."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = CsvWriter(file)
+        writer.writerow(header)
+        for row in rows:
+            writer.writerow(row)
+
+
 class CsvWriter:
     """As `csv.writer`, but no text becomes a formula, which a spreadsheet would run. Numbers stay numbers."""
 

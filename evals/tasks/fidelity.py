@@ -39,11 +39,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from evals.foreign import CsvWriter
+from evals.foreign import write_csv
 from evals.tasks.base import Sample
+from evals.tasks.checks import check_choices, check_counts
 from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from evals.tasks.rows import ON_BAD_ROW, Rows, read_rows
 from evals.tasks.texts import (
@@ -74,16 +75,8 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("continuation", ("auto", "text", "greedy")),
-            ("on_bad_row", ON_BAD_ROW),
-        ):
-            if getattr(self, key) not in allowed:
-                raise unknown_name(f"task.{key}", getattr(self, key), allowed)
-        for key in ("prompt_tokens", "windows", "steps", "k"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{key}={value} is below 1; give 1 or more")
+        check_choices(self, continuation=("auto", "text", "greedy"), on_bad_row=ON_BAD_ROW)
+        check_counts(self, "prompt_tokens", "windows", "steps", "k")
 
 
 class Fidelity(ForcedTask):
@@ -186,12 +179,14 @@ class Fidelity(ForcedTask):
         ok = [row for row in rows if row["status"] == "ok"]
         if not ok:
             return
-        with (folder / "layers.csv").open("w", newline="", encoding="utf-8") as file:
-            out = CsvWriter(file)
-            out.writerow(["layer", *BY_LAYER])
-            for i, layer in enumerate(ok[0]["layers"]):
-                means = (fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER)
-                out.writerow([layer, *(round(mean, DIGITS) for mean in means)])
+        means = (
+            [fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER]
+            for i in range(len(ok[0]["layers"]))
+        )
+        lines = (
+            [layer, *(round(mean, DIGITS) for mean in each)] for layer, each in zip(ok[0]["layers"], means, strict=True)
+        )
+        write_csv(folder / "layers.csv", ["layer", *BY_LAYER], lines)
 
 
 def read_prompts(file: Path, on_bad_row: str) -> Rows:

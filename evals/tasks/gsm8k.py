@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.foreign import read_text
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.base import Sample, Task
-from evals.tasks.download import fetch
+from evals.tasks.checks import check_choices, check_counts
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.texts import digest
 
@@ -189,19 +189,14 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        choices = {
-            "source": ("auto", "hub", "local"),
-            "prompts": ("auto", "official", "own"),
-            "extraction": tuple(EXTRACTIONS),
-            "on_bad_row": ON_BAD_ROW,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
-        for name in ("exemplars", "max_prompt_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
+        check_choices(
+            self,
+            source=("auto", "hub", "local"),
+            prompts=("auto", "official", "own"),
+            extraction=EXTRACTIONS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens")
 
 
 class Gsm8k(Task):
@@ -234,26 +229,18 @@ class Gsm8k(Task):
                 f"{shape.window} tokens; make them smaller"
             )
         self.prompt_room = self.params.max_prompt_tokens or room
-        path = None if self.params.source == "hub" else data.find(TEST, self.data_dir)
-        path = path or self._file(TEST, TEST_SOURCE)
+        (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
         self.data_digest = digest([path] if official is None else [path, official])
         self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
 
     def _exemplar_file(self) -> Path | None:
         """The official exemplars; None where ours stand in."""
         source, prompts = self.params.source, self.params.prompts
-        path = None if prompts == "own" else data.find(EXEMPLARS, self.data_dir)
+        path = None if prompts == "own" else sources.find(EXEMPLARS, self.data_dir)
         if path is not None or prompts == "own" or (prompts == "auto" and source != "hub"):
             return path
-        return self._file(EXEMPLARS, EXEMPLARS_SOURCE)
-
-    def _file(self, name: str, upstream: str) -> Path:
-        """A file that has to be there, downloaded into the folder that was named or the cache."""
-        source = self.params.source
-        if source == "local" or (source == "auto" and self.data_dir is not None):
-            return data.require(name, self.data_dir, upstream)
-        root = Path(self.data_dir).expanduser() if self.data_dir else None
-        return fetch("gsm8k", root, only=[name])[0]
+        (path,) = sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
+        return path
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         assert self.rows is not None, "check was not called"

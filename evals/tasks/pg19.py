@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.base import Sample
+from evals.tasks.checks import check_choices, check_counts
 from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from evals.tasks.rows import ON_BAD_ROW
 from evals.tasks.texts import Tokens, embedded, given_file, read_files, tokens
@@ -61,17 +62,8 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("source", ("auto", "local", "embedded")),
-            ("protocol", PROTOCOLS),
-            ("on_bad_row", ON_BAD_ROW),
-        ):
-            if getattr(self, key) not in allowed:
-                raise unknown_name(f"task.{key}", str(getattr(self, key)), allowed)
-        for key in ("books", "max_length", "targets", "stride", "offsets", "bin"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{key}={value} is below 1; give 1 or more")
+        check_choices(self, source=("auto", "local", "embedded"), protocol=PROTOCOLS, on_bad_row=ON_BAD_ROW)
+        check_counts(self, "books", "max_length", "targets", "stride", "offsets", "bin")
         if self.path is not None and self.source != "auto":
             raise ConfigError(
                 f"task.path={self.path} and task.source={self.source} are both given; give one of the two"
@@ -125,10 +117,9 @@ class PG19(ForcedTask):
             return (given_file(self.params.path),)
         if self.params.source == "embedded":
             return ()
-        folder = data.find(FOLDER, self.data_dir)
-        files = sorted(folder.glob("*.txt")) + sorted(folder.glob("*.jsonl")) if folder else []
+        files = sources.find_all(FOLDER, self.data_dir, "*.txt", "*.jsonl")
         if not files and (self.params.source == "local" or self.data_dir is not None):
-            data.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM)
+            sources.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM)
         return tuple(files)
 
     def check(self, shape: ModelShape) -> None:

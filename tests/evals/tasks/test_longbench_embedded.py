@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.tasks.longbench import embedded
+from evals.tasks.longbench import embedded, prompts
 from evals.tasks.longbench import task as longbench
 from evals.tasks.longbench.embedded import DATASETS, N_ROWS, Row, rows
 from evals.tasks.longbench.scores import SCORES, row_score
@@ -148,7 +148,7 @@ def test_the_embedded_model_beats_chance_in_four_datasets(tmp_path: Path) -> Non
 def test_rows_have_1500_to_6000_tokens_of_the_embedded_model() -> None:
     tokenizer = embedded_tokenizer()
     for name, row in ALL:
-        n = len(tokenizer.encode(longbench.fill(DATASETS[name].template, row)))
+        n = len(tokenizer.encode(prompts.fill(DATASETS[name].template, row)))
         assert 1500 <= n <= 6000, (name, row["_id"], n)
 
 
