@@ -2,8 +2,10 @@
 
 import csv
 import json
+import marshal
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -421,6 +423,19 @@ def test_chinese_without_jieba_is_an_error_and_no_fallback(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(ConfigError, match="pip install jieba"):
         scores.rouge_zh("a", "b")
+
+
+def test_no_index_of_words_is_read_from_a_folder_or_left_there(monkeypatch, tmp_path: Path) -> None:
+    """jieba's own cache is a marshalled file at a place that can be foretold."""
+    forged = marshal.dumps(({"我": 0, "我们": 0, "我们在": 10**6}, 10**6))
+    for folder in (tmp_path / "temporary", tmp_path / "cache" / "kvbench" / "jieba"):
+        folder.mkdir(parents=True)
+        (folder / "jieba.cache").write_bytes(forged)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scores.segmenter.cache_clear()
+    assert scores.words_zh("我们在北京大学学习") == ["我们", "在", "北京大学", "学习"]
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [forged, forged]
 
 
 def test_a_finished_run_says_datasets_buckets_and_both_averages(tokenizer, folder) -> None:
