@@ -119,37 +119,35 @@ class Fidelity(ForcedTask):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.rows is None:
             return self._windows(tokenizer)
-        return distinct([
-            self._of_row(tokenizer, number, row) for number, row in self.rows.rows
-        ])  # fmt: skip
+        return distinct([self._of_row(tokenizer, number, row) for number, row in self.rows.rows])
 
     def _windows(self, tokenizer: Any) -> list[Sample]:
         params = self.params
         assert self.corpus is not None, "a .jsonl file has rows"
         ((name, text),) = self.corpus.texts
-        found = tokens(tokenizer, name, text)
+        ids = tokens(tokenizer, name, text)
         n = params.prompt_tokens + params.steps + 1
-        starts = found.starts(n, params.windows)
-        if starts is None or n <= len(found.opening):
+        starts = ids.starts(n, params.windows)
+        if starts is None or n <= len(ids.opening):
             raise ConfigError(
-                f"the text {name!r} has {len(found)} tokens, too few for {params.windows} window(s) of {n}; give "
+                f"the text {name!r} has {len(ids)} tokens, too few for {params.windows} window(s) of {n}; give "
                 "smaller task.prompt_tokens or task.windows"
             )
-        return [self._cut(f"{name}-{start}", found.window(start, n)) for start in starts]
+        return [self._cut(f"{name}-{start}", ids.window(start, n)) for start in starts]
 
     def _of_row(self, tokenizer: Any, number: int, row: Mapping[str, Any]) -> Sample:
         """A line's sample: a `text` is cut into prompt and continuation, a `prompt` is asked as it is."""
         id = f"line-{number}" if row.get("id") is None else str(row["id"])
         n_fed = self.params.steps + 1
         if "text" in row:
-            found = tokens(tokenizer, id, row["text"])
-            n = min(len(found), self.params.prompt_tokens + n_fed)
-            if n <= n_fed + len(found.opening):
+            ids = tokens(tokenizer, id, row["text"])
+            n = min(len(ids), self.params.prompt_tokens + n_fed)
+            if n <= n_fed + len(ids.opening):
                 raise ConfigError(
-                    f"{self.file}, line {number}: the text has {len(found)} tokens, too few for a prompt and "
+                    f"{self.file}, line {number}: the text has {len(ids)} tokens, too few for a prompt and "
                     f"task.steps={self.params.steps} behind it; give fewer steps"
                 )
-            return self._cut(id, found.window(0, n))
+            return self._cut(id, ids.window(0, n))
         given = row.get("continuation")
         if given is None and self.params.continuation == "text":
             raise ConfigError(
@@ -230,14 +228,14 @@ class Comparison:
         seen = torch.stack([self.rows[row].store.attended(layer) for row in rows]).to(q.device)
         i, s = self.layers.index(layer), self.truth.s_prompt
         mass = (logits.softmax(-1) * seen).sum(-1).mean(-1)
-        found = {
+        figures = {
             "recall": torch.stack(
                 [recall(x[:, :s], y[:, :s], self.params.k) for x, y in zip(logits, seen, strict=True)]
             ),
             "mass": mass,
             "output_error": relative_error(out[places].flatten(1), exact.flatten(1)),
         }
-        for name, each in found.items():
+        for name, each in figures.items():
             self.by_layer[name][i, self.step, rows] = each.double().cpu()
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:

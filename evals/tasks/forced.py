@@ -102,11 +102,10 @@ class ForcedContinuation:
         elif self.plain is None and (self.task.wants_full or self.forced is None):
             self.plain = prefill(self.model, self.prompt.context_ids)
         if self.forced is None:
-            answer = decode(
-                self.model, self._plain(), [self._full()], max_new_tokens=self.n_new, stop_ids=self.stop_ids
-            ).answers[0]  # fmt: skip
+            rows = [self._full()]
+            decoded = decode(self.model, self._plain(), rows, max_new_tokens=self.n_new, stop_ids=self.stop_ids)
             # Without the token that ended it, which says nothing of what would come next.
-            self.forced = tuple(answer.ids)
+            self.forced = tuple(decoded.answers[0].ids)
         return [self._full()] if self.task.wants_full else []
 
     def truth(self) -> Trace:

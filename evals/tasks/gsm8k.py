@@ -4,12 +4,13 @@ The exemplars are what gets compressed, and every token of the answer leans on t
 The prompt is exemplars, newline, `Question: ` and the question: no blank line and no cue behind it, the model writes
 that itself. It goes in as plain text, never through a chat template.
 
-Rows        gsm8k/test.jsonl from the data folder; fetched where there is none and `data_dir` names no other folder, or
-            with `source=hub` in any case.
+Rows        gsm8k/test.jsonl from the data folder; downloaded with `source=hub`, and where it is missing and `data_dir`
+            names no folder.
 Exemplars   gsm8k/gsm8k_prompt_formal.txt from the data folder (ten, about 3.7k tokens where digits are single
-            tokens), fetched with `source=hub` or `prompts=official`; without it ten short ones of our own, and the
+            tokens), downloaded with `source=hub` or `prompts=official`; without it ten short ones of our own, and the
             result says `prompts: own`.
-            `task.exemplars` takes the first so many; null as many as the window holds beside the longest question.
+            `task.exemplars` is how many of them are shown, the first ones; null: as many as the window holds beside
+            the longest question.
 Scores      `cot`: the last number before the next invented question equals the last one of the reference. No sign is
             read: -5 equals 5. `hash4`: the text behind `#### ` equals the reference's, for fine-tuned models.
             A finished run's gsm8k.json has both, and the length of the answers after the cut.
@@ -133,8 +134,8 @@ def last_number(text: str) -> float | None:
 
 def cot(prediction: str, answer: str) -> float:
     """1 where the last number of the cut prediction is the last one of the reference's worked solution."""
-    found = last_number(cut(prediction))
-    return float(found is not None and found == last_number(answer))
+    number = last_number(cut(prediction))
+    return float(number is not None and number == last_number(answer))
 
 
 def hash4_value(text: str) -> str:
@@ -170,7 +171,7 @@ def split_exemplars(path: Path) -> list[str]:
 
 
 def has_number(row: Mapping[str, Any]) -> None:
-    """Refuse a reference that nothing can equal, and what is no question of a few sentences."""
+    """Raise `BadRow` for a reference without a number, which no answer can equal, and for texts of absurd length."""
     for name in ("question", "answer"):
         if len(row[name]) > LONGEST:
             raise BadRow(f"field {name!r} has {len(row[name])} characters, more than {LONGEST}")
@@ -291,11 +292,11 @@ class Gsm8k(Task):
         return EXTRACTIONS[self.params.extraction](prediction, sample.references[0])
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        asked = [row for row in rows if row["score"] is not None]
-        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in asked]
-        summary: dict[str, Any] = {"rows": len(asked)}
+        scored = [row for row in rows if row["score"] is not None]
+        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in scored]
+        summary: dict[str, Any] = {"rows": len(scored)}
         for name, scorer in EXTRACTIONS.items():
-            scores = [scorer(row["prediction"], row["references"][0]) for row in asked]
+            scores = [scorer(row["prediction"], row["references"][0]) for row in scored]
             summary[f"{name}_accuracy"] = sum(scores) / len(scores) if scores else None
         summary["tokens_after_cut_mean"] = sum(lengths) / len(lengths) if lengths else None
         (folder / "gsm8k.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -198,13 +198,13 @@ class Latency(Task):
 
 def compare(ours: Sequence[Pass], theirs: Sequence[Pass], batch: int) -> dict[str, Any]:
     """Medians of times and of the pairs' ratios; `_q` are the quartiles around a median."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in ("ttft", "tt2t", "tpot"):
-        mine, full = ([getattr(p, f"{name}_s") for p in passes] for passes in (ours, theirs))
-        found |= with_quartiles(f"{name}_s", mine)
-        found |= with_quartiles(f"{name}_ratio", [a / b for a, b in zip(mine, full, strict=True)])
-        found[f"full_{name}_s"] = statistics.median(full)
-    return found | {"tokens_per_s": batch / found["tpot_s"]}
+        own, full = ([getattr(p, f"{name}_s") for p in passes] for passes in (ours, theirs))
+        columns |= with_quartiles(f"{name}_s", own)
+        columns |= with_quartiles(f"{name}_ratio", [a / b for a, b in zip(own, full, strict=True)])
+        columns[f"full_{name}_s"] = statistics.median(full)
+    return columns | {"tokens_per_s": batch / columns["tpot_s"]}
 
 
 def with_quartiles(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -236,24 +236,24 @@ def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[Selective
 
 def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:
     """Read one prompt; its trace, and the variant's row, ready to decode."""
-    made: list[SelectiveAttention] = []
+    rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
-        if not made:
-            made.append(timed.variant.row(trace, n_new))
-        made[0].build(layer)
+        if not rows:
+            rows.append(timed.variant.row(trace, n_new))
+        rows[0].build(layer)
 
     variant = timed.variant
     trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity)
-    made[0].complete()
+    rows[0].complete()
     trace.settle()
-    return trace, made[0]
+    return trace, rows[0]
 
 
 def parts(record: Record, root: str, n: int) -> dict[str, float]:
     """Mean seconds per span inside the `n` spans named `root`, without the spans inside those; the rest is "model"."""
-    found = record.seconds(root)
-    return {("model" if name == root else name): found[name] / n for name in found}
+    seconds = record.seconds(root)
+    return {("model" if name == root else name): seconds[name] / n for name in seconds}
 
 
 def batch_of(sample: Sample) -> int:

@@ -137,11 +137,8 @@ class PG19(ForcedTask):
             )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return distinct([
-            sample
-            for name, text in self.corpus.texts
-            for sample in self._samples_of(tokens(tokenizer, name, text))
-        ])  # fmt: skip
+        by_text = (self._samples_of(tokens(tokenizer, name, text)) for name, text in self.corpus.texts)
+        return distinct([sample for samples in by_text for sample in samples])
 
     def _samples_of(self, text: Tokens) -> list[Sample]:
         params, behind = self.params, self.params.n_targets + 1
@@ -196,8 +193,8 @@ class Losses:
         """Only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
-        found = logits.logsumexp(-1) - logits[:, self.targets[self.step]]
-        self.losses[list(order), self.step] = found.double().cpu()
+        losses = logits.logsumexp(-1) - logits[:, self.targets[self.step]]
+        self.losses[list(order), self.step] = losses.double().cpu()
         self.step += 1
 
     def outcomes(self) -> list[Outcome]:

@@ -46,9 +46,9 @@ def read_files(files: Iterable[Path], on_bad_row: str = "refuse", n: int | None 
             break
         used.append(file)
         if file.suffix == ".jsonl":
-            found = read_rows(file, {"text": str}, on_bad_row, check=new_row(["text"]))
-            texts += [(f"{file.stem}:{number}", row["text"]) for number, row in found.rows]
-            notes += found.notes
+            lines = read_rows(file, {"text": str}, on_bad_row, check=new_row(["text"]))
+            texts += [(f"{file.stem}:{number}", row["text"]) for number, row in lines.rows]
+            notes += lines.notes
         else:
             texts.append((file.stem, read_text(file)))
     name = used[0].stem + (f"-and-{len(used) - 1}" if used[1:] else "")

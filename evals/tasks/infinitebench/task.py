@@ -1,13 +1,13 @@
 """InfiniteBench: twelve tasks on prompts of 44k to 200k tokens and more, cut in the middle to what a model can read.
 
-Sources     one <task>.jsonl per task in infinitebench/data/, or for six of them (`SYNTHETIC`) rows generated at any
-            length: no download. `auto` takes the files if there are any, else generates if all chosen tasks can be
-            generated; single files that it lacks are fetched, unless `data_dir` names a folder. Generated rows are
-            tagged `synthetic` and never share a run with published ones.
-Prompts     infinitebench/prompt_templates.json from the data folder, or the authors' prompt.py, which `source=hub`
-            fetches (for published rows: it lacks the sentences of generated ones), by family: `yarn_mistral`
-            (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them wording of our
-            own, plain text, and the result says `prompts: own`.
+Sources     one <task>.jsonl per task in infinitebench/data/. Rows of six tasks (`SYNTHETIC`) can be generated instead,
+            at any length and without a download. `auto` generates if no file is there and all chosen tasks can be
+            generated; otherwise it takes the files and downloads single ones that are missing, unless `data_dir` names
+            a folder. Generated rows are tagged `synthetic` and never share a run with published ones.
+Prompts     infinitebench/prompt_templates.json from the data folder, or for published rows the authors' prompt.py,
+            which `source=hub` downloads (it lacks the sentences of generated rows). They come by family:
+            `yarn_mistral` (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them the
+            wording is our own, plain text, and the result says `prompts: own`.
 Length      generated rows fill `task.length` tokens, answer included, as full as their units allow. Published rows are
             cut to `task.max_prompt_tokens`: half of it from each end.
 Differs     from the published open-model runs: greedy decoding, with the answer lengths of the authors' table
@@ -147,20 +147,20 @@ class InfiniteBench(Task):
         names = self.params.names
         if self.params.source != "auto":
             return self.params.source == "embedded"
-        found = any(sources.find(file_of(name), self.data_dir) for name in names)
-        return not found and set(names) <= set(SYNTHETIC)
+        has_files = any(sources.find(file_of(name), self.data_dir) for name in names)
+        return not has_files and set(names) <= set(SYNTHETIC)
 
     def _choose_words(self) -> None:
         """Templates and sentences: upstream's, or our own."""
         self.word_files: tuple[Path, ...] = ()
         self.templates, self.strings, self.family = OWN_TEMPLATES, OWN_STRINGS, "own"
         wanted = self.params.template_family
-        found = [sources.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
+        paths = [sources.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
         upstream = None if self.is_synthetic else sources.find(UPSTREAM_TEMPLATES, self.data_dir)
-        if wanted == "own" or (wanted == "auto" and None in found and upstream is None):
+        if wanted == "own" or (wanted == "auto" and None in paths and upstream is None):
             return
         self.family = "yarn_mistral" if wanted == "auto" else wanted
-        if None in found and upstream is not None:
+        if None in paths and upstream is not None:
             self.word_files = (upstream,)
             self.templates = upstream_templates(upstream, self.family)
             return
@@ -177,7 +177,7 @@ class InfiniteBench(Task):
                 )
 
     def _first_notes(self) -> list[str]:
-        """What the result says whatever the rows are like."""
+        """What the result says before any row is read."""
         notes = [f"prompts: {self.family}", f"length_table: {self.params.length_table}"]
         if self.is_synthetic:
             notes.append(f"synthetic: true ({self.params.length} tokens)")
@@ -263,9 +263,9 @@ class InfiniteBench(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: rows, the score in percent, and on how many rows the authors' scorer raises."""
-        asked = [row for row in rows if row["score"] is not None]
+        scored = [row for row in rows if row["score"] is not None]
         judged: dict[str, list[tuple[float, str | None]]] = {}
-        for row in asked:
+        for row in scored:
             name = row["dataset"]
             judged.setdefault(name, []).append(self.judge(name, row["prediction"], row["ground_truth"]))
         lines = []

@@ -12,7 +12,7 @@ E_SUFFIX = "_e"
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is fixed for a dataset, whoever's prompts are used."""
+    """What is fixed for a dataset, whichever prompts are used."""
 
     category: str
     metric: str

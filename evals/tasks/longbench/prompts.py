@@ -45,13 +45,13 @@ OWN_PROMPTS = {
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
-    """Named fields put in their places, once: braces in a context stay."""
+    """Fill in `{context}` and `{input}`, each once: braces in a context stay as they are."""
     parts = template.split("{context}")
     return row["context"].join(part.replace("{input}", row["input"]) for part in parts)
 
 
 def question_block(dataset: str, template: str) -> tuple[str, str] | None:
-    """What follows the context, cut into the question and the cue; None where a template has only a cue or a query."""
+    """The question behind a template's context, and the cue for the answer; None where no question can be moved."""
     if not takes_question_first(dataset):
         return None
     tail = template.partition("{context}")[2]
@@ -85,7 +85,7 @@ def takes_question_first(dataset: str) -> bool:
 
 
 def shortened(tokenizer: Any, before: str, after: str, limit: int) -> tuple[str, str, int, int]:
-    """`middle_truncate` of the whole prompt, parted again; with the token counts."""
+    """The prompt cut by `middle_truncate`, in its two parts again, and its token counts before and after."""
     text, n_before, n_after = middle_truncate(tokenizer, before + after, limit)
     if n_before <= limit or text.endswith(after):
         cut = len(text) - len(after)

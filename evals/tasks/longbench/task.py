@@ -1,24 +1,25 @@
 """LongBench: 21 datasets in six kinds, English, Chinese and code, each with its official metric; LongBench-E's 13.
 
-Sources     longbench/data/<dataset>.jsonl below a data folder, or fetched from the hub: with `source=hub`, or where
-            `task.datasets` names what is missing and `data_dir` no folder. Without both the set of
-            `embedded.py` beside this file, whose datasets have names of their own and are never mixed with published
-            ones.
+Sources     longbench/data/<dataset>.jsonl below a data folder. The hub's files are downloaded with `source=hub`, and
+            where `task.datasets` names a dataset that is missing and no `data_dir` is given. With neither names nor
+            files, the set of `embedded.py` beside this file is asked; its datasets have names of their own and never
+            share a run with published ones.
 Prompts     longbench/config/dataset2prompt.json; without it wording of our own, and the result says `prompts: own`.
             Six datasets continue a text and are never wrapped into a chat template.
 Length      a prompt longer than `max_prompt_tokens` loses its middle: half of the tokens are kept from each end, before
             the chat wrapper comes on top.
 Scope       the context part ends where the template's `{context}` ends; `compression_scope=context_only` leaves what
             follows out of the compression.
-Question    `question_position=before` moves it in front of the context, which takes the hint from methods that judge
-            tokens by the last queries; `both` repeats it there. Datasets whose query is the text to be continued are
-            left out of such a run, and the result says so.
+Question    `question_position=before` moves the question in front of the context, where it no longer helps methods that
+            judge tokens by the last queries; `both` has it in front and behind. Datasets whose query is the text to be
+            continued are left out of such a run, and the result says so.
 Order       the first row of every dataset, then the second of every one, and so on: `limit` sees all datasets.
 
 A finished run's datasets.csv has a line per dataset, longbench.json the averages: of datasets (as papers on KV caches
 have them) and of categories (as the authors have them).
 
-Not here: the scores (`evals/tasks/longbench/scores.py`).
+Not here: what is fixed for a dataset, how a row becomes a prompt, and the scores (`datasets.py`, `prompts.py` and
+`scores.py` beside this file).
 """
 
 import json
@@ -167,7 +168,7 @@ class LongBench(Task):
     # -- what is asked --
 
     def _choose(self) -> tuple[tuple[str, ...], dict[str, Path]]:
-        """The datasets and their files; no files where they are embedded ones."""
+        """The datasets and their files; embedded datasets have no files."""
         params, names = self.params, self.params.names
         if params.datasets is None and params.source != "embedded":
             names = LISTS["en16"]
@@ -190,7 +191,7 @@ class LongBench(Task):
         return sources.find(name, self.data_dir)
 
     def _leave_out(self) -> None:
-        """Without the datasets whose question cannot be moved."""
+        """Drop the datasets whose question cannot be moved."""
         if self.params.question_position == "after":
             return
         kept = tuple(name for name in self.names if takes_question_first(name))
@@ -247,9 +248,7 @@ class LongBench(Task):
             if self.data_source == "embedded":
                 self.rows[name] = embedded.rows()[name]
                 continue
-            rows = read_rows(
-                self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name)
-            )  # fmt: skip
+            rows = read_rows(self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name))
             self.notes += rows.notes
             self.rows[name] = tuple(row for _, row in rows.rows)
 
@@ -267,7 +266,7 @@ class LongBench(Task):
         return there if most is None else min(most, there)
 
     def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any]) -> Sample:
-        """One row in its prompt, as long as it may be."""
+        """One row in its prompt, cut to the longest that is allowed."""
         facts, new_tokens = facts_of(name), self.new_tokens[name]
         position = self.params.question_position
         parts = parts_of(name, self.templates[base_name(name)], row, position)
@@ -312,9 +311,9 @@ class LongBench(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv, and the averages in longbench.json."""
-        asked = [row for row in rows if row["score"] is not None]
-        names = list(dict.fromkeys(row["dataset"] for row in asked))
-        table = {name: summary([row for row in asked if row["dataset"] == name]) for name in names}
+        scored = [row for row in rows if row["score"] is not None]
+        names = list(dict.fromkeys(row["dataset"] for row in scored))
+        table = {name: summary([row for row in scored if row["dataset"] == name]) for name in names}
         header = ["dataset", "category", "metric", "rows", "score_percent", *LENGTHS, "official_gives_up"]
         lines = ([name, facts_of(name).category, facts_of(name).metric, *table[name].values()] for name in names)
         write_csv(folder / "datasets.csv", header, lines)
@@ -358,7 +357,7 @@ def averages_of(scores: Mapping[str, float]) -> dict[str, Any]:
     categories: dict[str, list[float]] = {}
     for name, score in scores.items():
         categories.setdefault(facts_of(name).category, []).append(score)
-    means = {category: mean_of(found) for category, found in categories.items()}
+    means = {category: mean_of(each) for category, each in categories.items()}
     return {
         "datasets": dict(scores),
         "mean_of_datasets": mean_of(list(scores.values())),

@@ -132,7 +132,7 @@ WORDS = {  # what strings.json must hold
     "magic_number": {"needle": "", "question": ""},
     "data_engineering": {"needle": "", "question": "", "prompt": "{context}", "expected_answer": ""},
     "kamradt": {"needle": "", "question": "", "question_suffix": "", "system": ""},
-}  # fmt: skip
+}
 
 
 def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask:
@@ -310,9 +310,9 @@ class Needle(Task):
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.grid = params.cells()
         self.essays = self._essays()
-        # A folder that was named must hold the data; one that was found may.
-        named = params.source == "local" or (params.source == "auto" and data_dir is not None)
-        is_local = named or bool(self.essays)
+        # A folder that the user names must hold the data; the others may.
+        is_named = params.source == "local" or (params.source == "auto" and data_dir is not None)
+        is_local = is_named or bool(self.essays)
         self.data_source = "local" if is_local else "embedded"
         haystack = f"essays-{len(self.essays)}" if is_local else sources.prose_name()
         self.dataset = f"{params.style_name}/{haystack}"
@@ -340,11 +340,11 @@ class Needle(Task):
             self.grid = replace(self.grid, lengths=lengths)
         if not self.grid.lengths or max(self.grid.lengths) > fitting:
             longest = max(self.grid.lengths, default=self.params.shortest)
-            asked = f"grid={self.params.grid}"
+            key = f"grid={self.params.grid}"
             if self.params.lengths is not None:
-                asked = f"lengths={list(self.params.lengths)}"
+                key = f"lengths={list(self.params.lengths)}"
             raise ConfigError(
-                f"task.{asked} asks for {longest} tokens, more than the "
+                f"task.{key} asks for {longest} tokens, more than the "
                 f"window of {shape.name} holds with the answer; the longest that fits is "
                 f"{fitting}"
             )

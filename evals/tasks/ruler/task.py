@@ -3,8 +3,8 @@
 Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder.
             `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
-            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files
-            have it at the end of their text and are split there.
+            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files of rows have
+            it at the end of their text, where we split it off.
 Haystacks   the needle's essays from the data folder, else Python's help topics, as the result says.
 Length      generated rows fill `task.length` tokens, answer included, as full as their units allow.
 Score       the share of references that the answer contains, whatever the case; qa_1 and qa_2: whether it contains one.
@@ -172,7 +172,7 @@ class Ruler(Task):
             self._read()
 
     def _gather(self) -> None:
-        """Templates and essays, and what the result says about them."""
+        """Read templates and essays, and note what the result says about them."""
         used: list[Path] = []
         templates, prompts = OWN_TEMPLATES, "own"
         path = None if self.params.prompts == "own" else sources.find(TEMPLATES, self.data_dir)
@@ -224,8 +224,8 @@ class Ruler(Task):
         if self.is_synthetic:
             return Generated(self, tokenizer)
         by_task = [
-            [self.sample(name, row["index"], split(name, row), {}) for _, row in found.rows]
-            for name, found in self.rows.items()
+            [self.sample(name, row["index"], split(name, row), {}) for _, row in rows.rows]
+            for name, rows in self.rows.items()
         ]
         return in_turns(by_task)
 
@@ -251,9 +251,9 @@ class Ruler(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: per task its rows and their mean in percent."""
-        asked = [row for row in rows if row["score"] is not None]
+        scored = [row for row in rows if row["score"] is not None]
         scores: dict[str, list[float]] = {}
-        for row in asked:
+        for row in scored:
             scores.setdefault(row["dataset"], []).append(row["score"])
         lines = ([name, len(each), percent(each)] for name, each in scores.items())
         write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent"], lines)
