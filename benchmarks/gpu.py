@@ -263,7 +263,7 @@ def methods(model: Model, names: Sequence[str], lengths: Sequence[int], n_new: i
             shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
             try:
                 with model.hooked():
-                    timing = task.measure(model, timed, sample, lambda: None).mark.fields["timing"]
+                    timing = task.measure(model, timed, sample, lambda: None).outcome.fields["timing"]
             except (torch.OutOfMemoryError, MemoryError):
                 yield Result(f"{kind.title}: decode", shape, True, note="oom")
                 continue

@@ -80,7 +80,7 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
         task_class, task_params = class_and_params(settings.task)
         task: Task = task_class(task_params, settings.data_dir, settings.seed)
         settings = resolve_hardware(settings)
-        if settings.weights == "random" and not task.alone:
+        if settings.weights == "random" and not task.is_timed:
             raise ConfigError(
                 f"weights=random answers nothing that task={task.name} could score; use it with task=latency"
             )
@@ -112,7 +112,7 @@ def check_task(task: Task, params: Any, settings: Settings, shape: ModelShape) -
     """Raise `ConfigError` where the task cannot be had, or not under these settings."""
     task.check(shape)
     checks.sizes("task", params, max(MOST_COUNT, shape.window), "for which nobody waits")
-    if task.teaches and settings.scope != "full_prompt":
+    if task.is_forced and settings.scope != "full_prompt":
         raise ConfigError(
             f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
             "question; use full_prompt"

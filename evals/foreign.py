@@ -1,8 +1,8 @@
-"""Files and texts that others made: read so that none can hang or surprise us, written so that none does harm.
+"""Files and texts from elsewhere: read without trusting them, and written so that they do no harm.
 
-Reading takes regular files only (a pipe would wait for ever), never more of them than is said here, and JSON only where
-everything behind it can take what it holds. Whatever is wrong is a `ConfigError` that names the file, or a `NoJson`
-that says why a piece of JSON cannot be used.
+Only regular files are read (a pipe would wait for ever), up to the sizes below, and only JSON that all code behind can
+handle. A file that cannot be used is a `ConfigError` that names it; JSON that cannot be used is a `NoJson` with the
+reason.
 
     LONGEST_LINE     the longest line of InfiniteBench has about 10 MB; reading one of 32 MB takes a second and 0.2 GB
     LARGEST_FILE     of texts and tables read whole: ten times War and Peace, half a minute to tokenise
@@ -52,7 +52,7 @@ class NoJson(ValueError):
 
 
 class NoText(NoJson):
-    """It is not even UTF-8."""
+    """The text is not even UTF-8."""
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -180,12 +180,11 @@ def number(digits: str) -> float:
 
 
 def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        left = Counter(name for name, _ in pairs)
-        ((twice, _),) = left.most_common(1)
-        raise NoJson(f"it has the key {twice[:40]!r} twice")
-    return found
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise NoJson(f"it has the key {name[:40]!r} twice")
+    return content
 
 
 def refuse_depth(found: Any) -> None:
@@ -219,7 +218,7 @@ def refuse_half_characters(found: Any) -> None:
 
 
 def half_character(text: str) -> int | None:
-    """Where in a text one half of a surrogate pair stands alone."""
+    """The index of the first half of a surrogate pair that stands alone in a text, if any."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -239,6 +238,15 @@ def one_line(text: str, most: int = 500) -> str:
 def printable(text: str) -> str:
     """A text in which what cannot be printed is escaped: control characters, halves of pairs, changes of direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def write_csv(path: Path, header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
+    """A table as a file, safe to open in a spreadsheet."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = CsvWriter(file)
+        writer.writerow(header)
+        for row in rows:
+            writer.writerow(row)
 
 
 class CsvWriter:

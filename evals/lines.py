@@ -21,7 +21,7 @@ from evals.results import (
     prompt_hash,
 )
 from evals.tasks.base import Sample
-from evals.tasks.forced import Mark
+from evals.tasks.forced import Outcome
 from evals.tasks.prompt import Prompt
 from methods.base import SelectiveAttention
 
@@ -35,11 +35,11 @@ def answer_line(
     text: str,
     decoded: Decoded,
     prefill_s: float,
-    mark: Mark | None,
+    outcome: Outcome | None,
 ) -> SampleRow:
-    """The line of a sample that was answered; `mark` where the task measured what the variant read, not a text."""
+    """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
-    steps = decoded.step_seconds[:n_steps] if mark is None else decoded.step_seconds
+    steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
     ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers())
     report, share = row.shortened() | row.report(), row.trace.share()
     return SampleRow(
@@ -50,7 +50,7 @@ def answer_line(
         generated_tokens=len(answer.ids),
         prediction=text,
         references=list(sample.references),
-        score=cell.task.score(sample, text) if mark is None else mark.score,
+        score=cell.task.score(sample, text) if outcome is None else outcome.score,
         status="ok",
         error=None,
         prefill_s=prefill_s,
@@ -59,7 +59,7 @@ def answer_line(
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
         fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
-        | ({} if mark is None else mark.fields)
+        | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
         | ({} if share is None else {"prefill_share": share})
         | ({"method_report": report} if report else {}),

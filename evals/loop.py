@@ -31,7 +31,7 @@ from evals.progress import Progress, Standing
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.studies import accesses
 from evals.tasks.base import Sample
-from evals.tasks.forced import Lesson, Taught
+from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from evals.width import room_bytes, variant_bytes, waves
@@ -149,9 +149,9 @@ class Group:
         """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
         prompt = Prompt(*map(tuple, self.prompts.pop(sample.id)))
         todo = [cell for cell in self.cells if not self.has(cell, sample)]
-        self.lesson = self.lesson_of(sample, prompt)
+        self.forced = self.forced_of(sample, prompt)
         for thinning, cells in self.by_prefill(todo, prompt).items():
-            for together in [[cell] for cell in cells] if self.first.task.alone else [cells]:
+            for together in [[cell] for cell in cells] if self.first.task.is_timed else [cells]:
                 self.ask_together(sample, prompt, together, thinning)
         self.progress.sample_done(sample.id, self.standings())
 
@@ -165,7 +165,7 @@ class Group:
     def ask_together(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """Let cells answer behind one pass over the prompt; where memory is short, one half and then the other."""
         try:
-            if self.first.task.alone:
+            if self.first.task.is_timed:
                 self.time(sample, prompt, cells[0])
             else:
                 with self.profiled(sample, cells):
@@ -242,24 +242,24 @@ class Group:
         """Decode built rows as one batch; write each cell's line."""
         for row in rows:
             row.complete()
-        lesson, feed, probe, beside = self.lesson, prompt.question_ids, None, []
-        if lesson is not None:
+        forced, feed, probe, beside = self.forced, prompt.question_ids, None, []
+        if forced is not None:
             is_plain = thinning is None and self.first.sparsity is None
-            beside = lesson.beside(trace, is_plain)
-            feed, probe = lesson.feed, lesson.task.probe(sample, lesson, rows)
+            beside = forced.beside(trace, is_plain)
+            feed, probe = forced.feed, forced.task.probe(sample, forced, rows)
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
         self.progress.stage(f"{sample.id}: answering, {len(rows)} at once", n_steps)
         decoded = decode(
             self.model, trace, [*rows, *beside],
-            max_new_tokens=0 if lesson else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
+            max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=probe,
         )  # fmt: skip
-        marks = [None] * len(rows) if probe is None else probe.marks()
+        outcomes = [None] * len(rows) if probe is None else probe.outcomes()
         answers = decoded.answers[: len(rows)]
-        for cell, row, answer, mark in zip(cells, rows, answers, marks, strict=True):
+        for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
             text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
-            line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, mark)
+            line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, outcome)
             if row.store.accesses:
                 with self.file_beside(cell, "accesses", sample, "npz") as path:
                     accesses.write(path, row.store)
@@ -268,7 +268,7 @@ class Group:
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
         """The task's own passes, of this cell and of full attention in turn."""
         task = cell.task
-        assert isinstance(task, Latency), f"{task.name} runs alone and is no Latency"
+        assert isinstance(task, Latency), f"{task.name} is timed and no Latency"
         self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
         timed = Timed(self.variant(cell, prompt), cell.sparsity)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
@@ -276,7 +276,7 @@ class Group:
             with self.file_beside(cell, "trace", sample, "json") as path:
                 timing.record.write_chrome_trace(path)
         line = answer_line(
-            sample, prompt, cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.mark
+            sample, prompt, cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.outcome
         )
         self.keep(cell, line, timing.row)
 
@@ -292,13 +292,13 @@ class Group:
             with self.file_beside(cell, "trace", sample, "json") as path:
                 record.write_chrome_trace(path)
 
-    def lesson_of(self, sample: Sample, prompt: Prompt) -> Lesson | None:
+    def forced_of(self, sample: Sample, prompt: Prompt) -> ForcedContinuation | None:
         """The sample's continuation, where the task feeds one."""
         task = self.first.task
-        if not task.teaches:
+        if not task.is_forced:
             return None
-        assert isinstance(task, Taught), f"{task.name} teaches and is no Taught"
-        return Lesson(self.model, task, sample, prompt, self.stops(sample))
+        assert isinstance(task, ForcedTask), f"{task.name} is forced and no ForcedTask"
+        return ForcedContinuation(self.model, task, sample, prompt, self.stops(sample))
 
     def stops(self, sample: Sample) -> frozenset[int]:
         chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)

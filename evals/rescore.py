@@ -39,7 +39,7 @@ def judge_of(name: str, params: dict[str, Any]) -> Task:
     """The task with these parameters, able to score and to do nothing else."""
     target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
     kind: Any = load_class(Choice("task", name, target, params))
-    if kind.teaches or kind.alone:
+    if kind.is_forced or kind.is_timed:
         raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
     task = object.__new__(kind)  # without its __init__, which looks for data
     task.params = build_params(kind, params, "task")

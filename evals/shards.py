@@ -89,7 +89,7 @@ def run_groups(groups: Sequence[Sequence[Cell]], pool: Pool) -> dict[Path, RunRe
 def divide(number: int, group: Group, n_shards: int) -> Work:
     """Cut what a group misses into shards; neighbours go to different ones, as their lengths are alike."""
     spec = group.first.settings.model
-    if group.first.task.alone:
+    if group.first.task.is_timed:
         raise ConfigError(
             f"task={group.first.task.name} takes times, which workers beside each other would spoil; use "
             "hydra/launcher=fused"

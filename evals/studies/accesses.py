@@ -19,7 +19,7 @@ Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens tha
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from engine.errors import ConfigError
 from engine.meter import Access
 from engine.recent import RecentTokens
 from engine.store import Store
-from evals.foreign import CsvWriter
+from evals.foreign import write_csv
 
 BLOCK_LEN = 128
 
@@ -75,7 +75,7 @@ class Saved:
 
 
 def write(path: Path, store: Store) -> None:
-    """Everything that a store fetched."""
+    """Write everything that a store fetched."""
     entries = store.accesses
     assert entries is not None, "the store was not asked to note its fetches"
     heads = [[head[head >= 0] for head in entry.idx] for entry in entries]
@@ -121,7 +121,7 @@ def read(path: Path) -> Log:
 
 
 def replay_blocks(log: Log, spec: BlockCacheSpec) -> Saved:
-    """The block cache of the store with this capacity, policy and refill."""
+    """What the store's block cache saves with this capacity, policy and refill."""
     caches: dict[int, BlockCache] = {}
 
     def access(entry: Access) -> tuple[int, int, int]:
@@ -136,7 +136,7 @@ def replay_blocks(log: Log, spec: BlockCacheSpec) -> Saved:
 
 
 def replay_recent(log: Log, n_steps: int) -> Saved:
-    """Tokens of the last `n_steps` selections stay, as ClusterKV's clusters do."""
+    """What a cache saves that keeps the tokens of the last `n_steps` selections, as ClusterKV's does."""
     caches: dict[int, RecentTokens] = {}
 
     def access(entry: Access) -> tuple[int, int, int]:
@@ -151,8 +151,8 @@ def replay_recent(log: Log, n_steps: int) -> Saved:
     return total(log, access)
 
 
-def total(log: Log, access: Any) -> Saved:
-    """`access(entry)` gives look-ups, hits and tokens filled, of every entry in turn."""
+def total(log: Log, access: Callable[[Access], tuple[int, int, int]]) -> Saved:
+    """Sums over all entries; `access` gives the look-ups, hits and filled tokens of one."""
     first = {entry.layer: entry.step for entry in reversed(log.entries)}
     sums = np.zeros(6, np.int64)
     for entry in log.entries:
@@ -175,19 +175,19 @@ def per_kv_head(entry: Access, h_kv: int) -> list[np.ndarray]:
 
 
 def files_of(folders: Sequence[Path]) -> list[Path]:
-    found = [file for folder in folders for file in sorted(folder.rglob("accesses-*.npz"))]
-    if not found:
+    files = [file for folder in folders for file in sorted(folder.rglob("accesses-*.npz"))]
+    if not files:
         raise ConfigError(f"no accesses-*.npz below {', '.join(map(str, folders))}; make them with accesses=true")
-    return found
+    return files
 
 
-def study(files: Sequence[Path], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def study(files: Sequence[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per run and cache, samples added up."""
     specs = [
-        BlockCacheSpec(tokens, asked.block_len, k_cache, policy)
-        for tokens in asked.tokens
-        for policy in asked.policy
-        for k_cache in asked.k_cache
+        BlockCacheSpec(tokens, options.block_len, k_cache, policy)
+        for tokens in options.tokens
+        for policy in options.policy
+        for k_cache in options.k_cache
     ]
     for folder in dict.fromkeys(file.parent for file in files):
         logs = [read(file) for file in files if file.parent == folder]
@@ -195,7 +195,7 @@ def study(files: Sequence[Path], asked: argparse.Namespace) -> Iterator[dict[str
         for name, spec in caches:
             saved = [replay_blocks(log, spec) for log in logs]
             yield row(folder, name, spec.policy, spec.tokens, spec.k_cache, saved)
-        for n_steps in asked.recent:
+        for n_steps in options.recent:
             saved = [replay_recent(log, n_steps) for log in logs]
             yield row(folder, f"last {n_steps} selections", "recent", None, n_steps, saved)
 
@@ -222,9 +222,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", nargs="+", default=["lfu", "lru"])
     parser.add_argument("--recent", nargs="*", type=int, default=[1, 2, 4], help="ClusterKV's R")
     parser.add_argument("--csv", type=Path, default=None, help="also write the rows here")
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        rows = list(study(files_of(asked.runs), asked))
+        rows = list(study(files_of(options.runs), options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -233,19 +233,15 @@ def main(words: Sequence[str] | None = None) -> int:
         view.add_column(name)
     for name in ("hit rate", "without the first step", "moved MB", "filled MB"):
         view.add_column(name, justify="right")
-    for found in rows:
-        rates = ["-" if found[key] is None else f"{found[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
-        sizes = [f"{found[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
-        view.add_row(found["run"], found["cache"], *rates, *sizes)
+    for line in rows:
+        rates = ["-" if line[key] is None else f"{line[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
+        sizes = [f"{line[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
+        view.add_row(line["run"], line["cache"], *rates, *sizes)
     console = Console(markup=False, emoji=False)  # names may look like either
     console.width = max(console.width, 120)
     console.print(view, markup=False)
-    if asked.csv is not None:
-        with asked.csv.open("w", newline="") as handle:
-            writer = CsvWriter(handle)
-            writer.writerow(rows[0])
-            for row in rows:
-                writer.writerow(row.values())
+    if options.csv is not None:
+        write_csv(options.csv, rows[0], (row.values() for row in rows))
     return 0
 
 

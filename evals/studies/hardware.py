@@ -7,15 +7,16 @@ short lengths, and steps are made; all that the ledger counts grows linearly wit
 gives any length. Times are bytes over bandwidth and operations over rate, whichever takes longer, plus a fixed price
 per layer and call.
 
-Step      linear layers, search (all that lies on the device in order to find tokens is read once, and what was moved
-          for it), a blocking fetch of the chosen tokens, attention. What is moved to find tokens is asked for one layer
-          ahead: only what is longer than a layer shows.
+Step      linear layers, search (everything that lies on the device or was moved there in order to find tokens is read
+          once), a blocking fetch of the chosen tokens, attention. What is moved in order to find tokens is asked for
+          one layer ahead: it costs time only as far as it takes longer than a layer.
 Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
           when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
           searches there, so what the lanes are late by shows in the time to the second token.
 
-Peaks are the makers' (`conf/hardware`), shares of them and fixed prices are typical values, and the least certain part:
-`benchmarks/bench_hardware.py` measures them where there is a machine, and says how far the prediction is off there.
+Peaks are the makers' (`conf/hardware`). The shares of them that work reaches, and the fixed prices, are typical values
+and the least certain part: `benchmarks/bench_hardware.py` measures them on a real machine, and says how far the
+prediction is off there.
 
 Not here: memory that does not suffice (`fits` says so, and that is all), several devices, batches of unequal length.
 """
@@ -42,7 +43,7 @@ from engine.model import shape_of
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from evals.foreign import CsvWriter
+from evals.foreign import write_csv
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
 
@@ -86,7 +87,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Layers:
-    """The model beside its attention: what weights are read and multiplied."""
+    """The model without its attention: how many weights are read and multiplied."""
 
     n_layers: int
     h: int
@@ -203,7 +204,7 @@ def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, m
 
 
 def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
-    """What the ledger says of one layer of random keys, after the steps that fill a cache."""
+    """The ledger's counts for one layer of random keys, after enough steps to fill a cache."""
     shape = replace(model, n_layers=LAYER + 1, attention_layers=(LAYER,), window=1 << 20)
     draw = torch.Generator().manual_seed(0)
     scale = shape.d_h**-0.5
@@ -237,7 +238,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
 
 
 def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:
-    """A ledger's line in a roofline's terms."""
+    """The counts in one line of a ledger."""
     token = 2 * ELEMENT_BYTES * shape.d_h  # of one KV head
     meta = entry.resident_meta_bytes + entry.moved_meta_bytes + entry.searched_bytes
     on_host = entry.resident_host_bytes > 0
@@ -318,12 +319,12 @@ def answer(question: Question) -> list[dict[str, Any]]:
             counts = count(kind, params, request, shape, s)
             for name in question.hardware:
                 hardware = read_hardware(name)
-                found = predict(counts, layers, hardware, s, question.batch)
+                times = predict(counts, layers, hardware, s, question.batch)
                 rows.append(
                     {"simulated": True, "hardware": hardware.title, "model": question.model,
                      "method": kind.label(params, request), "tokens": s, "batch": question.batch,
-                     "tt2t_s": found.tt2t_s, "tpot_s": found.tpot_s, "fits": found.fits}
-                    | {f"{part}_s": seconds for part, seconds in found.parts.items()}
+                     "tt2t_s": times.tt2t_s, "tpot_s": times.tpot_s, "fits": times.fits}
+                    | {f"{part}_s": seconds for part, seconds in times.parts.items()}
                 )  # fmt: skip
     return rows
 
@@ -396,11 +397,7 @@ def main(words: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 120)
     console.print(show(rows), markup=False)
     if file is not None:
-        with file.open("w", newline="") as handle:
-            writer = CsvWriter(handle)
-            writer.writerow(rows[0])
-            for row in rows:
-                writer.writerow(row.values())
+        write_csv(file, rows[0], (row.values() for row in rows))
     assert all(math.isfinite(row["tpot_s"]) for row in rows)
     return 0
 

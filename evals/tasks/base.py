@@ -1,7 +1,7 @@
-"""`Sample` and `Task`: what a benchmark has to say so that the runner can ask and score it.
+"""`Sample` and `Task`: the interface of a benchmark, which the runner asks and scores through.
 
-A task is data and two pure functions: where samples come from, and what one answer is worth. Tokenising, chat
-templates and the split of a prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/runner.py`.
+A task says where its samples come from and what one answer is worth. Tokenising, chat templates and the split of a
+prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/runner.py`.
 
 Not here: averages over samples with their intervals (`plots/stats.py` and the runner's result).
 """
@@ -21,18 +21,18 @@ class Sample:
 
     id: str  # unique within the task and stable between runs
     context: str  # from the template's first character to the end of the block that carries the context
-    question: str  # what follows the context in the user's turn, question included
+    question: str  # the rest of the user's turn, behind the context
     answer_prefix: str = ""  # an answer cue behind the user's turn; "" where the template has none
     references: tuple[str, ...] = ()
     max_new_tokens: int = 32
     stop_at_newline: bool = False
-    stop_texts: tuple[str, ...] = ()  # the last token of each ends an answer too
-    min_new_tokens: int = 0  # before that many, nothing ends an answer
-    system_prompt: str = ""  # a system turn of the task's own; the model's setting goes before it
+    stop_texts: tuple[str, ...] = ()  # the last token of each of these texts ends an answer too
+    min_new_tokens: int = 0  # no token ends an answer before it has so many
+    system_prompt: str = ""  # the task's own system turn; one that the user sets for the model takes its place
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
-    ids: tuple[int, ...] | None = None  # the prompt itself, where a task cuts at tokens
-    forced: tuple[int, ...] | None = None  # tokens fed behind it, in a task that is `Taught`
+    ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
+    forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds behind the prompt
 
 
 class Task(ABC):
@@ -42,11 +42,11 @@ class Task(ABC):
     version: ClassVar[int]  # raised whenever a prompt or a score changes; part of a run's identity
     dataset: str  # which part of the benchmark this is, as printed in tables
     data_source: str  # "embedded", "local" or "hub"
-    data_digest: str | None = None  # of files that the user named; part of a run's identity
+    data_digest: str | None = None  # hash of the files that were read; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
     metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
-    alone: ClassVar[bool] = False  # times its cells, one after another; such a task is a `Latency`
-    teaches: ClassVar[bool] = False  # feeds a given continuation; such a task is a `Taught`
+    is_timed: ClassVar[bool] = False  # cells are timed one after another; such a task is a `Latency`
+    is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
 
     @abstractmethod
     def check(self, shape: ModelShape) -> None:
@@ -58,7 +58,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """What this answer is worth, 0 to 1."""
+        """The score of one answer, 0 to 1."""
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
         """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.jsonl."""

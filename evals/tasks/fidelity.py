@@ -4,25 +4,28 @@ A prompt is prefilled and compressed; what follows it is fed to all variants ali
 and compressed layer each variant's attention is compared with exact attention of *its own* query over all tokens: the
 prompt's K and V as an ordinary pass left them, and the variant's own K and V of every token fed so far.
 
-    recall        |I_T ∩ I_true| / |I_T| per query head, prompt tokens only, I_true = as many of them with the largest
-                  q·k (ClusterKV's Figure 11, as its code has it). With `task.k` I_true has k tokens, and so has the
-                  denominator: a variant that attends to fewer cannot reach 1. Ties count for the variant
+    recall        |I_T ∩ I_true| / |I_T| per query head, prompt tokens only. I_T are the tokens that the variant attends
+                  to, I_true as many tokens with the largest q·k (ClusterKV's Figure 11, as its code has it). With
+                  `task.k`, I_true and the denominator have k tokens: a variant that attends to fewer cannot reach 1.
+                  Ties count for the variant
     mass          share of the exact softmax weights that lies on attended tokens, prompt and fed ones, mean over heads
     output_error  |out - exact| / |exact| over all heads of the layer
     kl            KL(full || variant) of the next token in nats; full attention reads the same tokens in the same batch
-    agreement     share of steps where both think the same token the likeliest
+    agreement     share of steps where both find the same token the likeliest
 
-A sample's score is its recall: mean over query heads, layers and steps. The first three are means over the layers that
-the method does not leave whole on purpose, for which they would be perfect for nothing; methods with different layers
-of that kind are comparable with the same `task.skip_layers`. Every line has all layers apart, skipped ones included.
+A sample's score is its recall: the mean over query heads, layers and steps. The first three figures are means over the
+layers that the method compresses; a layer that it leaves whole on purpose would be perfect without any merit. To
+compare methods that leave different layers whole, give all of them the same `task.skip_layers`. A line in samples.jsonl
+also has the figures of every layer, skipped ones included.
 
-A token's key and value come from the hidden state that the variant itself made, so errors of lower layers are not
-counted again as errors of attention above; `kl` has them all.
+A variant's keys and values of fed tokens come from its own hidden states, so an error in a lower layer does not count
+again as an error of the attention above it; `kl` holds all errors together.
 
-Lines   of a .jsonl file hold a `text`, which is cut into prompt and continuation, or a `prompt`, which is asked as it
-        is; they may hold its `continuation` and an `id`.
-Feed    the text's own continuation, or full attention's greedy answer, which is what a prompt without one gets.
-Cost    the exact attention of every row and layer, within a step's time: `s/token` is no figure of speed here.
+Lines   of a .jsonl file have a `text`, which is cut into prompt and continuation, or a `prompt`, which is asked as it
+        is, perhaps with its `continuation`; either may have an `id`
+Feed    the text's own continuation; full attention's greedy answer where there is none, or with
+        `task.continuation=greedy`
+Cost    the time of a step includes exact attention of every row and layer, so `s/token` is no figure of speed here
 
 Not here: ranks of single tokens (`benchmarks/needle_ranks.py`).
 """
@@ -36,12 +39,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from evals.foreign import CsvWriter
+from evals.foreign import write_csv
 from evals.tasks.base import Sample
-from evals.tasks.forced import Lesson, Mark, Probe, Taught, distinct
+from evals.tasks.checks import check_choices, check_counts
+from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from evals.tasks.rows import ON_BAD_ROW, Rows, read_rows
 from evals.tasks.texts import (
     check_text,
@@ -71,19 +75,11 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("continuation", ("auto", "text", "greedy")),
-            ("on_bad_row", ON_BAD_ROW),
-        ):
-            if getattr(self, key) not in allowed:
-                raise unknown_name(f"task.{key}", getattr(self, key), allowed)
-        for key in ("prompt_tokens", "windows", "steps", "k"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{key}={value} is below 1; give 1 or more")
+        check_choices(self, continuation=("auto", "text", "greedy"), on_bad_row=ON_BAD_ROW)
+        check_counts(self, "prompt_tokens", "windows", "steps", "k")
 
 
-class Fidelity(Taught):
+class Fidelity(ForcedTask):
     name = "fidelity"
     version = 1
     metric = "recall"
@@ -123,37 +119,35 @@ class Fidelity(Taught):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.rows is None:
             return self._windows(tokenizer)
-        return distinct([
-            self._of_row(tokenizer, number, row) for number, row in self.rows.rows
-        ])  # fmt: skip
+        return distinct([self._of_row(tokenizer, number, row) for number, row in self.rows.rows])
 
     def _windows(self, tokenizer: Any) -> list[Sample]:
         params = self.params
         assert self.corpus is not None, "a .jsonl file has rows"
         ((name, text),) = self.corpus.texts
-        found = tokens(tokenizer, name, text)
+        ids = tokens(tokenizer, name, text)
         n = params.prompt_tokens + params.steps + 1
-        starts = found.starts(n, params.windows)
-        if starts is None or n <= len(found.opening):
+        starts = ids.starts(n, params.windows)
+        if starts is None or n <= len(ids.opening):
             raise ConfigError(
-                f"the text {name!r} has {len(found)} tokens, too few for {params.windows} window(s) of {n}; give "
+                f"the text {name!r} has {len(ids)} tokens, too few for {params.windows} window(s) of {n}; give "
                 "smaller task.prompt_tokens or task.windows"
             )
-        return [self._cut(f"{name}-{start}", found.window(start, n)) for start in starts]
+        return [self._cut(f"{name}-{start}", ids.window(start, n)) for start in starts]
 
     def _of_row(self, tokenizer: Any, number: int, row: Mapping[str, Any]) -> Sample:
         """A line's sample: a `text` is cut into prompt and continuation, a `prompt` is asked as it is."""
         id = f"line-{number}" if row.get("id") is None else str(row["id"])
         n_fed = self.params.steps + 1
         if "text" in row:
-            found = tokens(tokenizer, id, row["text"])
-            n = min(len(found), self.params.prompt_tokens + n_fed)
-            if n <= n_fed + len(found.opening):
+            ids = tokens(tokenizer, id, row["text"])
+            n = min(len(ids), self.params.prompt_tokens + n_fed)
+            if n <= n_fed + len(ids.opening):
                 raise ConfigError(
-                    f"{self.file}, line {number}: the text has {len(found)} tokens, too few for a prompt and "
+                    f"{self.file}, line {number}: the text has {len(ids)} tokens, too few for a prompt and "
                     f"task.steps={self.params.steps} behind it; give fewer steps"
                 )
-            return self._cut(id, found.window(0, n))
+            return self._cut(id, ids.window(0, n))
         given = row.get("continuation")
         if given is None and self.params.continuation == "text":
             raise ConfigError(
@@ -175,24 +169,26 @@ class Fidelity(Taught):
         n_fed = self.params.steps + 1
         return Sample(id, "", "", max_new_tokens=n_fed, ids=window[:n], forced=forced)
 
-    def probe(self, sample: Sample, lesson: Lesson, rows: Sequence[SelectiveAttention]) -> Probe:
-        return Comparison(lesson.truth(), rows, len(lesson.feed), self.params)
+    def probe(self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]) -> Probe:
+        return Comparison(continuation.truth(), rows, len(continuation.feed), self.params)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """`layers.csv`: the figures of each layer, means over the samples."""
         ok = [row for row in rows if row["status"] == "ok"]
         if not ok:
             return
-        with (folder / "layers.csv").open("w", newline="", encoding="utf-8") as file:
-            out = CsvWriter(file)
-            out.writerow(["layer", *BY_LAYER])
-            for i, layer in enumerate(ok[0]["layers"]):
-                means = (fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER)
-                out.writerow([layer, *(round(mean, DIGITS) for mean in means)])
+        means = (
+            [fsum(row["by_layer"][name][i] for row in ok) / len(ok) for name in BY_LAYER]
+            for i in range(len(ok[0]["layers"]))
+        )
+        lines = (
+            [layer, *(round(mean, DIGITS) for mean in each)] for layer, each in zip(ok[0]["layers"], means, strict=True)
+        )
+        write_csv(folder / "layers.csv", ["layer", *BY_LAYER], lines)
 
 
 def read_prompts(file: Path, on_bad_row: str) -> Rows:
-    """The lines of a JSONL file, each with a `text` or a `prompt`, and with an `id` of its own if with any."""
+    """The lines of a JSONL file, each with a `text` or a `prompt`; those with an `id` have different ones."""
     is_new = new_row(["text", "prompt"])
 
     def check(row: Mapping[str, Any]) -> None:
@@ -204,7 +200,7 @@ def read_prompts(file: Path, on_bad_row: str) -> Rows:
 
 
 class Comparison:
-    """All variants beside exact attention of their own queries, and beside full attention's next tokens."""
+    """Compares each variant with exact attention of its own queries, and with full attention's next tokens."""
 
     def __init__(self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params) -> None:
         self.truth, self.rows, self.params = truth, rows, params
@@ -232,14 +228,14 @@ class Comparison:
         seen = torch.stack([self.rows[row].store.attended(layer) for row in rows]).to(q.device)
         i, s = self.layers.index(layer), self.truth.s_prompt
         mass = (logits.softmax(-1) * seen).sum(-1).mean(-1)
-        found = {
+        figures = {
             "recall": torch.stack(
                 [recall(x[:, :s], y[:, :s], self.params.k) for x, y in zip(logits, seen, strict=True)]
             ),
             "mass": mass,
             "output_error": relative_error(out[places].flatten(1), exact.flatten(1)),
         }
-        for name, each in found.items():
+        for name, each in figures.items():
             self.by_layer[name][i, self.step, rows] = each.double().cpu()
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
@@ -252,10 +248,10 @@ class Comparison:
         self.by_step["agreement"][self.step, rows] = (own.argmax(-1) == full.argmax(-1)).double().cpu()
         self.step += 1
 
-    def marks(self) -> list[Mark]:
-        return [self._mark(i, row) for i, row in enumerate(self.rows)]
+    def outcomes(self) -> list[Outcome]:
+        return [self._outcome(i, row) for i, row in enumerate(self.rows)]
 
-    def _mark(self, i: int, row: SelectiveAttention) -> Mark:
+    def _outcome(self, i: int, row: SelectiveAttention) -> Outcome:
         skipped = self.params.skip_layers
         left_out = set(row.skipped_layers() if skipped is None else skipped)
         # A method that leaves every layer whole is judged on all of them.
@@ -277,7 +273,7 @@ class Comparison:
                 **{name: rounded(each) for name, each in by_step.items()},
             },
         }
-        return Mark(round(score, DIGITS), fields)
+        return Outcome(round(score, DIGITS), fields)
 
 
 def variants(order: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -311,9 +307,9 @@ def exact_attention(
 
 
 def recall(logits: Tensor, seen: Tensor, k: int | None) -> Tensor:
-    """Of the k tokens with the largest logits (h, s) the share that each head has `seen` (h, s): their mean over heads.
+    """The share of the k tokens with the largest logits (h, s) that a head has `seen` (h, s), as a mean over heads.
 
-    Without k, as many as the head has seen. Among equal logits at the border, those that were seen are taken.
+    Without k, a head is compared with as many tokens as it has seen. Among equal logits at the border, seen ones win.
     """
     h, s = logits.shape
     counts = seen.sum(-1).clamp(1, s) if k is None else torch.full((h,), min(k, s), device=seen.device)

@@ -1,15 +1,15 @@
 """Teacher forcing: every variant reads the same given continuation, token by token, through its compressed cache.
 
-A task that asks gets text and scores it. A task that teaches knows what comes next: its `probe` looks on while the
-variants read (`engine.decode.Watch`) and says afterwards what each of them was worth. Because all of them read the same
-tokens, they can be compared step by step, whatever they would have said themselves.
+Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `probe` watches
+the decoding (`engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read the same
+tokens, so they can be compared step by step, whatever they would have written themselves.
 
-The first token of a continuation is predicted by the prefill, for all variants alike and without any compression; it is
-fed and never scored. The last one is predicted and never fed.
+The prefill predicts the first token of a continuation, for all variants alike and without any compression; that token
+is fed and never scored. The last token is predicted and never fed.
 
-Where a task `wants_full`, a row of full attention is decoded in the same batch, its prompt read by an ordinary pass
-even where the variants' own is thinned or sparse. Where a sample has no continuation, full attention's own greedy
-answer is it; it is made alone, before anybody reads it, so that it does not depend on who is beside.
+Where a task `wants_full`, a row of full attention is decoded in the same batch. An ordinary pass reads the prompt for
+that row, even where the variants' own pass is thinned or sparse. A sample without a continuation gets full attention's
+greedy answer; that answer is decoded in a batch of its own first, so that it does not depend on the variants.
 
 Not here: what is measured (`evals/tasks/pg19.py`, `evals/tasks/fidelity.py`).
 """
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What one variant was worth on one sample."""
+class Outcome:
+    """The score of one variant on one sample, and what was measured beside it."""
 
     score: float
-    fields: dict[str, Any]  # columns of its line; `measures` among them are averaged in result.json
+    fields: dict[str, Any]  # columns of its line in samples.jsonl; `measures` among them are averaged in result.json
 
 
 class Probe(Watch, Protocol):
-    """Looks on while a lesson is read, and marks the variants afterwards."""
+    """Watches the decoding of one sample and gives the outcome of every variant."""
 
-    def marks(self) -> list[Mark]:
+    def outcomes(self) -> list[Outcome]:
         """One per variant, in the order of the rows that the probe was given."""
         ...
 
 
-class Taught(Task):
-    """A task whose samples have a continuation, or get full attention's."""
+class ForcedTask(Task):
+    """A task that feeds a continuation to all variants: the sample's own, or full attention's answer."""
 
-    teaches = True
-    wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded beside
+    is_forced = True
+    wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded beside the variants
 
     @abstractmethod
-    def probe(self, sample: Sample, lesson: "Lesson", rows: Sequence[SelectiveAttention]) -> Probe:
-        """Who looks on; row i of the decoding is `rows[i]`, and with `wants_full` one of full attention is behind."""
+    def probe(self, sample: Sample, continuation: "ForcedContinuation", rows: Sequence[SelectiveAttention]) -> Probe:
+        """What watches the decoding, whose row i is `rows[i]`; with `wants_full` the last row is full attention."""
 
     def score(self, sample: Sample, prediction: str) -> float:
         raise AssertionError(f"{self.name} scores what a probe saw, not an answer")
 
 
 def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The samples, refused where two have one id: the second would count as answered."""
+    """The samples themselves. Two with one id are an error: the second would count as answered."""
     seen: set[str] = set()
     for sample in samples:
         if sample.id in seen:
@@ -71,10 +71,12 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
     return samples
 
 
-class Lesson:
-    """A sample in class: its continuation, and the ordinary pass over its prompt."""
+class ForcedContinuation:
+    """One sample's continuation, and the ordinary pass over its prompt."""
 
-    def __init__(self, model: "Model", task: Taught, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, model: "Model", task: ForcedTask, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]
+    ) -> None:
         self.model, self.task, self.sample, self.prompt = model, task, sample, prompt
         self.stop_ids = stop_ids
         self.forced = sample.forced
@@ -82,7 +84,7 @@ class Lesson:
 
     @property
     def feed(self) -> tuple[int, ...]:
-        """What is fed: all but the last token."""
+        """The tokens to feed: all but the last one."""
         assert self.forced, f"sample {self.sample.id} has no continuation yet"
         return self.forced[:-1] or self.forced
 
@@ -91,21 +93,23 @@ class Lesson:
         return self.sample.max_new_tokens
 
     def beside(self, trace: Trace, is_plain: bool) -> list[SelectiveAttention]:
-        """Rows to decode behind the variants, built; call it before the trace settles."""
+        """The rows to decode behind the variants, built: one of full attention, or none.
+
+        Call it before the trace settles.
+        """
         if is_plain:
             self.plain = trace
         elif self.plain is None and (self.task.wants_full or self.forced is None):
             self.plain = prefill(self.model, self.prompt.context_ids)
         if self.forced is None:
-            answer = decode(
-                self.model, self._plain(), [self._full()], max_new_tokens=self.n_new, stop_ids=self.stop_ids
-            ).answers[0]  # fmt: skip
-            # A stop token ends an answer and says nothing of what comes behind it.
-            self.forced = tuple(answer.ids)
+            rows = [self._full()]
+            decoded = decode(self.model, self._plain(), rows, max_new_tokens=self.n_new, stop_ids=self.stop_ids)
+            # Without the token that ended it, which says nothing of what would come next.
+            self.forced = tuple(decoded.answers[0].ids)
         return [self._full()] if self.task.wants_full else []
 
     def truth(self) -> Trace:
-        """K and V of the prompt as an ordinary pass left them."""
+        """K and V of the prompt as the ordinary pass left them."""
         return self._plain()
 
     def _plain(self) -> Trace:

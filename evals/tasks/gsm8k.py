@@ -4,12 +4,13 @@ The exemplars are what gets compressed, and every token of the answer leans on t
 The prompt is exemplars, newline, `Question: ` and the question: no blank line and no cue behind it, the model writes
 that itself. It goes in as plain text, never through a chat template.
 
-Rows        gsm8k/test.jsonl from the data folder; fetched where there is none and `data_dir` names no other folder, or
-            with `source=hub` in any case.
+Rows        gsm8k/test.jsonl from the data folder; downloaded with `source=hub`, and where it is missing and `data_dir`
+            names no folder.
 Exemplars   gsm8k/gsm8k_prompt_formal.txt from the data folder (ten, about 3.7k tokens where digits are single
-            tokens), fetched with `source=hub` or `prompts=official`; without it ten short ones of our own, and the
+            tokens), downloaded with `source=hub` or `prompts=official`; without it ten short ones of our own, and the
             result says `prompts: own`.
-            `task.exemplars` takes the first so many; null as many as the window holds beside the longest question.
+            `task.exemplars` is how many of them are shown, the first ones; null: as many as the window holds beside
+            the longest question.
 Scores      `cot`: the last number before the next invented question equals the last one of the reference. No sign is
             read: -5 equals 5. `hash4`: the text behind `#### ` equals the reference's, for fine-tuned models.
             A finished run's gsm8k.json has both, and the length of the answers after the cut.
@@ -24,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.fetch import fetch
 from evals.foreign import read_text
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.base import Sample, Task
+from evals.tasks.checks import check_choices, check_counts
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.texts import digest
 
@@ -133,8 +134,8 @@ def last_number(text: str) -> float | None:
 
 def cot(prediction: str, answer: str) -> float:
     """1 where the last number of the cut prediction is the last one of the reference's worked solution."""
-    found = last_number(cut(prediction))
-    return float(found is not None and found == last_number(answer))
+    number = last_number(cut(prediction))
+    return float(number is not None and number == last_number(answer))
 
 
 def hash4_value(text: str) -> str:
@@ -170,7 +171,7 @@ def split_exemplars(path: Path) -> list[str]:
 
 
 def has_number(row: Mapping[str, Any]) -> None:
-    """Refuse a reference that nothing can equal, and what is no question of a few sentences."""
+    """Raise `BadRow` for a reference without a number, which no answer can equal, and for texts of absurd length."""
     for name in ("question", "answer"):
         if len(row[name]) > LONGEST:
             raise BadRow(f"field {name!r} has {len(row[name])} characters, more than {LONGEST}")
@@ -189,19 +190,14 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        choices = {
-            "source": ("auto", "hub", "local"),
-            "prompts": ("auto", "official", "own"),
-            "extraction": tuple(EXTRACTIONS),
-            "on_bad_row": ON_BAD_ROW,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
-        for name in ("exemplars", "max_prompt_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
+        check_choices(
+            self,
+            source=("auto", "hub", "local"),
+            prompts=("auto", "official", "own"),
+            extraction=EXTRACTIONS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens")
 
 
 class Gsm8k(Task):
@@ -234,26 +230,18 @@ class Gsm8k(Task):
                 f"{shape.window} tokens; make them smaller"
             )
         self.prompt_room = self.params.max_prompt_tokens or room
-        path = None if self.params.source == "hub" else data.find(TEST, self.data_dir)
-        path = path or self._file(TEST, TEST_SOURCE)
+        (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
         self.data_digest = digest([path] if official is None else [path, official])
         self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
 
     def _exemplar_file(self) -> Path | None:
         """The official exemplars; None where ours stand in."""
         source, prompts = self.params.source, self.params.prompts
-        path = None if prompts == "own" else data.find(EXEMPLARS, self.data_dir)
+        path = None if prompts == "own" else sources.find(EXEMPLARS, self.data_dir)
         if path is not None or prompts == "own" or (prompts == "auto" and source != "hub"):
             return path
-        return self._file(EXEMPLARS, EXEMPLARS_SOURCE)
-
-    def _file(self, name: str, upstream: str) -> Path:
-        """A file that has to be there, downloaded into the folder that was named or the cache."""
-        source = self.params.source
-        if source == "local" or (source == "auto" and self.data_dir is not None):
-            return data.require(name, self.data_dir, upstream)
-        root = Path(self.data_dir).expanduser() if self.data_dir else None
-        return fetch("gsm8k", root, only=[name])[0]
+        (path,) = sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
+        return path
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         assert self.rows is not None, "check was not called"
@@ -304,11 +292,11 @@ class Gsm8k(Task):
         return EXTRACTIONS[self.params.extraction](prediction, sample.references[0])
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        asked = [row for row in rows if row["score"] is not None]
-        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in asked]
-        summary: dict[str, Any] = {"rows": len(asked)}
+        scored = [row for row in rows if row["score"] is not None]
+        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in scored]
+        summary: dict[str, Any] = {"rows": len(scored)}
         for name, scorer in EXTRACTIONS.items():
-            scores = [scorer(row["prediction"], row["references"][0]) for row in asked]
+            scores = [scorer(row["prediction"], row["references"][0]) for row in scored]
             summary[f"{name}_accuracy"] = sum(scores) / len(scores) if scores else None
         summary["tokens_after_cut_mean"] = sum(lengths) / len(lengths) if lengths else None
         (folder / "gsm8k.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -1,17 +1,19 @@
 """What a variant costs: time to first and second token, time per token, memory, bytes moved, beside full attention.
 
-A sample is a length and a batch size. It is read and continued several times by the variant and by full attention in
-turn, in one process, after passes that do not count; what is kept is the median, quartiles, and the ratios of the
-pairs. Every pass feeds the same tokens, so all variants make the same number of steps, whatever they would say. The
-score is the ratio of times per token, below 1 where the variant is faster; full attention is paired with itself, and
-its score says how much of the others' is noise.
+A sample is a length and a batch size. After passes that do not count, the variant and full attention take turns to read
+and continue it several times, in one process. A line keeps the median, the quartiles, and the ratios of the pairs.
+Every pass feeds the same tokens, so all variants make the same number of steps, whatever they would write. The score is
+the ratio of times per token, below 1 where the variant is faster. Full attention is paired with itself; its score shows
+how much of the others' score is noise.
 
 A batch is requests of equal length, each with K and V of its own, read one after another and decoded at once. Times to
-the first and second token are those of the last of them. A prompt's time ends when its variant is ready to decode,
-work that goes on beside excepted; what is left of that is waited for in the first step, and so in the second token.
+the first and second token are those of the last request. The time to the first token ends when the variant is ready to
+decode; work that it does beside the prefill may go on, and the first step waits for the rest of it, so that the time to
+the second token includes it.
 
-One more pass at the end is recorded by spans and not timed: seconds per part of the prefill and of a step. All of it
-stands in a line's `timing`; the line's own `prefill_s` and `tpot_s` are medians over passes, of a step over all steps.
+One more pass at the end is recorded by spans and not timed: it gives the seconds of each part of the prefill and of a
+step. All of this is in a line's `timing`. The line's own `prefill_s` is the median over passes, and its `tpot_s` the
+mean over steps of each step's median.
 
 Not here: predictions for other hardware (`evals/studies/hardware.py`), the tables (`plots`).
 """
@@ -35,7 +37,7 @@ from engine.shapes import ModelShape
 from engine.spans import Record, recording
 from engine.sparse import VerticalSlash
 from evals.tasks.base import Sample, Task
-from evals.tasks.forced import Mark
+from evals.tasks.forced import Outcome
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention, Variant
 from methods.full import full_attention
@@ -51,7 +53,7 @@ class Timed:
 
 @dataclass
 class Pass:
-    """One batch of prompts read and continued."""
+    """The times of one pass: a batch of prompts is read and continued."""
 
     ttft_s: float
     step_seconds: list[float]
@@ -68,12 +70,12 @@ class Pass:
 
 @dataclass
 class Timing:
-    """What a sample's passes came to, in the runner's terms."""
+    """The figures of all passes of one sample, as the runner writes them down."""
 
     row: SelectiveAttention
     prefill_s: float
     decoded: Decoded
-    mark: Mark
+    outcome: Outcome
     record: Record
 
 
@@ -105,7 +107,7 @@ class Params:
 class Latency(Task):
     name = "latency"
     version = 1
-    alone = True
+    is_timed = True
     metric = "tpot_ratio"
     Params = Params
     dataset = "latency"
@@ -156,7 +158,7 @@ class Latency(Task):
         row, baseline = None, Timed(full_attention(model.shape, len(sample.ids or ())))
         for i in range(self.params.warmup + self.params.repeats):
             row = None  # its K and V would be there during the next pass
-            # Whoever goes second finds warm caches and a slower clock, so they take turns.
+            # The second of a pair finds warm caches and a slower clock, so they take turns at going first.
             for is_ours in (False, True) if i % 2 else (True, False):
                 rows, done = run_pass(model, timed if is_ours else baseline, sample)
                 if is_ours:
@@ -178,10 +180,10 @@ class Latency(Task):
         steps = [statistics.median(at) for at in zip(*(p.step_seconds for p in ours), strict=True)]
         decoded = Decoded([Answer() for _ in range(batch_of(sample))], steps)
         prefill_s = statistics.median(p.ttft_s for p in ours)
-        return Timing(row, prefill_s, decoded, Mark(timing["tpot_ratio"], {"timing": timing}), record)
+        return Timing(row, prefill_s, decoded, Outcome(timing["tpot_ratio"], {"timing": timing}), record)
 
     def sizes(self, model: Model, row: SelectiveAttention, ours: Sequence[Pass]) -> dict[str, Any]:
-        """What a request takes, and how many would fit beside the weights if that were all."""
+        """Bytes of one request and of the weights, and an estimate of how many requests fit beside these."""
         peaks = [p.peak_bytes for p in ours if p.peak_bytes is not None]
         weights = sum(x.numel() * x.element_size() for x in model.hf.parameters())
         request = row.store.allocated_bytes()
@@ -196,13 +198,13 @@ class Latency(Task):
 
 def compare(ours: Sequence[Pass], theirs: Sequence[Pass], batch: int) -> dict[str, Any]:
     """Medians of times and of the pairs' ratios; `_q` are the quartiles around a median."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in ("ttft", "tt2t", "tpot"):
-        mine, full = ([getattr(p, f"{name}_s") for p in passes] for passes in (ours, theirs))
-        found |= with_quartiles(f"{name}_s", mine)
-        found |= with_quartiles(f"{name}_ratio", [a / b for a, b in zip(mine, full, strict=True)])
-        found[f"full_{name}_s"] = statistics.median(full)
-    return found | {"tokens_per_s": batch / found["tpot_s"]}
+        own, full = ([getattr(p, f"{name}_s") for p in passes] for passes in (ours, theirs))
+        columns |= with_quartiles(f"{name}_s", own)
+        columns |= with_quartiles(f"{name}_ratio", [a / b for a, b in zip(own, full, strict=True)])
+        columns[f"full_{name}_s"] = statistics.median(full)
+    return columns | {"tokens_per_s": batch / columns["tpot_s"]}
 
 
 def with_quartiles(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -233,25 +235,25 @@ def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[Selective
 
 
 def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:
-    """One prompt read, its variant ready to decode."""
-    made: list[SelectiveAttention] = []
+    """Read one prompt; its trace, and the variant's row, ready to decode."""
+    rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
-        if not made:
-            made.append(timed.variant.row(trace, n_new))
-        made[0].build(layer)
+        if not rows:
+            rows.append(timed.variant.row(trace, n_new))
+        rows[0].build(layer)
 
     variant = timed.variant
     trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity)
-    made[0].complete()
+    rows[0].complete()
     trace.settle()
-    return trace, made[0]
+    return trace, rows[0]
 
 
 def parts(record: Record, root: str, n: int) -> dict[str, float]:
     """Mean seconds per span inside the `n` spans named `root`, without the spans inside those; the rest is "model"."""
-    found = record.seconds(root)
-    return {("model" if name == root else name): found[name] / n for name in found}
+    seconds = record.seconds(root)
+    return {("model" if name == root else name): seconds[name] / n for name in seconds}
 
 
 def batch_of(sample: Sample) -> int:
@@ -267,7 +269,7 @@ def collect(device: torch.device) -> None:
 
 
 def watch_peak(device: torch.device) -> Callable[[], int | None]:
-    """What reads the peak memory since now: of the GPU, or of this process where Linux lets its mark be reset."""
+    """A function that reads the peak memory since now: of the GPU, or of this process where Linux lets us reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)
@@ -287,7 +289,7 @@ def high_water_mark() -> int | None:
 
 
 def device_bytes(device: torch.device, memory_gb: float | None) -> int:
-    """The memory that requests have to share: as given, or the device's."""
+    """The memory for weights and requests: as given, or the device's."""
     if memory_gb is not None:
         return int(memory_gb * 1e9)
     if device.type == "cuda":

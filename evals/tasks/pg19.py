@@ -1,18 +1,23 @@
-"""PG19 perplexity: how well the next token of a book is foretold through the compressed cache. Any text will do.
+"""PG19 perplexity: how well the model predicts the next token of a book through the compressed cache.
 
-The part's name says how it was measured: `chunked-256` (so many tokens each) or `reprefill-500` (the stride).
-`chunked`, the default: a prefix is prefilled and compressed once, then the tokens behind it are fed one at a time, each
-with its own K and V appended, and the loss of each next token counts. `reprefill`, as ClusterKV does it: every counted
-token has a prefill of its own and one step through the cache; with a stride, since a prefill per token is quadratic.
-Losses are natural logarithms in float32, summed in float64. Lengths include what the tokenizer opens a text with.
+Any text will do. The dataset's name says how it was measured: `chunked-256` (losses per sample) or `reprefill-500`
+(the stride).
+
+chunked     (the default) a prefix is prefilled and compressed once; then the tokens behind it are fed one at a time,
+            each with its own K and V appended, and the loss of each next token counts
+reprefill   (as ClusterKV does it) every counted token has a prefill of its own and one step through the cache; with a
+            stride, since a prefill per token is quadratic
+
+Losses are natural logarithms in float32, summed in float64. Lengths include the tokens that the tokenizer puts before
+every text.
 
 A sample's score is its perplexity, exp of the mean loss; that of a run is exp of the mean over all of its losses.
 `perplexity.json` has the losses by position, for running curves and for merging.
 
-The loss of the first token behind a prefix comes from the prefill, without any compression, and is left out.
+The prefill predicts the first token behind a prefix without any compression, so its loss is left out.
 
-Not here: the one pass of Quest's authors from the first token on. Budgets are shares of a prompt that is there as a
-whole; a method that lets a cache grow from nothing up to a budget would be another method.
+Not here: the pass of Quest's authors, whose cache grows from nothing up to a budget. Our budgets are shares of a whole
+prompt.
 """
 
 import json
@@ -25,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.base import Sample
-from evals.tasks.forced import Lesson, Mark, Probe, Taught, distinct
+from evals.tasks.checks import check_choices, check_counts
+from evals.tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from evals.tasks.rows import ON_BAD_ROW
 from evals.tasks.texts import Tokens, embedded, given_file, read_files, tokens
 from methods.base import SelectiveAttention
@@ -56,17 +62,8 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("source", ("auto", "local", "embedded")),
-            ("protocol", PROTOCOLS),
-            ("on_bad_row", ON_BAD_ROW),
-        ):
-            if getattr(self, key) not in allowed:
-                raise unknown_name(f"task.{key}", str(getattr(self, key)), allowed)
-        for key in ("books", "max_length", "targets", "stride", "offsets", "bin"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{key}={value} is below 1; give 1 or more")
+        check_choices(self, source=("auto", "local", "embedded"), protocol=PROTOCOLS, on_bad_row=ON_BAD_ROW)
+        check_counts(self, "books", "max_length", "targets", "stride", "offsets", "bin")
         if self.path is not None and self.source != "auto":
             raise ConfigError(
                 f"task.path={self.path} and task.source={self.source} are both given; give one of the two"
@@ -94,7 +91,7 @@ class Params:
         return tuple(SHORTEST << i for i in range(doublings))
 
 
-class PG19(Taught):
+class PG19(ForcedTask):
     name = "pg19"
     version = 1
     metric = "perplexity"
@@ -120,10 +117,9 @@ class PG19(Taught):
             return (given_file(self.params.path),)
         if self.params.source == "embedded":
             return ()
-        folder = data.find(FOLDER, self.data_dir)
-        files = sorted(folder.glob("*.txt")) + sorted(folder.glob("*.jsonl")) if folder else []
+        files = sources.find_all(FOLDER, self.data_dir, "*.txt", "*.jsonl")
         if not files and (self.params.source == "local" or self.data_dir is not None):
-            data.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM)
+            sources.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM)
         return tuple(files)
 
     def check(self, shape: ModelShape) -> None:
@@ -141,11 +137,8 @@ class PG19(Taught):
             )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return distinct([
-            sample
-            for name, text in self.corpus.texts
-            for sample in self._samples_of(tokens(tokenizer, name, text))
-        ])  # fmt: skip
+        by_text = (self._samples_of(tokens(tokenizer, name, text)) for name, text in self.corpus.texts)
+        return distinct([sample for samples in by_text for sample in samples])
 
     def _samples_of(self, text: Tokens) -> list[Sample]:
         params, behind = self.params, self.params.n_targets + 1
@@ -178,9 +171,9 @@ class PG19(Taught):
             )
         return samples
 
-    def probe(self, sample: Sample, lesson: Lesson, rows: Sequence[SelectiveAttention]) -> Probe:
-        assert lesson.forced is not None
-        return Losses(lesson.forced, len(rows), self.params.bin, int(sample.fields["length"]))
+    def probe(self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]) -> Probe:
+        assert continuation.forced is not None
+        return Losses(continuation.forced, len(rows), self.params.bin, int(sample.fields["length"]))
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         curves = {"title": title, "protocol": self.params.protocol, "unit": "nats"}
@@ -200,15 +193,15 @@ class Losses:
         """Only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
-        found = logits.logsumexp(-1) - logits[:, self.targets[self.step]]
-        self.losses[list(order), self.step] = found.double().cpu()
+        losses = logits.logsumexp(-1) - logits[:, self.targets[self.step]]
+        self.losses[list(order), self.step] = losses.double().cpu()
         self.step += 1
 
-    def marks(self) -> list[Mark]:
+    def outcomes(self) -> list[Outcome]:
         assert self.step == len(self.targets), f"{self.step} steps for {len(self.targets)} targets"
-        return [self._mark(losses) for losses in self.losses]
+        return [self._outcome(losses) for losses in self.losses]
 
-    def _mark(self, losses: Tensor) -> Mark:
+    def _outcome(self, losses: Tensor) -> Outcome:
         bins = [part.sum().item() for part in losses.split(self.bin_len)]
         fields = {
             "n_targets": len(losses),
@@ -218,7 +211,7 @@ class Losses:
             "bin_len": self.bin_len,
             "nll_bins": [round(total, 6) for total in bins],
         }
-        return Mark(perplexity(fields["nll_sum"], len(losses)), fields)
+        return Outcome(perplexity(fields["nll_sum"], len(losses)), fields)
 
 
 def perplexity(nll_sum: float, n: int) -> float:

@@ -1,8 +1,8 @@
 """From a `Sample` to token ids: truncation, chat template, the split of a prompt, and where to stop.
 
-Everything here is a pure function of a tokenizer. A prompt is always put together from the same
-strings, whatever the scope: the template's head, the context, the question, the template's tail,
-the answer prefix. `full_prompt` tokenises them as one string, `context_only` as two.
+Everything here is a pure function of a tokenizer. A prompt is always put together from the same strings, whatever the
+scope: the template's head, the context, the question, the template's tail, the answer prefix. `full_prompt` tokenises
+them as one string, `context_only` as two.
 
 Not here: what a task writes into these parts, and how long a prompt may be (each task says so).
 """
@@ -16,10 +16,8 @@ from engine.errors import ConfigError, unknown_name
 from evals.tasks.base import Sample
 
 CHATS = ("auto", "none", "inst")
-BRACKETS = (
-    "[INST]",
-    "[/INST]",
-)  # Llama 2's and Mistral's, as papers put them: by hand and without blanks
+# Llama 2's and Mistral's turn, as papers write it: by hand and without blanks.
+BRACKETS = ("[INST]", "[/INST]")
 SCOPES = ("full_prompt", "context_only")
 LONG = 8_000_000  # characters; twice the longest prompt of InfiniteBench
 PIECE = 1_000_000  # characters

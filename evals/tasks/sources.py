@@ -1,19 +1,22 @@
 """Where benchmark data live, and the prose that every machine has without them.
 
-Folders are searched in a fixed order; the first that holds a file wins. The embedded prose is made
-from the topics that Python's own help shows, so that a needle can be hidden without any download.
+Folders are searched in a fixed order; the first that holds a file wins. `obtain` downloads what none of them holds,
+where the user allows that. The embedded prose is taken from Python's own help topics, so that a needle can be hidden
+without any download.
 
-Not here: downloads from the hub, and the reading of any benchmark's format (each in its task).
+Not here: the download itself (`evals/tasks/download.py`), and the reading of any benchmark's format (each in its task).
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from sys import version_info
 from typing import Any
 
 from engine.errors import ConfigError
 from evals import foreign
+from evals.tasks import download
 
 HEADING = re.compile(r"^([*=\-~^]){3,}$")
 BULLET = re.compile(r"^(?:[*\-]|\d+\.|\[\d+\])\s+")
@@ -47,6 +50,36 @@ def find(relative: str, data_dir: str | None) -> Path | None:
     return next((path for path in paths if os.path.exists(path)), None)  # noqa: PTH110 - as above
 
 
+def find_all(folder: str, data_dir: str | None, *patterns: str) -> list[Path]:
+    """The files of the first existing folder of this name, sorted pattern by pattern; none without the folder."""
+    path = find(folder, data_dir)
+    return [file for pattern in patterns for file in sorted(path.glob(pattern))] if path else []
+
+
+def obtain(
+    names: Sequence[str], source: str, data_dir: str | None, upstream: str, *, only: Sequence[str] | None = None
+) -> list[Path]:
+    """The files that `task.source` asks for: found, or downloaded, or an error that names their `upstream`.
+
+    hub     as upstream has them, downloaded where they are missing, into `data_dir` or the cache
+    local   below a data folder
+    auto    below a data folder; else downloaded, unless `data_dir` names the folder that should hold them
+
+    A name begins with its benchmark's folder. `only` says which files to download, in place of the missing ones: some
+    benchmarks need others beside them (patterns as in `download.fetch`; none: all).
+    """
+    is_hub = source == "hub"
+    paths = dict.fromkeys(names) if is_hub else {name: find(name, data_dir) for name in names}
+    missing = [name for name, path in paths.items() if path is None]
+    if missing and (is_hub or (source == "auto" and data_dir is None)):
+        root = Path(data_dir).expanduser() if data_dir else download.cache_root()
+        benchmark = missing[0].partition("/")[0]
+        arrived = download.fetch(benchmark, root, only=missing if only is None else only)
+        paths |= {name: path for name in missing for path in arrived if path.as_posix().endswith(f"/{name}")}
+        data_dir = str(root)
+    return [path or require(name, data_dir, upstream) for name, path in paths.items()]
+
+
 def require(relative: str, data_dir: str | None, source: str) -> Path:
     """As `find`, but a missing file is an error that names its upstream `source`."""
     path = find(relative, data_dir)
@@ -60,27 +93,32 @@ def require(relative: str, data_dir: str | None, source: str) -> Path:
 
 
 def read_json(path: Path, source: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a file of upstream's words holds; a damaged one is named, with its upstream `source`.
+    """The content of a JSON file of upstream; an error names a damaged file and its upstream `source`.
 
-    `like` says by example which texts must stand in it under which keys.
+    `like` shows by example which texts the file must have, and under which keys.
     """
     remedy = f"get it again from {source}"
-    found = foreign.read_json(path, remedy)
-    if not isinstance(found, dict):
+    content = foreign.read_json(path, remedy)
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object; {remedy}")
-    if (lacking := next(lacks(found, like or {}), None)) is not None:
-        raise ConfigError(f"{path} has no usable {lacking}; {remedy}")
-    return found
+    if (missing := next(missing_keys(content, like or {}), None)) is not None:
+        raise ConfigError(f"{path} has no usable {missing}; {remedy}")
+    return content
 
 
-def lacks(found: Any, like: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of what is there in `like` and not in `found`, or not of its kind; a `{context}` belongs to it."""
+def missing_keys(content: Any, like: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys of texts that `like` has and `content` lacks; a text with `{context}` must have it there too."""
     if isinstance(like, Mapping):
         for name, example in like.items():
-            below = found.get(name) if isinstance(found, Mapping) else None
-            yield from lacks(below, example, f"{key}.{name}".lstrip("."))
-    elif not isinstance(found, str) or ("{context}" in like and "{context}" not in found):
+            below = content.get(name) if isinstance(content, Mapping) else None
+            yield from missing_keys(below, example, f"{key}.{name}".lstrip("."))
+    elif not isinstance(content, str) or ("{context}" in like and "{context}" not in content):
         yield key
+
+
+def prose_name() -> str:
+    """What tables call the embedded prose; it changes with Python's version."""
+    return f"pydoc-{version_info.major}.{version_info.minor}"
 
 
 def embedded_prose() -> str:

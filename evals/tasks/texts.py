@@ -1,9 +1,9 @@
 """Plain text as a benchmark: where it is, and windows of tokens out of it.
 
-A text is a file of any kind of prose or code in UTF-8, a line of a JSONL file with a `text`, or the embedded prose. All
-of it is read and checked before a model is loaded, and what files hold is part of a run's identity. A text is tokenised
-once, without special tokens; every window then opens as the tokenizer opens a text (BOS, where it has that habit),
-so that a window of n tokens has exactly n, that opening included.
+A text is a file of prose or code in UTF-8, a line of a JSONL file with a `text`, or the embedded prose. Files are read
+and checked before a model is loaded, and their content is part of a run's identity. A text is tokenised once, without
+special tokens. Every window then begins with the tokens that the tokenizer puts before a text (mostly one BOS or none);
+a window of n tokens has exactly n, these included.
 
 Not here: what is done with a window (`evals/tasks/pg19.py`, `evals/tasks/fidelity.py`).
 """
@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from sys import version_info
 from typing import Any
 
 from engine.errors import ConfigError
 from evals.foreign import opened, read_text
-from evals.tasks import sources as data
 from evals.tasks.rows import LONGEST_ID, BadRow, read_rows
+from evals.tasks.sources import embedded_prose, prose_name
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,12 @@ class Corpus:
 
 
 def embedded() -> Corpus:
-    """The prose of Python's help topics, which change with its version."""
-    name = f"pydoc-{version_info.major}.{version_info.minor}"
-    return Corpus(name, (("pydoc", data.embedded_prose()),), "embedded", None)
+    """The prose of Python's help topics."""
+    return Corpus(prose_name(), (("pydoc", embedded_prose()),), "embedded", None)
 
 
 def read_files(files: Iterable[Path], on_bad_row: str = "refuse", n: int | None = None) -> Corpus:
-    """The first `n` texts of these files, or all; a file behind them is not opened."""
+    """The first `n` texts of these files, or all; files that are not needed for them are not opened."""
     texts: list[tuple[str, str]] = []
     used: list[Path] = []
     notes: list[str] = []
@@ -48,9 +46,9 @@ def read_files(files: Iterable[Path], on_bad_row: str = "refuse", n: int | None 
             break
         used.append(file)
         if file.suffix == ".jsonl":
-            found = read_rows(file, {"text": str}, on_bad_row, check=new_row(["text"]))
-            texts += [(f"{file.stem}:{number}", row["text"]) for number, row in found.rows]
-            notes += found.notes
+            lines = read_rows(file, {"text": str}, on_bad_row, check=new_row(["text"]))
+            texts += [(f"{file.stem}:{number}", row["text"]) for number, row in lines.rows]
+            notes += lines.notes
         else:
             texts.append((file.stem, read_text(file)))
     name = used[0].stem + (f"-and-{len(used) - 1}" if used[1:] else "")
@@ -89,7 +87,7 @@ def new_row(texts: Sequence[str]) -> Callable[[Mapping[str, Any]], None]:
 
 
 def check_text(row: Mapping[str, Any], key: str) -> None:
-    """A field that has to be a text, with something in it that can be tokenised."""
+    """Raise `BadRow` for a field that is no text, or a text of nothing but blanks."""
     if not isinstance(row[key], str) or not row[key].strip():
         raise BadRow(f"field {key!r} is no text or an empty one")
 
@@ -104,7 +102,7 @@ def given_file(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One text as ids, with what opens every window."""
+    """One text as ids, and the ids that every window of it begins with."""
 
     name: str
     opening: tuple[int, ...]
@@ -129,7 +127,7 @@ class Tokens:
 
 
 def tokens(tokenizer: Any, name: str, text: str) -> Tokens:
-    """The ids of a text; a text does not say where a window of it begins, so the opening is apart."""
+    """The ids of a text; the opening is apart, because windows begin anywhere in the text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return Tokens(name, opening(tokenizer), tuple(ids))
 

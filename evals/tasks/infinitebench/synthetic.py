@@ -1,8 +1,8 @@
 """InfiniteBench's synthetic tasks, generated at any size: rows with the fields of the published files.
 
 A size is a number of units: noise lines, records, numbers or functions. `PUBLISHED` holds those of the 128k files,
-which the tests compare with what is known of them. Which size fills a length is found on the tokenizer
-(`evals/tasks/infinitebench/task.py`). Sentences come from the data folder's synthetic_strings.json, or are our own.
+which the tests compare with what is known of them. How many units fill a length is tried out
+(`evals/tasks/lazy.py`). Sentences come from the data folder's synthetic_strings.json, or are our own.
 
 Differs     from the authors' scripts: every row has a generator of its own, so that a row does not depend on the
             others; code is printed with the ids that their public script draws, not the wider ones of the file.

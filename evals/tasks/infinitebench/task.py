@@ -1,13 +1,13 @@
 """InfiniteBench: twelve tasks on prompts of 44k to 200k tokens and more, cut in the middle to what a model can read.
 
-Sources     one <task>.jsonl per task in infinitebench/data/, or for six of them (`SYNTHETIC`) rows generated at any
-            length: no download. `auto` takes the files if there are any, else generates if all chosen tasks can be
-            generated; single files that it lacks are fetched, unless `data_dir` names a folder. Generated rows are
-            tagged `synthetic` and never share a run with published ones.
-Prompts     infinitebench/prompt_templates.json from the data folder, or the authors' prompt.py, which `source=hub`
-            fetches (for published rows: it lacks the sentences of generated ones), by family: `yarn_mistral`
-            (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them wording of our
-            own, plain text, and the result says `prompts: own`.
+Sources     one <task>.jsonl per task in infinitebench/data/. Rows of six tasks (`SYNTHETIC`) can be generated instead,
+            at any length and without a download. `auto` generates if no file is there and all chosen tasks can be
+            generated; otherwise it takes the files and downloads single ones that are missing, unless `data_dir` names
+            a folder. Generated rows are tagged `synthetic` and never share a run with published ones.
+Prompts     infinitebench/prompt_templates.json from the data folder, or for published rows the authors' prompt.py,
+            which `source=hub` downloads (it lacks the sentences of generated rows). They come by family:
+            `yarn_mistral` (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them the
+            wording is our own, plain text, and the result says `prompts: own`.
 Length      generated rows fill `task.length` tokens, answer included, as full as their units allow. Published rows are
             cut to `task.max_prompt_tokens`: half of it from each end.
 Differs     from the published open-model runs: greedy decoding, with the answer lengths of the authors' table
@@ -22,17 +22,23 @@ Not here: scorers (`scores.py` beside this file), generators (`synthetic.py`), a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.fetch import fetch
-from evals.foreign import CsvWriter
-from evals.tasks import sources as data
+from evals.foreign import write_csv
+from evals.tasks import sources
 from evals.tasks.base import Sample, Task
+from evals.tasks.checks import (
+    check_choices,
+    check_counts,
+    check_datasets,
+    check_length,
+    check_room,
+    chosen,
+    prompt_room,
+)
 from evals.tasks.infinitebench.prompts import (
     OWN_TEMPLATES,
     checked_row,
@@ -43,7 +49,8 @@ from evals.tasks.infinitebench.prompts import (
 )
 from evals.tasks.infinitebench.scores import SCORERS, checked_score
 from evals.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
-from evals.tasks.prompt import encode, middle_truncate
+from evals.tasks.lazy import FilledSamples, LazySamples, in_turns
+from evals.tasks.prompt import middle_truncate
 from evals.tasks.rows import ON_BAD_ROW, Rows, read_rows
 from evals.tasks.texts import digest
 
@@ -57,7 +64,6 @@ SYNTHETIC = tuple(GENERATORS)
 DATASETS = tuple(SCORERS)
 LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
 FAMILIES = ("yarn_mistral", "gpt4", "claude2")
-SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
 
 NEW_TOKENS = {
     "official": {
@@ -90,24 +96,15 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        choices = {
-            "source": ("auto", "hub", "local", "embedded"),
-            "template_family": ("auto", "own", *FAMILIES),
-            "length_table": tuple(NEW_TOKENS),
-            "on_bad_row": ON_BAD_ROW,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
-        for name in ("length", "rows", "max_prompt_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
-        for name in self.names:
-            if name not in DATASETS:
-                raise unknown_name("task.datasets", name, (*DATASETS, *LISTS))
-        if len(set(self.names)) < len(self.names) or not self.names:
-            raise ConfigError(f"task.datasets={list(self.names)} is empty or has a name twice")
+        check_choices(
+            self,
+            source=("auto", "hub", "local", "embedded"),
+            template_family=("auto", "own", *FAMILIES),
+            length_table=NEW_TOKENS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "length", "rows", "max_prompt_tokens", "max_new_tokens")
+        check_datasets(self.names, DATASETS, LISTS)
         real = [name for name in self.names if name not in SYNTHETIC]
         if self.source == "embedded" and real:
             raise ConfigError(
@@ -118,9 +115,7 @@ class Params:
     @property
     def names(self) -> tuple[str, ...]:
         """The chosen tasks."""
-        if isinstance(self.datasets, str):
-            return LISTS.get(self.datasets, (self.datasets,))
-        return self.datasets
+        return chosen(self.datasets, LISTS)
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
@@ -152,39 +147,26 @@ class InfiniteBench(Task):
         names = self.params.names
         if self.params.source != "auto":
             return self.params.source == "embedded"
-        found = any(data.find(file_of(name), self.data_dir) for name in names)
-        return not found and set(names) <= set(SYNTHETIC)
-
-    def _path(self, name: str) -> Path:
-        """A task's file, fetched where that is allowed."""
-        source, file = self.params.source, file_of(name)
-        path = None if source == "hub" else data.find(file, self.data_dir)
-        if path is None and (source == "local" or (source == "auto" and self.data_dir is not None)):
-            path = data.require(file, self.data_dir, HUB)
-        return path or self._fetch(file)
-
-    def _fetch(self, file: str) -> Path:
-        """A file from upstream, downloaded into the folder that was named or the cache."""
-        root = Path(self.data_dir).expanduser() if self.data_dir else None
-        return fetch("infinitebench", root, only=[file])[0]
+        has_files = any(sources.find(file_of(name), self.data_dir) for name in names)
+        return not has_files and set(names) <= set(SYNTHETIC)
 
     def _choose_words(self) -> None:
         """Templates and sentences: upstream's, or our own."""
         self.word_files: tuple[Path, ...] = ()
         self.templates, self.strings, self.family = OWN_TEMPLATES, OWN_STRINGS, "own"
         wanted = self.params.template_family
-        found = [data.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
-        upstream = None if self.is_synthetic else data.find(UPSTREAM_TEMPLATES, self.data_dir)
-        if wanted == "own" or (wanted == "auto" and None in found and upstream is None):
+        paths = [sources.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
+        upstream = None if self.is_synthetic else sources.find(UPSTREAM_TEMPLATES, self.data_dir)
+        if wanted == "own" or (wanted == "auto" and None in paths and upstream is None):
             return
         self.family = "yarn_mistral" if wanted == "auto" else wanted
-        if None in found and upstream is not None:
+        if None in paths and upstream is not None:
             self.word_files = (upstream,)
             self.templates = upstream_templates(upstream, self.family)
             return
-        self.word_files = tuple(data.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
-        templates = data.read_json(self.word_files[0], TEMPLATES_SOURCE)
-        self.strings = data.read_json(self.word_files[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
+        self.word_files = tuple(sources.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
+        templates = sources.read_json(self.word_files[0], TEMPLATES_SOURCE)
+        self.strings = sources.read_json(self.word_files[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
         family = templates.get(self.family)
         self.templates = family if isinstance(family, dict) else {}
         for name in self.params.names:
@@ -195,7 +177,7 @@ class InfiniteBench(Task):
                 )
 
     def _first_notes(self) -> list[str]:
-        """What the result says whatever the rows are like."""
+        """What the result says before any row is read."""
         notes = [f"prompts: {self.family}", f"length_table: {self.params.length_table}"]
         if self.is_synthetic:
             notes.append(f"synthetic: true ({self.params.length} tokens)")
@@ -215,20 +197,17 @@ class InfiniteBench(Task):
     def check(self, shape: ModelShape) -> None:
         self.window = shape.window
         if self.params.source == "hub" and self.params.template_family != "own":
-            self._fetch(UPSTREAM_TEMPLATES)
+            sources.obtain([UPSTREAM_TEMPLATES], "hub", self.data_dir, HUB)
             self._choose_words()
         self.notes = self._first_notes()
         self.data_digest = digest(self.word_files) if self.word_files else None
         if self.is_synthetic:
-            if self.params.length > shape.window:
-                raise ConfigError(
-                    f"task.length={self.params.length} is more than the {shape.window} tokens of "
-                    f"{shape.name}; give that or less"
-                )
+            check_length(self.params.length, shape)
             return
         for name in self.params.names:
-            self._check_room(name, shape)
-        paths = {name: self._path(name) for name in self.params.names}
+            check_room("task", name, self.params.new_tokens(name), self.params.max_prompt_tokens, shape)
+        files = sources.obtain([file_of(name) for name in self.params.names], self.params.source, self.data_dir, HUB)
+        paths = dict(zip(self.params.names, files, strict=True))
         self.data_digest = digest([*self.word_files, *paths.values()])
         notes = list(self.notes)
         for name, path in paths.items():
@@ -244,17 +223,6 @@ class InfiniteBench(Task):
             )
             notes += self.rows[name].notes
         self.notes = notes
-
-    def _check_room(self, name: str, shape: ModelShape) -> None:
-        room = shape.window - self.params.new_tokens(name) - SLACK
-        limit = self.params.max_prompt_tokens
-        if room < 2 * SLACK or (limit or 0) > room:
-            raise ConfigError(
-                f"{name} answers with up to {self.params.new_tokens(name)} tokens, which leaves "
-                f"{max(room, 0)} of the {shape.window} of {shape.name} for the prompt"
-                + (f", not task.max_prompt_tokens={limit}" if limit else "")
-                + "; give smaller ones, or leave the task out of task.datasets"
-            )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         return Generated(self, tokenizer) if self.is_synthetic else Published(self, tokenizer)
@@ -295,43 +263,34 @@ class InfiniteBench(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: rows, the score in percent, and on how many rows the authors' scorer raises."""
-        asked = [row for row in rows if row["score"] is not None]
-        with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = CsvWriter(file)
-            writer.writerow(["dataset", "rows", "score_percent", "official_scorer_raises"])
-            for name in dict.fromkeys(row["dataset"] for row in asked):
-                judged = [
-                    self.judge(name, row["prediction"], row["ground_truth"]) for row in asked if row["dataset"] == name
-                ]
-                percent = 100 * sum(score for score, _ in judged) / len(judged)
-                n_raised = sum(error is not None for _, error in judged)
-                writer.writerow([name, len(judged), round(percent, 2), n_raised])
+        scored = [row for row in rows if row["score"] is not None]
+        judged: dict[str, list[tuple[float, str | None]]] = {}
+        for row in scored:
+            name = row["dataset"]
+            judged.setdefault(name, []).append(self.judge(name, row["prediction"], row["ground_truth"]))
+        lines = []
+        for name, pairs in judged.items():
+            percent = 100 * sum(score for score, _ in pairs) / len(pairs)
+            n_raised = sum(error is not None for _, error in pairs)
+            lines.append([name, len(pairs), round(percent, 2), n_raised])
+        write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent", "official_scorer_raises"], lines)
 
 
-def in_turn(by_task: Sequence[Sequence[Any]]) -> list[Any]:
-    """The first of each task, then the second of each."""
-    turns = zip_longest(*by_task)
-    return [one for turn in turns for one in turn if one is not None]
-
-
-class Published(Sequence[Sample]):
-    """The rows of the files, cut to fit when asked for."""
+class Published(LazySamples):
+    """The rows of the files in turns, cut to fit."""
 
     def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
         by_task = [[(name, row) for _, row in task.rows[name].rows] for name in task.params.names]
-        self.rows = in_turn(by_task)
+        self.rows = in_turns(by_task)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def sample(self, i: int) -> Sample:
         name, row = self.rows[i]
         whole = self.task.sample(name, f"{name}-{row['id']}", row, {})
-        room = self.task.window - whole.max_new_tokens - SLACK
-        limit = self.task.params.max_prompt_tokens or room
+        limit = self.task.params.max_prompt_tokens or prompt_room(self.task.window, whole.max_new_tokens)
         text, before, after = middle_truncate(self.tokenizer, whole.context + whole.question, limit)
         question = whole.question
         if not text.endswith(question):  # some tokenizers change blanks when they decode
@@ -350,59 +309,26 @@ class Published(Sequence[Sample]):
         )
 
 
-class Generated(Sequence[Sample]):
-    """Rows made when asked for, each as full as the length allows."""
+class Generated(FilledSamples):
+    """Rows in the units of their task, in turns."""
 
     def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        by_task = [self._places(name) for name in task.params.names]
-        self.places = in_turn(by_task)
-        self.units: dict[str, int] = {}
-        self.made = lru_cache(maxsize=64)(self._make)  # the runner asks twice
+        self.task = task
+        self.places = in_turns([self._places(name) for name in task.params.names])
+        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
 
     def _places(self, name: str) -> list[tuple[str, Place]]:
         n = self.task.params.rows or GENERATORS[name].n_rows
         return [(name, Place(row, n, f"{self.task.seed} {name}")) for row in range(n)]
 
-    def __len__(self) -> int:
-        return len(self.places)
+    def fewest(self, dataset: str) -> int:
+        return GENERATORS[dataset].fewest
 
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        return self.made(range(len(self))[i])
+    def surplus(self, units: int, excess: int) -> int:
+        return excess * units // (2 * self.length)
 
-    def _make(self, i: int) -> Sample:
+    def draw(self, i: int, units: int) -> Sample:
         name, place = self.places[i]
-        fewest = GENERATORS[name].fewest
-        if name not in self.units:
-            self.units[name] = self._most(name, place)
-        units = self.units[name]
-        while units >= fewest:
-            sample = self._sample(name, place, units)
-            over = self._tokens(sample) - self.task.params.length
-            if over <= 0:
-                return sample
-            units -= max(1, over * units // (2 * self.task.params.length))
-        raise self._too_short(name)
-
-    def _most(self, name: str, place: Place) -> int:
-        """The largest number of units that fits, found on one row."""
-        low, high = GENERATORS[name].fewest, GENERATORS[name].fewest
-
-        def fits(units: int) -> bool:
-            return self._tokens(self._sample(name, place, units)) <= self.task.params.length
-
-        if not fits(low):
-            raise self._too_short(name)
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-    def _sample(self, name: str, place: Place, units: int) -> Sample:
         row = GENERATORS[name].make(self.task.strings, place, units)
         about = {key: row[key] for key in row if key not in ("context", "input", "answer")}
         fields = {"length": self.task.params.length, "units": units, **about}
@@ -412,14 +338,3 @@ class Generated(Sequence[Sample]):
             answer = self.tokenizer.encode(f" {[0, *row['answer']]}", add_special_tokens=False)
             sample = replace(sample, max_new_tokens=len(answer) + len(answer) // 10 + 8)
         return sample
-
-    def _tokens(self, sample: Sample) -> int:
-        """Of prompt and answer."""
-        prompt = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
-        return len(prompt) + sample.max_new_tokens
-
-    def _too_short(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"task.length={self.task.params.length} is too short for {name}; give more tokens, or "
-            "leave it out of task.datasets"
-        )

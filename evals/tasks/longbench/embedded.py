@@ -4,11 +4,12 @@ Seven datasets, one or two for each of LongBench's kinds of task, eight rows eac
 the prompt. The same Python gives the same rows; another one has other text, so a result names the Python and the hash
 of all rows.
 
-Made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word for word, and
-the prompt ends with the words that stand before them there. Who drops those tokens cannot answer. Three of the seven
-are hard for it, as they are in LongBench: a summary, counting paragraphs, and finding one by its summary.
+The set is made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word for
+word, and the prompt ends with the words that stand before them there. A method that drops those tokens cannot answer.
+Three of the seven are hard for the model, as they are in LongBench: a summary, counting paragraphs, and finding one by
+its last sentence.
 
-Not here: scores and prompts' assembly (`evals/tasks/longbench/task.py`).
+Not here: how prompts are put together (`prompts.py` beside this file), and their scores (`scores.py`).
 """
 
 import ast
@@ -28,16 +29,7 @@ from typing import Any
 from evals.tasks.sources import HEADING, as_prose
 
 N_ROWS = 8
-LENGTHS = (
-    1_650,
-    3_000,
-    4_700,
-    2_000,
-    3_600,
-    5_500,
-    2_400,
-    4_100,
-)  # about so many tokens of SmolLM2 per context
+LENGTHS = (1_650, 3_000, 4_700, 2_000, 3_600, 5_500, 2_400, 4_100)  # tokens of SmolLM2 per context, about
 KINDS = ("grammar", "example", "sentence", "title")
 SENTENCE_END = re.compile(r"(?<=[a-z)]\.) (?=[A-Z])")
 Row = dict[str, Any]
@@ -53,7 +45,7 @@ class Embedded:
     category: str
     max_new_tokens: int
     letters: float = 4.75  # characters per token of this dataset's contexts, as measured
-    cue: str = ""  # what stays behind the context where the question goes before it; "": it cannot
+    cue: str = ""  # stays behind the context when the question moves before it; "": the question cannot move
 
 
 # --- the text ----------------------------------------------------------------------------------

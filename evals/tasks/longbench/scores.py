@@ -12,11 +12,9 @@ Quirks      kept, since published tables contain them: labels are removed from a
 Not here: which dataset takes which score (`evals/tasks/longbench/task.py`).
 """
 
-import os
 import re
 import string
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +23,6 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 from math import fsum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +59,11 @@ def normalised_zh(word: str) -> str:
 
 @lru_cache(maxsize=1)
 def segmenter() -> Any:
-    """jieba with its own dictionary. Its index is kept in a folder of this user, not in the shared one for scraps."""
+    """jieba with its own dictionary.
+
+    Its index is built here, in two seconds. jieba itself would keep it as a marshalled file in a folder that others
+    can write to, and reading that back takes as long.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old string literals, and of setuptools
@@ -74,12 +75,8 @@ def segmenter() -> Any:
         ) from error
     jieba.setLogLevel("WARNING")
     words: Any = jieba.Tokenizer()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench" / "jieba"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        words.tmp_dir = str(cache)
-    except OSError:  # a home that cannot be written to; the index then takes a second each time
-        words.tmp_dir = tempfile.mkdtemp(prefix="kvbench-jieba-")
+    words.FREQ, words.total = words.gen_pfdict(words.get_dict_file())
+    words.initialized = True
     return words
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evals.foreign import CsvWriter, one_line
+from evals.foreign import one_line, write_csv
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def pivot(rows: Sequence[Mapping[str, Any]]) -> Pivot:
 
 def write_table(path: Path, table: Pivot) -> None:
     """The pivot table as CSV; a cell without score is empty."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        out = CsvWriter(file)
-        out.writerow(["depth_percent", *table.lengths])
-        for depth, scores in zip(table.depths, table.scores, strict=True):
-            out.writerow([depth, *("" if math.isnan(score) else score for score in scores)])
+    lines = (
+        [depth, *("" if math.isnan(score) else score for score in scores)]
+        for depth, scores in zip(table.depths, table.scores, strict=True)
+    )
+    write_csv(path, ["depth_percent", *table.lengths], lines)
 
 
 def draw_heatmap(path: Path, table: Pivot, title: str) -> None:

@@ -20,14 +20,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from sys import version_info
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.foreign import read_text
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.base import Sample, Task
+from evals.tasks.checks import check_choices, check_counts
+from evals.tasks.lazy import LazySamples
 from evals.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.tasks.needle.heatmap import draw_heatmap, pivot, write_table
 from evals.tasks.texts import digest
@@ -131,7 +132,7 @@ WORDS = {  # what strings.json must hold
     "magic_number": {"needle": "", "question": ""},
     "data_engineering": {"needle": "", "question": "", "prompt": "{context}", "expected_answer": ""},
     "kamradt": {"needle": "", "question": "", "question_suffix": "", "system": ""},
-}  # fmt: skip
+}
 
 
 def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask:
@@ -206,21 +207,16 @@ class Params:
     max_new_tokens: int | None  # None: the style's own
 
     def __post_init__(self) -> None:
-        choices = {
-            "source": ("auto", "embedded", "local"),
-            "style": ("auto", *STYLES),
-            "grid": tuple(GRIDS),
-            "depth_spacing": ("linear", "sigmoid"),
-            "scorer": ("auto", *SCORERS),
-            "snap": ("period", "none"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
-        for name in ("seeds", "needles", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
+        check_choices(
+            self,
+            source=("auto", "embedded", "local"),
+            style=("auto", *STYLES),
+            grid=GRIDS,
+            depth_spacing=("linear", "sigmoid"),
+            scorer=("auto", *SCORERS),
+            snap=("period", "none"),
+        )
+        check_counts(self, "seeds", "needles", "max_new_tokens")
         if self.needles > len(CITIES):
             raise ConfigError(f"task.needles={self.needles} is more than there are cities; give {len(CITIES)} or fewer")
         if self.buffer is not None and self.buffer < 0:
@@ -314,29 +310,27 @@ class Needle(Task):
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.grid = params.cells()
         self.essays = self._essays()
-        # A folder that was named must hold the data; one that was found may.
-        named = params.source == "local" or (params.source == "auto" and data_dir is not None)
-        is_local = named or bool(self.essays)
+        # A folder that the user names must hold the data; the others may.
+        is_named = params.source == "local" or (params.source == "auto" and data_dir is not None)
+        is_local = is_named or bool(self.essays)
         self.data_source = "local" if is_local else "embedded"
-        python = f"{version_info.major}.{version_info.minor}"  # help topics change with it
-        haystack = f"essays-{len(self.essays)}" if is_local else f"pydoc-{python}"
+        haystack = f"essays-{len(self.essays)}" if is_local else sources.prose_name()
         self.dataset = f"{params.style_name}/{haystack}"
 
     def _essays(self) -> list[Path]:
         if self.params.source == "embedded":
             return []
-        folder = data.find(ESSAYS, self.data_dir)
-        return sorted(folder.glob("*.txt")) if folder else []
+        return sources.find_all(ESSAYS, self.data_dir, "*.txt")
 
     def check(self, shape: ModelShape) -> None:
         if self.data_source == "local" and not self.essays:
-            data.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+            sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
         used = self.essays if self.data_source == "local" else []
         for essay in used:
             read_text(essay)  # a damaged one is named before a model is loaded
         if not self.params.style_name.startswith("own"):
-            path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
-            data.read_json(path, STRINGS_SOURCE, WORDS)
+            path = sources.require(STRINGS, self.data_dir, STRINGS_SOURCE)
+            sources.read_json(path, STRINGS_SOURCE, WORDS)
             used = [*used, path]
         self.data_digest = digest(used) if used else None
         room = max(0, PROMPT_ROOM + self.params.answer_tokens - self.params.reserve)
@@ -346,11 +340,11 @@ class Needle(Task):
             self.grid = replace(self.grid, lengths=lengths)
         if not self.grid.lengths or max(self.grid.lengths) > fitting:
             longest = max(self.grid.lengths, default=self.params.shortest)
-            asked = f"grid={self.params.grid}"
+            key = f"grid={self.params.grid}"
             if self.params.lengths is not None:
-                asked = f"lengths={list(self.params.lengths)}"
+                key = f"lengths={list(self.params.lengths)}"
             raise ConfigError(
-                f"task.{asked} asks for {longest} tokens, more than the "
+                f"task.{key} asks for {longest} tokens, more than the "
                 f"window of {shape.name} holds with the answer; the longest that fits is "
                 f"{fitting}"
             )
@@ -361,7 +355,7 @@ class Needle(Task):
     def haystack(self) -> str:
         """One pass over the corpus."""
         if self.data_source == "embedded":
-            return data.embedded_prose()
+            return sources.embedded_prose()
         return "".join(map(read_text, self.essays))
 
     def ask(self, length: int, depth: float, seed_index: int) -> Ask:
@@ -372,8 +366,8 @@ class Needle(Task):
             return ask_own(rng, n_needles)
         if style == "own_name":
             return ask_own(rng, n_needles, of="director")
-        path = data.require(STRINGS, self.data_dir, STRINGS_SOURCE)
-        strings = data.read_json(path, STRINGS_SOURCE, WORDS)
+        path = sources.require(STRINGS, self.data_dir, STRINGS_SOURCE)
+        strings = sources.read_json(path, STRINGS_SOURCE, WORDS)
         if style == "magic_number":
             return ask_magic_number(strings, rng, n_needles)
         return ask_fixed(strings, style)
@@ -389,8 +383,8 @@ class Needle(Task):
         draw_heatmap(folder / "heatmap.png", table, title)
 
 
-class Cells(Sequence[Sample]):
-    """The samples of a grid, built when asked for; the haystack is tokenised once."""
+class Cells(LazySamples):
+    """The samples of a grid; the haystack is tokenised once for all of them."""
 
     def __init__(self, task: Needle, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
@@ -424,9 +418,7 @@ class Cells(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.cells)
 
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def sample(self, i: int) -> Sample:
         length, depth, seed_index = self.cells[i]
         params = self.task.params
         ask = self.task.ask(length, depth, seed_index)

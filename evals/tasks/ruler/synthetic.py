@@ -1,7 +1,7 @@
 """RULER's thirteen tasks, generated at any size.
 
 A size is a number of units: noise lines, words of an essay, distracting needles, words of a list, coded words,
-documents. Which size fills a length is found on the tokenizer (`task.py`). Prompts come from the data folder's
+documents. How many units fill a length is tried out (`evals/tasks/lazy.py`). Prompts come from the data folder's
 templates.json, or are our own.
 
 Differs     from the authors' scripts, whose sources are downloads: keys and list words are drawn from our own

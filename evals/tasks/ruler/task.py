@@ -3,8 +3,8 @@
 Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder.
             `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
-            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files
-            have it at the end of their text and are split there.
+            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files of rows have
+            it at the end of their text, where we split it off.
 Haystacks   the needle's essays from the data folder, else Python's help topics, as the result says.
 Length      generated rows fill `task.length` tokens, answer included, as full as their units allow.
 Score       the share of references that the answer contains, whatever the case; qa_1 and qa_2: whether it contains one.
@@ -17,19 +17,16 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import zip_longest
 from pathlib import Path
-from sys import version_info
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
-from evals.foreign import CsvWriter, read_text
-from evals.tasks import sources as data
+from evals.foreign import read_text, write_csv
+from evals.tasks import sources
 from evals.tasks.base import Sample, Task
+from evals.tasks.checks import check_choices, check_counts, check_datasets, check_length, chosen
+from evals.tasks.lazy import FilledSamples, in_turns
 from evals.tasks.needle.task import ESSAYS, UPSTREAM
-from evals.tasks.prompt import encode
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
 from evals.tasks.texts import digest
@@ -120,32 +117,21 @@ class Params:
     on_bad_row: str
 
     def __post_init__(self) -> None:
-        choices = {
-            "source": ("auto", "local", "embedded"),
-            "prompts": ("auto", "official", "own"),
-            "haystack": ("auto", "essays", "embedded"),
-            "control_characters": tuple(REPLACEMENTS),
-            "on_bad_row": ON_BAD_ROW,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown_name(f"task.{name}", str(getattr(self, name)), allowed)
-        for name in ("length", "rows", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
-        for name in self.names:
-            if name not in DATASETS:
-                raise unknown_name("task.datasets", name, (*DATASETS, *LISTS))
-        if len(set(self.names)) < len(self.names) or not self.names:
-            raise ConfigError(f"task.datasets={list(self.names)} is empty or has a name twice")
+        check_choices(
+            self,
+            source=("auto", "local", "embedded"),
+            prompts=("auto", "official", "own"),
+            haystack=("auto", "essays", "embedded"),
+            control_characters=REPLACEMENTS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "length", "rows", "max_new_tokens")
+        check_datasets(self.names, DATASETS, LISTS)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The chosen tasks."""
-        if isinstance(self.datasets, str):
-            return LISTS.get(self.datasets, (self.datasets,))
-        return self.datasets
+        return chosen(self.datasets, LISTS)
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
@@ -172,32 +158,28 @@ class Ruler(Task):
         """The file of each chosen task; empty where rows are generated."""
         if self.params.source == "embedded":
             return {}
-        files = {name: f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names}
-        found = {name: data.find(file, self.data_dir) for name, file in files.items()}
-        if self.params.source == "auto" and not all(found.values()):
+        files = [f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names]
+        if self.params.source == "auto" and not all(sources.find(file, self.data_dir) for file in files):
             return {}
-        return {name: path or data.require(files[name], self.data_dir, ROWS_SOURCE) for name, path in found.items()}
+        paths = sources.obtain(files, "local", self.data_dir, ROWS_SOURCE)
+        return dict(zip(self.params.names, paths, strict=True))
 
     def check(self, shape: ModelShape) -> None:
-        if self.params.length > shape.window:
-            raise ConfigError(
-                f"task.length={self.params.length} is more than the {shape.window} tokens of "
-                f"{shape.name}; give that or less"
-            )
+        check_length(self.params.length, shape)
         if self.is_synthetic:
             self._gather()
         else:
             self._read()
 
     def _gather(self) -> None:
-        """Templates and essays, and what the result says about them."""
+        """Read templates and essays, and note what the result says about them."""
         used: list[Path] = []
         templates, prompts = OWN_TEMPLATES, "own"
-        path = None if self.params.prompts == "own" else data.find(TEMPLATES, self.data_dir)
+        path = None if self.params.prompts == "own" else sources.find(TEMPLATES, self.data_dir)
         if self.params.prompts == "official":
-            path = data.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
+            path = sources.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
         if path is not None:
-            templates, prompts = data.read_json(path, TEMPLATES_SOURCE, OWN_TEMPLATES), "official"
+            templates, prompts = sources.read_json(path, TEMPLATES_SOURCE, OWN_TEMPLATES), "official"
             used.append(path)
         self.notes = [
             f"prompts: {prompts}",
@@ -207,10 +189,9 @@ class Ruler(Task):
         essays: tuple[str, ...] = ()
         if any(KINDS[name].needs_essays for name in self.params.names):
             files = self._essays()
-            texts = [read_text(file) for file in files] or [data.embedded_prose()]
+            texts = [read_text(file) for file in files] or [sources.embedded_prose()]
             essays = tuple(" ".join(texts).split())
-            python = f"{version_info.major}.{version_info.minor}"  # help topics change with it
-            haystack = f"essays-{len(files)}" if files else f"pydoc-{python}"
+            haystack = f"essays-{len(files)}" if files else sources.prose_name()
             self.notes.append(f"haystack: {haystack}")
             used += files
         self.prompts = prompts
@@ -221,10 +202,9 @@ class Ruler(Task):
         """The files of the essays; none where Python's help topics stand in."""
         if self.params.haystack == "embedded":
             return []
-        folder = data.find(ESSAYS, self.data_dir)
-        files = sorted(folder.glob("*.txt")) if folder else []
+        files = sources.find_all(ESSAYS, self.data_dir, "*.txt")
         if self.params.haystack == "essays" and not files:
-            data.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+            sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
         return files
 
     def _read(self) -> None:
@@ -244,10 +224,10 @@ class Ruler(Task):
         if self.is_synthetic:
             return Generated(self, tokenizer)
         by_task = [
-            [self.sample(name, row["index"], split(name, row), {}) for _, row in found.rows]
-            for name, found in self.rows.items()
+            [self.sample(name, row["index"], split(name, row), {}) for _, row in rows.rows]
+            for name, rows in self.rows.items()
         ]
-        return [one for turn in zip_longest(*by_task) for one in turn if one is not None]
+        return in_turns(by_task)
 
     def sample(self, dataset: str, index: int, row: Row, fields: Mapping[str, Any]) -> Sample:
         return Sample(
@@ -271,73 +251,32 @@ class Ruler(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: per task its rows and their mean in percent."""
-        asked = [row for row in rows if row["score"] is not None]
-        with (folder / "datasets.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = CsvWriter(file)
-            writer.writerow(["dataset", "rows", "score_percent"])
-            for name in dict.fromkeys(row["dataset"] for row in asked):
-                scores = [row["score"] for row in asked if row["dataset"] == name]
-                writer.writerow([name, len(scores), percent(scores)])
+        scored = [row for row in rows if row["score"] is not None]
+        scores: dict[str, list[float]] = {}
+        for row in scored:
+            scores.setdefault(row["dataset"], []).append(row["score"])
+        lines = ([name, len(each), percent(each)] for name, each in scores.items())
+        write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent"], lines)
 
 
-class Generated(Sequence[Sample]):
-    """Rows made when asked for, each as full as the length allows."""
+class Generated(FilledSamples):
+    """Rows in the units of their task, in turns."""
 
     def __init__(self, task: Ruler, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
+        self.task = task
         n = task.params.rows or N_ROWS
         self.places = [(name, row) for row in range(n) for name in task.params.names]
-        self.units: dict[str, int] = {}
-        self.made = lru_cache(maxsize=64)(self._make)  # the runner asks twice
+        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
 
-    def __len__(self) -> int:
-        return len(self.places)
+    def fewest(self, dataset: str) -> int:
+        return KINDS[dataset].fewest
 
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        return self.made(range(len(self))[i])
+    def surplus(self, units: int, excess: int) -> int:
+        return units // 100
 
-    def _make(self, i: int) -> Sample:
-        name, row = self.places[i]
-        if name not in self.units:
-            self.units[name] = self._most(name)
-        units, fewest = self.units[name], KINDS[name].fewest
-        while units >= fewest:
-            sample = self._sample(name, row, units)
-            if self._fits(sample):
-                return sample
-            units -= max(1, units // 100)
-        raise self._too_short(name)
-
-    def _most(self, name: str) -> int:
-        """The largest number of units that fits, found on the first row."""
-        low = high = KINDS[name].fewest
-
-        def fits(units: int) -> bool:
-            return self._fits(self._sample(name, 0, units))
-
-        if not fits(low):
-            raise self._too_short(name)
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-    def _sample(self, name: str, row: int, units: int) -> Sample:
-        rng = random.Random(f"ruler {self.task.seed} {name} {row}")
-        made = KINDS[name].make(self.task.material, rng, units)
+    def draw(self, i: int, units: int) -> Sample:
+        dataset, number = self.places[i]
+        rng = random.Random(f"ruler {self.task.seed} {dataset} {number}")
+        row = KINDS[dataset].make(self.task.material, rng, units)
         fields = {"length": self.task.params.length, "units": units}
-        return self.task.sample(name, row, made, fields)
-
-    def _fits(self, sample: Sample) -> bool:
-        prompt = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
-        return len(prompt) + sample.max_new_tokens <= self.task.params.length
-
-    def _too_short(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"task.length={self.task.params.length} is too short for {name}; give more tokens, or "
-            "leave it out of task.datasets"
-        )
+        return self.task.sample(dataset, number, row, fields)

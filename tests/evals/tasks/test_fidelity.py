@@ -88,7 +88,7 @@ def params_of(kind: type[SelectiveAttention], method: str) -> Any:
                         | ({"seed": 0} if "seed" in given else {}), "method")  # fmt: skip
 
 
-def lesson(k: int | None = None) -> tuple[Model, Trace, Recording, list[int]]:
+def watched_decoding(k: int | None = None) -> tuple[Model, Trace, Recording, list[int]]:
     """Four variants read what a tiny model's prompt goes on with, and full attention beside them."""
     model, ids = tiny(), prompt(S + STEPS)
     kinds: list[tuple[type[SelectiveAttention], str]] = [
@@ -118,7 +118,7 @@ def share_of_best(logits: Tensor, seen: Tensor, k: int) -> float:
 
 @pytest.mark.parametrize("k", [None, 20])
 def test_every_figure_of_a_layer_is_what_its_definition_says(k: int | None) -> None:
-    _, trace, watch, _ = lesson(k)
+    _, trace, watch, _ = watched_decoding(k)
     assert len(watch.shown) == STEPS * 3 * 4
     for step, layer, row, q, _, _, out, seen in watch.shown:
         # K and V as the prompt left them, and the variant's own of the tokens fed so far.
@@ -142,7 +142,7 @@ def test_every_figure_of_a_layer_is_what_its_definition_says(k: int | None) -> N
 
 
 def test_divergence_and_agreement_are_from_one_plain_pass_over_the_same_tokens() -> None:
-    model, _, watch, ids = lesson()
+    model, _, watch, ids = watched_decoding()
     with torch.inference_mode():
         full = model.hf(torch.tensor([ids])).logits[0, S:].double().log_softmax(-1)
     for step, logits in enumerate(watch.logits):
@@ -156,8 +156,8 @@ def test_divergence_and_agreement_are_from_one_plain_pass_over_the_same_tokens()
 
 
 def test_a_sample_is_marked_with_means_over_the_layers_that_count() -> None:
-    _, _, watch, _ = lesson()
-    oracle, clusters, *_ = watch.marks()
+    _, _, watch, _ = watched_decoding()
+    oracle, clusters, *_ = watch.outcomes()
     assert clusters.fields["layers_skipped"] == [0, 1]  # which ClusterKV leaves whole
     assert oracle.fields["layers_skipped"] == []
     recalls = watch.by_layer["recall"]
@@ -166,7 +166,7 @@ def test_a_sample_is_marked_with_means_over_the_layers_that_count() -> None:
     assert clusters.fields["by_layer"]["recall"][:2] == [1, 1]
     assert oracle.fields["by_step"]["recall"] == pytest.approx(recalls[:, :, 0].mean(0).tolist(), abs=1e-6)
     watch.params = values(skip_layers=[0])
-    assert watch.marks()[0].score == pytest.approx(recalls[1:, :, 0].mean().item(), abs=1e-6)
+    assert watch.outcomes()[0].score == pytest.approx(recalls[1:, :, 0].mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("k", [None, 1, 7, 40])

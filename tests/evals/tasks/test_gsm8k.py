@@ -9,8 +9,7 @@ import yaml
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.settings import build_params
-from evals.tasks import gsm8k
-from evals.tasks import sources as data
+from evals.tasks import download, gsm8k, sources
 from evals.tasks.gsm8k import Gsm8k
 from evals.tasks.prompt import encode
 from tests.golden_metrics import metrics_folder
@@ -285,8 +284,8 @@ def test_what_is_missing_is_fetched_into_the_cache_or_the_folder_that_was_named(
         asked.append((name, root, *only))
         return [folder / only[0]]
 
-    monkeypatch.setattr(gsm8k, "fetch", fetch)
-    monkeypatch.setattr(data, "data_roots", lambda data_dir: [])
+    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setattr(sources, "data_roots", lambda data_dir: [])
     values = yaml.safe_load((REPO / "conf" / "task" / "gsm8k.yaml").read_text())
     del values["_target_"]
 
@@ -297,7 +296,8 @@ def test_what_is_missing_is_fetched_into_the_cache_or_the_folder_that_was_named(
         assert len(made.samples(tokenizer)) == 2 and made.data_digest is not None
         return list(asked)
 
-    test, exemplars = ("gsm8k", None, gsm8k.TEST), ("gsm8k", None, gsm8k.EXEMPLARS)
+    cache = download.cache_root()
+    test, exemplars = ("gsm8k", cache, gsm8k.TEST), ("gsm8k", cache, gsm8k.EXEMPLARS)
     assert fetched(None) == [test]
     assert fetched(None, source="hub") == [exemplars, test]
     assert fetched(None, prompts="official") == [exemplars, test]
@@ -322,7 +322,7 @@ def test_other_rows_or_exemplars_are_another_run(folder: Path) -> None:
 
 
 def test_the_real_file_has_the_official_shape(tokenizer) -> None:
-    path = data.find(gsm8k.EXEMPLARS, None)
+    path = sources.find(gsm8k.EXEMPLARS, None)
     if path is None:
         pytest.skip("gsm8k/gsm8k_prompt_formal.txt is no part of the project and not here")
     solved = gsm8k.split_exemplars(path)

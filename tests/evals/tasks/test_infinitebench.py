@@ -14,7 +14,7 @@ import yaml
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.settings import build_params
-from evals.tasks import sources as data
+from evals.tasks import download, sources
 from evals.tasks.infinitebench import task as infinitebench
 from evals.tasks.infinitebench.prompts import ground_truth
 from evals.tasks.infinitebench.scores import checked_score
@@ -494,10 +494,11 @@ def test_files_are_fetched_where_none_is_there_and_none_was_named(monkeypatch, t
         asked.append((name, root, *only))
         return [folder / only[0]]
 
-    monkeypatch.setattr(infinitebench, "fetch", fetch)
-    monkeypatch.setattr(data, "data_roots", lambda data_dir: [])
-    rows = ("infinitebench", None, "infinitebench/data/code_debug.jsonl")
-    prompts = ("infinitebench", None, "infinitebench/prompt.py")
+    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setattr(sources, "data_roots", lambda data_dir: [])
+    cache = download.cache_root()
+    rows = ("infinitebench", cache, "infinitebench/data/code_debug.jsonl")
+    prompts = ("infinitebench", cache, "infinitebench/prompt.py")
     for source, expected in (("hub", [prompts, rows]), ("auto", [rows])):
         made = task(None, source=source, datasets=["code_debug"])
         made.check(shape())

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import marshal
 import random
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +19,12 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import prefill
 from engine.shapes import ModelShape
-from evals import fetch
 from evals.settings import build_params
-from evals.tasks import prompt
-from evals.tasks import sources as data
-from evals.tasks.longbench import scores
+from evals.tasks import download, prompt, sources
+from evals.tasks.longbench import prompts, scores
 from evals.tasks.longbench import task as longbench
-from evals.tasks.longbench.task import DATASETS, E13, LISTS, LongBench
+from evals.tasks.longbench.datasets import DATASETS, E13, LISTS
+from evals.tasks.longbench.task import LongBench
 from evals.tasks.prompt import encode
 from methods.full import Full
 from tests.golden_metrics import metrics_folder
@@ -103,18 +105,18 @@ def test_the_lists_are_those_of_the_papers() -> None:
     }  # fmt: skip
     assert set(LISTS["all21"]) == set(LISTS["en16"]) | set(LISTS["zh5"])
     assert set(LISTS["en16"]) - set(LISTS["paper14"]) == {"lcc", "repobench-p"}
-    assert set(longbench.OWN_PROMPTS) >= set(DATASETS)
+    assert set(prompts.OWN_PROMPTS) >= set(DATASETS)
 
 
 def test_upstreams_two_tables_agree_with_ours() -> None:
-    found = data.find(longbench.MAXLEN, None), data.find(longbench.PROMPTS, None)
+    found = sources.find(longbench.MAXLEN, None), sources.find(longbench.PROMPTS, None)
     if None in found:
         pytest.skip("longbench/config is no part of the project and not here")
     limits, templates = (json.loads(path.read_text("utf-8")) for path in found if path)
     assert limits == {name: facts.max_new_tokens for name, facts in DATASETS.items()}
     assert set(templates) == set(DATASETS)
     for name, template in templates.items():
-        ours = longbench.OWN_PROMPTS[name]
+        ours = prompts.OWN_PROMPTS[name]
         assert ("{input}" in template) == ("{input}" in ours), name
         assert template.count("{") == 1 + ("{input}" in template), name
 
@@ -219,7 +221,7 @@ def long_row(n_words: int, input: str) -> dict:
 def test_a_long_prompt_keeps_half_of_its_tokens_from_each_end(tokenizer, folder, limit) -> None:
     write(folder, "qasper", long_row(500, "who?"))
     _, (first,) = samples(folder, tokenizer, "qasper", max_prompt_tokens=limit)
-    whole = longbench.fill(TEMPLATES["qasper"], long_row(500, "who?"))
+    whole = prompts.fill(TEMPLATES["qasper"], long_row(500, "who?"))
     ids, half = tokenizer.encode(whole), limit // 2
     ends = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])]
     assert first.context + first.question == "".join(ends)
@@ -245,7 +247,7 @@ def test_a_question_longer_than_half_the_prompt_is_cut_too(tokenizer, folder) ->
 
 def test_a_prompt_that_fits_is_not_touched(tokenizer, folder) -> None:
     _, (first, *_) = samples(folder, tokenizer, "qasper", max_prompt_tokens=7000)
-    assert first.context + first.question == longbench.fill(TEMPLATES["qasper"], row(0))
+    assert first.context + first.question == prompts.fill(TEMPLATES["qasper"], row(0))
 
 
 # --- the question in front ---------------------------------------------------------------------
@@ -267,20 +269,20 @@ def test_a_prompt_that_fits_is_not_touched(tokenizer, folder) -> None:
 )
 def test_the_question_goes_before_the_context(name, context, question) -> None:
     asked = row(0, context="C", input="Q?")
-    assert longbench.parts_of(name, TEMPLATES[name], asked, "before") == (context, question)
-    assert longbench.parts_of(name, TEMPLATES[name], asked, "after")[0].endswith("C")
-    doubled = longbench.parts_of(name, TEMPLATES[name], asked, "both")
-    assert doubled[1] == longbench.parts_of(name, TEMPLATES[name], asked, "after")[1]
+    assert prompts.parts_of(name, TEMPLATES[name], asked, "before") == (context, question)
+    assert prompts.parts_of(name, TEMPLATES[name], asked, "after")[0].endswith("C")
+    doubled = prompts.parts_of(name, TEMPLATES[name], asked, "both")
+    assert doubled[1] == prompts.parts_of(name, TEMPLATES[name], asked, "after")[1]
     assert doubled[0] == context
 
 
 def test_upstreams_multifieldqa_reads_as_the_protocol_says() -> None:
-    path = data.find(longbench.PROMPTS, None)
+    path = sources.find(longbench.PROMPTS, None)
     if path is None:
         pytest.skip("longbench/config is no part of the project and not here")
     template = json.loads(path.read_text("utf-8"))["multifieldqa_en"]
     asked = row(0, context="C", input="Q?")
-    context, question = longbench.parts_of("multifieldqa_en", template, asked, "before")
+    context, question = prompts.parts_of("multifieldqa_en", template, asked, "before")
     blocks = context.split("\n\n")
     assert len(blocks) == 4
     assert blocks[1] == "Question: Q?"
@@ -423,6 +425,19 @@ def test_chinese_without_jieba_is_an_error_and_no_fallback(monkeypatch) -> None:
         scores.rouge_zh("a", "b")
 
 
+def test_no_index_of_words_is_read_from_a_folder_or_left_there(monkeypatch, tmp_path: Path) -> None:
+    """jieba's own cache is a marshalled file at a place that can be foretold."""
+    forged = marshal.dumps(({"我": 0, "我们": 0, "我们在": 10**6}, 10**6))
+    for folder in (tmp_path / "temporary", tmp_path / "cache" / "kvbench" / "jieba"):
+        folder.mkdir(parents=True)
+        (folder / "jieba.cache").write_bytes(forged)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scores.segmenter.cache_clear()
+    assert scores.words_zh("我们在北京大学学习") == ["我们", "在", "北京大学", "学习"]
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [forged, forged]
+
+
 def test_a_finished_run_says_datasets_buckets_and_both_averages(tokenizer, folder) -> None:
     made, _ = samples(folder, tokenizer, "qasper_e")
     fields = {"all_classes": None, "prediction": "x", "references": ["x"]}
@@ -466,7 +481,7 @@ def test_the_run_scores_what_the_row_says(tokenizer, folder) -> None:
 
 
 def test_without_files_the_embedded_set_is_asked(tmp_path, monkeypatch, tokenizer) -> None:
-    monkeypatch.setattr(longbench.data, "find", lambda relative, data_dir: None)
+    monkeypatch.setattr(sources, "find", lambda relative, data_dir: None)
     made = task(None)
     made.check(shape())
     assert (made.data_source, made.dataset) == ("embedded", "embedded")
@@ -483,28 +498,34 @@ def test_a_folder_that_was_named_must_hold_the_data(folder) -> None:
 
 def test_the_hub_is_asked_where_the_source_says_so(folder, monkeypatch, tokenizer) -> None:
     asked = []
-    monkeypatch.setattr(fetch, "fetch", lambda name, root: asked.append((name, root)))
+
+    def fetch(name: str, root: Path, *, only: Sequence[str]) -> list[Path]:
+        asked.append((name, root, *only))
+        return list(folder.rglob("*.jsonl"))
+
+    monkeypatch.setattr(download, "fetch", fetch)
     made = task(folder, source="hub", datasets=["qasper"])
     made.check(shape())
-    assert asked == [("longbench", folder)]
+    assert asked == [("longbench", folder)]  # all of its files: the configuration is wanted too
     assert (made.data_source, made.whose) == ("hub", "official")
 
 
 def test_named_datasets_are_taken_from_a_folder_and_then_from_the_hub(folder, tmp_path, monkeypatch, tokenizer) -> None:
     asked = []
     roots = [tmp_path / "empty"]
-    monkeypatch.setattr(data, "data_roots", lambda data_dir: roots)
+    monkeypatch.setattr(sources, "data_roots", lambda data_dir: roots)
 
-    def arrive(name: str, root: Path) -> None:
-        asked.append((name, root))
+    def arrive(name: str, root: Path, *, only: Sequence[str]) -> list[Path]:
+        asked.append((name, root, *only))
         roots.append(folder)
+        return list(folder.rglob("*.jsonl"))
 
-    monkeypatch.setattr(fetch, "fetch", arrive)
+    monkeypatch.setattr(download, "fetch", arrive)
     for _ in range(2):  # the second time all is there
         made = task(None, datasets=["qasper", "lcc"])
         made.check(shape())
         assert (made.data_source, made.whose) == ("local", "official")
-        assert asked == [("longbench", fetch.cache_root())]
+        assert asked == [("longbench", download.cache_root())]
 
 
 def test_other_rows_or_prompts_are_another_run(folder) -> None:

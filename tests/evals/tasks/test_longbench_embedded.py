@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.tasks.longbench import embedded as longbench_embedded
+from evals.tasks.longbench import embedded, prompts
 from evals.tasks.longbench import task as longbench
 from evals.tasks.longbench.embedded import DATASETS, N_ROWS, Row, rows
 from evals.tasks.longbench.scores import SCORES, row_score
@@ -29,20 +29,20 @@ def test_there_are_rows_of_every_dataset_with_longbenchs_fields() -> None:
 
 
 def test_another_process_makes_the_same_set() -> None:
-    code = "from evals import longbench_embedded as e; print(e.content_hash())"
+    code = "from evals.tasks.longbench import embedded; print(embedded.content_hash())"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], cwd=REPO, capture_output=True, text=True,
         env={"PYTHONHASHSEED": "7", "PATH": ""}, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == longbench_embedded.content_hash()
-    assert re.fullmatch("[0-9a-f]{16}", longbench_embedded.content_hash())
+    assert done.stdout.strip() == embedded.content_hash()
+    assert re.fullmatch("[0-9a-f]{16}", embedded.content_hash())
 
 
 def test_the_hash_names_rows_and_templates(monkeypatch) -> None:
-    before = longbench_embedded.content_hash()
+    before = embedded.content_hash()
     changed = replace(DATASETS["docs_qa"], template="{context}{input}")
     monkeypatch.setitem(DATASETS, "docs_qa", changed)
-    assert longbench_embedded.content_hash() != before
+    assert embedded.content_hash() != before
 
 
 def test_answers_stand_in_the_text_behind_the_words_that_end_the_prompt() -> None:
@@ -141,14 +141,14 @@ def test_the_embedded_model_beats_chance_in_four_datasets(tmp_path: Path) -> Non
     assert len(well_above) >= 4, (means, levels)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["data_source"] == "embedded"
-    assert any(longbench_embedded.content_hash() in note for note in result["notes"])
+    assert any(embedded.content_hash() in note for note in result["notes"])
 
 
 @pytest.mark.slow
 def test_rows_have_1500_to_6000_tokens_of_the_embedded_model() -> None:
     tokenizer = embedded_tokenizer()
     for name, row in ALL:
-        n = len(tokenizer.encode(longbench.fill(DATASETS[name].template, row)))
+        n = len(tokenizer.encode(prompts.fill(DATASETS[name].template, row)))
         assert 1500 <= n <= 6000, (name, row["_id"], n)
 
 

@@ -13,7 +13,7 @@ import yaml
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.settings import build_params
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.needle import haystack, heatmap
 from evals.tasks.needle import task as needle
 from evals.tasks.needle.task import Needle
@@ -223,7 +223,7 @@ def test_essays_are_read_in_sorted_order_and_used_when_they_are_there(tokenizer,
 def test_without_essays_the_embedded_haystack_is_used_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "data_roots", lambda data_dir: [tmp_path])
+    monkeypatch.setattr(sources, "data_roots", lambda data_dir: [tmp_path])
     made = Needle(task(tmp_path, source="auto").params, None, seed=0)
     assert made.data_source == "embedded"
     assert re.fullmatch(r"own/pydoc-3\.\d+", made.dataset)

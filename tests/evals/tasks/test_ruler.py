@@ -12,7 +12,7 @@ import yaml
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.settings import build_params
-from evals.tasks import sources as data
+from evals.tasks import sources
 from evals.tasks.prompt import encode
 from evals.tasks.ruler import synthetic as ruler_synthetic
 from evals.tasks.ruler import task as ruler
@@ -310,8 +310,8 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, tmp_path, bad, mes
 
 
 def test_the_real_file_splits_into_the_published_prompt() -> None:
-    path = data.find("ruler/4096/niah_multikey_3.jsonl", None)
-    words = data.find(ruler.TEMPLATES, None)
+    path = sources.find("ruler/4096/niah_multikey_3.jsonl", None)
+    words = sources.find(ruler.TEMPLATES, None)
     if path is None or words is None:
         pytest.skip("ruler/ is no part of the project and not here")
     published = json.loads(path.read_text(encoding="utf-8").splitlines()[0])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.tasks import sources as data
+from evals.tasks import download, sources
 
 
 @pytest.fixture
@@ -18,20 +18,20 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_explicit_folder_is_searched_alone(no_home: Path, monkeypatch) -> None:
     monkeypatch.setenv("KVBENCH_DATA", str(no_home / "elsewhere"))
-    assert data.data_roots(str(no_home)) == [no_home]
+    assert sources.data_roots(str(no_home)) == [no_home]
 
 
 def test_an_explicit_folder_must_exist() -> None:
     with pytest.raises(ConfigError, match="data_dir=/nowhere/at/all is no folder"):
-        data.data_roots("/nowhere/at/all")
+        sources.data_roots("/nowhere/at/all")
 
 
 def test_the_variable_wins_over_the_sibling_folder_and_the_cache_comes_last(no_home: Path, monkeypatch) -> None:
     monkeypatch.setenv("KVBENCH_DATA", str(no_home / "mine"))
-    mine, sibling, cache = data.data_roots(None)
+    mine, sibling, cache = sources.data_roots(None)
     assert mine == no_home / "mine"
     assert sibling.parts[-2:] == ("shared", "data")
-    assert sibling.parents[1] == Path(data.__file__).resolve().parents[3]
+    assert sibling.parents[1] == Path(sources.__file__).resolve().parents[3]
     assert cache == no_home / "cache" / "kvbench" / "data"
 
 
@@ -39,16 +39,16 @@ def test_the_first_folder_that_has_the_file_wins(no_home: Path, monkeypatch) -> 
     monkeypatch.setenv("KVBENCH_DATA", str(no_home / "mine"))
     cached = no_home / "cache" / "kvbench" / "data" / "some" / "file.txt"
     mine = no_home / "mine" / "some" / "file.txt"
-    assert data.find("some/file.txt", None) is None
+    assert sources.find("some/file.txt", None) is None
     for path in (cached, mine):  # the later one is in the better folder
         path.parent.mkdir(parents=True)
         path.touch()
-        assert data.find("some/file.txt", None) == path
+        assert sources.find("some/file.txt", None) == path
 
 
 def test_a_missing_file_is_reported_with_folders_and_source(no_home: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        data.require("some/file.txt", str(no_home), "the hub dataset some/data")
+        sources.require("some/file.txt", str(no_home), "the hub dataset some/data")
     for part in ("some/file.txt", str(no_home), "the hub dataset some/data"):
         assert part in str(error.value)
 
@@ -57,11 +57,51 @@ def test_a_missing_file_is_reported_with_folders_and_source(no_home: Path) -> No
 def test_a_damaged_file_of_words_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "words.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"words\.json .*; get it again from upstream"):
-        data.read_json(tmp_path / "words.json", "upstream")
+        sources.read_json(tmp_path / "words.json", "upstream")
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "asked"),
+    [
+        ("local", False, None),
+        ("local", True, None),
+        ("auto", True, None),
+        ("auto", False, ["some/b.txt"]),
+        ("hub", False, ["some/a.txt", "some/b.txt"]),
+        ("hub", True, ["some/a.txt", "some/b.txt"]),
+    ],
+)
+def test_what_is_missing_is_downloaded_where_the_user_allows_that(
+    no_home: Path, monkeypatch, source: str, named: bool, asked: list[str] | None
+) -> None:
+    names, mine = ["some/a.txt", "some/b.txt"], no_home / "mine"
+    data_dir = str(mine) if named else None
+    monkeypatch.setenv("KVBENCH_DATA", str(mine))
+    (mine / "some").mkdir(parents=True)
+    (mine / "some" / "a.txt").write_text("")
+
+    def fetch(benchmark: str, root: Path, *, only: list[str]) -> list[Path]:
+        assert (benchmark, root, only) == ("some", mine, asked)
+        for name in only:
+            (root / name).write_text("")
+        return [root / name for name in reversed(only)]
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    if asked is None:
+        with pytest.raises(ConfigError, match=r"some/b\.txt is missing .* get it from upstream"):
+            sources.obtain(names, source, data_dir, "upstream")
+    else:
+        assert sources.obtain(names, source, data_dir, "upstream") == [mine / name for name in names]
+
+
+def test_a_file_that_upstream_has_no_more_is_named(no_home: Path, monkeypatch) -> None:
+    monkeypatch.setattr(download, "fetch", lambda benchmark, root, *, only: [])
+    with pytest.raises(ConfigError, match=r"some/a\.txt is missing \(looked in .*get it from upstream"):
+        sources.obtain(["some/a.txt"], "hub", str(no_home), "upstream")
 
 
 def test_embedded_prose_is_long_and_free_of_markup() -> None:
-    prose = data.embedded_prose()
+    prose = sources.embedded_prose()
     assert len(prose) > 100_000
     for markup in ("::=", ">>>", "****", "====", '"'):
         assert markup not in prose
@@ -71,7 +111,7 @@ def test_embedded_prose_is_long_and_free_of_markup() -> None:
 
 
 def test_embedded_prose_is_the_same_every_time() -> None:
-    assert data.embedded_prose() == data.embedded_prose()
+    assert sources.embedded_prose() == sources.embedded_prose()
 
 
 @pytest.mark.parametrize(
@@ -88,4 +128,4 @@ def test_embedded_prose_is_the_same_every_time() -> None:
     ],
 )
 def test_blocks_become_paragraphs_or_nothing(block: str, prose: str | None) -> None:
-    assert data.as_prose(block) == prose
+    assert sources.as_prose(block) == prose

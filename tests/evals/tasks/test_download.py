@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals import fetch
-from evals.fetch import Piece
+from evals.fetch import main
+from evals.tasks import download
+from evals.tasks.download import Piece
 
 REVISION, CODE = "a" * 40, "b" * 40
 ROWS = b'{"input": "q"}\n' * 3
@@ -127,12 +128,12 @@ def sources(monkeypatch: pytest.MonkeyPatch, site: Site) -> dict[str, tuple[Piec
             Piece("o/d", REVISION, "big.jsonl", "bench/big.jsonl"),
         )
     }  # fmt: skip
-    monkeypatch.setattr(fetch, "SOURCES", table)
+    monkeypatch.setattr(download, "SOURCES", table)
     return table
 
 
 def test_all_files_arrive_where_the_loader_looks(site, sources, tmp_path: Path) -> None:
-    files = fetch.fetch("bench", tmp_path)
+    files = download.fetch("bench", tmp_path)
     names = [file.relative_to(tmp_path).as_posix() for file in files]
     assert names == [
         "bench/config/prompts.json", "bench/data/lcc.jsonl", "bench/data/qasper.jsonl", "bench/big.jsonl",
@@ -141,26 +142,26 @@ def test_all_files_arrive_where_the_loader_looks(site, sources, tmp_path: Path) 
     assert (tmp_path / "bench/big.jsonl").read_bytes() == BIG
     files_asked = [path for _, path, _ in site.asked if not path.startswith("/api/")]
     assert all(REVISION in path or CODE in path for path in files_asked)  # never a branch
-    record = json.loads((tmp_path / "bench" / fetch.RECORD).read_text())
+    record = json.loads((tmp_path / "bench" / download.RECORD).read_text())
     assert [one["sha256"] for one in record.values()][1:] == [sha256(ARCHIVE), sha256(BIG)]
     assert not list(tmp_path.rglob("*.zip"))
 
 
 def test_what_is_here_is_not_asked_for_again_and_what_was_deleted_is(site, sources, tmp_path) -> None:
-    fetch.fetch("bench", tmp_path)
+    download.fetch("bench", tmp_path)
     site.asked.clear()
-    fetch.fetch("bench", tmp_path)
+    download.fetch("bench", tmp_path)
     assert site.asked == []
     (tmp_path / "bench/data/lcc.jsonl").unlink()
-    fetch.fetch("bench", tmp_path)
+    download.fetch("bench", tmp_path)
     assert {path for _, path, _ in site.asked} == {hub("data.zip")}
     assert (tmp_path / "bench/data/lcc.jsonl").exists()
 
 
 def test_only_what_is_wanted_is_fetched(site, sources, tmp_path: Path) -> None:
-    fetch.fetch("bench", tmp_path, only=["bench/config/*"])
+    download.fetch("bench", tmp_path, only=["bench/config/*"])
     assert len(site.asked) == 1
-    files = fetch.fetch("bench", tmp_path, only=["bench/data/qasper.jsonl"])
+    files = download.fetch("bench", tmp_path, only=["bench/data/qasper.jsonl"])
     assert tmp_path / "bench/data/qasper.jsonl" in files
     assert not (tmp_path / "bench/big.jsonl").exists()
 
@@ -171,21 +172,21 @@ def test_another_content_than_the_pinned_one_is_refused(site, sources, tmp_path,
     if path == "stated":
         piece = sources["bench"][2]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fetch, "sha256_of", lambda file: "0" * 64)
+            patch.setattr(download, "sha256_of", lambda file: "0" * 64)
             with pytest.raises(ConfigError, match="arrived with the checksum 000000"):
-                fetch.have(piece, tmp_path, made(tmp_path), lambda line: None)
+                download.have(piece, tmp_path, made(tmp_path), lambda line: None)
         assert not (tmp_path / piece.target).exists()
         return
     site.files[address[path]] = b"something else"
     with pytest.raises(ConfigError, match=r"arrived with the checksum .* instead of"):
-        fetch.fetch("bench", tmp_path)
+        download.fetch("bench", tmp_path)
     assert not list(tmp_path.rglob("qasper.jsonl"))
     assert not (tmp_path / "bench/big.jsonl").exists()
 
 
 def made(folder: Path) -> Path:
     (folder / "bench").mkdir()
-    return folder / "bench" / fetch.RECORD
+    return folder / "bench" / download.RECORD
 
 
 def test_a_download_that_broke_off_goes_on_where_it_stopped(site, sources, tmp_path: Path, monkeypatch) -> None:
@@ -193,9 +194,9 @@ def test_a_download_that_broke_off_goes_on_where_it_stopped(site, sources, tmp_p
     site.break_at = 3 * len(BIG) // 4
     piece, record = sources["bench"][2], made(tmp_path)
     try:
-        fetch.have(piece, tmp_path, record, lambda line: None)
+        download.have(piece, tmp_path, record, lambda line: None)
     except ConfigError:  # the client may try again by itself
-        fetch.have(piece, tmp_path, record, lambda line: None)
+        download.have(piece, tmp_path, record, lambda line: None)
     assert (tmp_path / piece.target).read_bytes() == BIG
     ranges = [wanted for method, _, wanted in site.asked if method == "GET" and wanted]
     assert ranges
@@ -207,8 +208,8 @@ def test_without_a_network_one_sentence_says_what_to_do(sources, monkeypatch, tm
     monkeypatch.setenv("KVBENCH_GITHUB", "http://127.0.0.1:9")
     for piece in sources["bench"][::2]:
         with pytest.raises(ConfigError, match=rf"cannot be fetched from http.*{piece.target}.*data_dir"):
-            fetch.fetch("bench", tmp_path, only=[piece.target])
-    assert fetch.main(["bench", "--into", str(tmp_path)]) == 2
+            download.fetch("bench", tmp_path, only=[piece.target])
+    assert main(["bench", "--into", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert "Traceback" not in said.err
@@ -217,10 +218,10 @@ def test_without_a_network_one_sentence_says_what_to_do(sources, monkeypatch, tm
 def test_a_file_that_is_gone_upstream_is_named(site, sources, tmp_path: Path) -> None:
     del site.files[hub("big.jsonl")]
     with pytest.raises(ConfigError, match=r"o/d@aaaaaaaa/big\.jsonl is not at http"):
-        fetch.fetch("bench", tmp_path, only=["bench/big.jsonl"])
+        download.fetch("bench", tmp_path, only=["bench/big.jsonl"])
     site.files.clear()
     with pytest.raises(ConfigError, match=r"prompts\.json cannot be fetched .*404"):
-        fetch.fetch("bench", tmp_path, only=["bench/config/*"])
+        download.fetch("bench", tmp_path, only=["bench/config/*"])
 
 
 def test_an_archive_without_the_files_is_refused(site, sources, monkeypatch, tmp_path) -> None:
@@ -229,23 +230,23 @@ def test_an_archive_without_the_files_is_refused(site, sources, monkeypatch, tmp
     moved = Piece("o/d", REVISION, "data.zip", "bench/data", sha256(other), members="data/*.jsonl")
     monkeypatch.setitem(sources, "bench", (moved,))
     with pytest.raises(ConfigError, match="layout has changed upstream"):
-        fetch.fetch("bench", tmp_path)
+        download.fetch("bench", tmp_path)
 
 
 def test_the_command_line(site, sources, tmp_path, capsys, monkeypatch) -> None:
-    assert fetch.main(["bench"]) == 0
-    assert (fetch.cache_root() / "bench/data/qasper.jsonl").exists()
+    assert main(["bench"]) == 0
+    assert (download.cache_root() / "bench/data/qasper.jsonl").exists()
     assert "bench: 4 files in" in capsys.readouterr().out
-    assert fetch.main(["bnch", "--into", str(tmp_path)]) == 2
+    assert main(["bnch", "--into", str(tmp_path)]) == 2
     assert "did you mean 'bench'" in capsys.readouterr().err
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert fetch.main(["bench", "--into", str(blocked)]) == 2
+    assert main(["bench", "--into", str(blocked)]) == 2
     assert "cannot be kept" in capsys.readouterr().err
 
 
 def test_every_source_is_pinned_to_a_commit_and_has_its_own_place() -> None:
-    for name, pieces in fetch.SOURCES.items():
+    for name, pieces in download.SOURCES.items():
         assert pieces
         assert len({piece.target for piece in pieces}) == len(pieces)
         for piece in pieces:
@@ -265,21 +266,21 @@ def test_every_source_is_pinned_to_a_commit_and_has_its_own_place() -> None:
 )  # fmt: skip
 def test_a_damaged_record_is_made_again(site, sources, tmp_path: Path, content: bytes) -> None:
     root = tmp_path / "data"
-    files = fetch.fetch("bench", root)
+    files = download.fetch("bench", root)
     (tmp_path / "outside").write_text("not of the benchmark")
-    record = root / "bench" / fetch.RECORD
+    record = root / "bench" / download.RECORD
     whole = json.loads(record.read_text())
     record.write_bytes(content.replace(b"NAME", sources["bench"][1].name.encode()))
     site.asked.clear()
-    assert fetch.fetch("bench", root) == files
+    assert download.fetch("bench", root) == files
     assert json.loads(record.read_text()) == whole
     paths = {path for _, path, _ in site.asked}
     assert not any("prompts.json" in path for path in paths)  # its checksum says that it is whole
 
 
 def test_what_a_killed_call_has_unpacked_is_removed(site, sources, tmp_path: Path) -> None:
-    rest = tmp_path / "bench" / "data" / f"{fetch.UNZIPPING}dead"
+    rest = tmp_path / "bench" / "data" / f"{download.UNZIPPING}dead"
     rest.mkdir(parents=True)
     (rest / "half").write_text("")
-    fetch.fetch("bench", tmp_path)
+    download.fetch("bench", tmp_path)
     assert not rest.exists()

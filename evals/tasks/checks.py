@@ -1,0 +1,72 @@
+"""Checks of parameters that several tasks share: choices, counts, names of datasets, room for a prompt.
+
+Each raises `ConfigError` with the key, the value and what is allowed.
+
+Not here: types (`evals/settings.py`), and what a single task asks for (its own `Params`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import ConfigError, unknown_name
+from engine.shapes import ModelShape
+
+SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
+
+
+def check_choices(params: Any, **choices: Iterable[str]) -> None:
+    """Each of these fields has one of its choices."""
+    for name, allowed in choices.items():
+        value = getattr(params, name)
+        if value not in allowed:
+            raise unknown_name(f"task.{name}", str(value), allowed)
+
+
+def check_counts(params: Any, *names: str) -> None:
+    """Each of these fields is 1 or more, or null."""
+    for name in names:
+        value = getattr(params, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
+
+
+def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The datasets that `task.datasets` names, one by one or by the name of a list."""
+    return lists.get(datasets, (datasets,)) if isinstance(datasets, str) else datasets
+
+
+def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:
+    """One or more known datasets, each of them once."""
+    for name in names:
+        if name not in known:
+            raise unknown_name("task.datasets", name, (*known, *lists))
+    if len(set(names)) < len(names) or not names:
+        raise ConfigError(f"task.datasets={list(names)} is empty or has a name twice")
+
+
+def check_length(length: int, shape: ModelShape) -> None:
+    """Generated rows of `task.length` tokens fit into the model's window."""
+    if length > shape.window:
+        raise ConfigError(
+            f"task.length={length} is more than the {shape.window} tokens of {shape.name}; give that or less"
+        )
+
+
+def prompt_room(window: int, n_new: int) -> int:
+    """Tokens that a window leaves for the prompt, beside an answer of up to `n_new`."""
+    return window - n_new - SLACK
+
+
+def check_room(kind: str, name: str, n_new: int, limit: int | None, shape: ModelShape) -> None:
+    """The window holds the longest answer of this dataset and a prompt of `task.max_prompt_tokens`.
+
+    `kind` says what the benchmark calls its datasets.
+    """
+    room = prompt_room(shape.window, n_new)
+    if room < 2 * SLACK or (limit or 0) > room:
+        raise ConfigError(
+            f"{name} answers with up to {n_new} tokens, which leaves {max(room, 0)} of the "
+            f"{shape.window} of {shape.name} for the prompt"
+            + (f", not task.max_prompt_tokens={limit}" if limit else "")
+            + f"; give smaller ones, or leave the {kind} out of task.datasets"
+        )
