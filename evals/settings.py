@@ -67,7 +67,7 @@ class Part:
 
     group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
-    target: str  # "methods.oracle.Oracle"
+    target: str  # "methods.retrieving.oracle.Oracle"
     params: Mapping[str, Any]
 
 

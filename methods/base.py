@@ -33,7 +33,7 @@ from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from engine.spans import span
 from engine.store import Store
-from methods.scorers import keep_top
+from methods.dropping.scorers import keep_top
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ class ScoringMethod(SelectiveAttention):
     """A dropping method as a scorer, protected tokens and an allocator.
 
     Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
-    best by `scores`, as many as `counts` says. Scorers are in `methods/scorers.py`, allocators in
-    `methods/allocators.py`.
+    best by `scores`, as many as `counts` says. Scorers are in `methods/dropping/scorers.py`, allocators in
+    `methods/dropping/allocators.py`.
     """
 
     drops = True

@@ -18,9 +18,9 @@ from evals.runner import run_cells
 from evals.settings import Settings, settings
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.oracle import Oracle
 from tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"

@@ -33,9 +33,9 @@ from engine.checks import one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
 from engine.shapes import ModelShape
-from methods.allocators import uniform
 from methods.base import ScoringMethod
-from methods.scorers import reduce_group
+from methods.dropping.allocators import uniform
+from methods.dropping.scorers import reduce_group
 
 SCORE_BYTES = 4
 

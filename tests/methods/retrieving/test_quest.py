@@ -17,13 +17,21 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.quest import AGGREGATES, Bounds, Quest, matched_page_len, scores_of_rows, select_pages, tokens_of
+from methods.retrieving.quest import (
+    AGGREGATES,
+    Bounds,
+    Quest,
+    matched_page_len,
+    scores_of_rows,
+    select_pages,
+    tokens_of,
+)
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = Quest.Params("matched", 16, "harness", False, "query_head", 0)
 NATIVE = replace(PARAMS, comm_mode="native")
 PAGED = replace(NATIVE, page_generated=True)
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "quest").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "quest").glob("*.npz"))
 
 
 # --- Reference vectors ------------------------------------------------------------------------

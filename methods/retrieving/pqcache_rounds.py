@@ -10,7 +10,7 @@ measured when a profile is made; times of layers are those of the first prompts 
 
 A profile measured while the machine was busy is best deleted; the next run measures anew.
 
-Not here: clustering itself (`kernels/pq_fit.py`), and who asks (`methods/pqcache.py`).
+Not here: clustering itself (`kernels/pq_fit.py`), and who asks (`methods/retrieving/pqcache.py`).
 """
 
 import json

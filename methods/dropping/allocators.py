@@ -3,8 +3,8 @@
 Counts are tokens per head beside the protected ones, one number for each layer that is compressed. `uniform` and
 `pyramid` need no scores; `by_need` divides the budget once the scores of all layers are there.
 
-Not here: what a token is worth (`methods/scorers.py`). Heads of a layer keep equally many; an allocator that gives each
-head a count of its own will return a row of counts per layer.
+Not here: what a token is worth (`methods/dropping/scorers.py`). Heads of a layer keep equally many; an allocator that
+gives each head a count of its own will return a row of counts per layer.
 """
 
 from collections.abc import Sequence

@@ -7,11 +7,11 @@ import torch
 
 from engine.budget import resolve
 from engine.errors import ConfigError
-from methods.streamingllm import StreamingLLM
+from methods.dropping.streamingllm import StreamingLLM
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = StreamingLLM.Params(4, "inside", "original")
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "streamingllm").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "streamingllm").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

@@ -13,14 +13,14 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.allocators import pyramid
-from methods.pyramidkv import PyramidKV, fit_schedule, schedule
-from methods.snapkv import SnapKV
-from tests.methods.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
+from methods.dropping.allocators import pyramid
+from methods.dropping.pyramidkv import PyramidKV, fit_schedule, schedule
+from methods.dropping.snapkv import SnapKV
+from tests.methods.dropping.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
 from tests.vectors import Check, built, differs, first, load, request, row_for
 
 PARAMS = PyramidKV.Params(8, 7, "max", "mean", 20, match_published=False)
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pyramidkv").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "pyramidkv").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

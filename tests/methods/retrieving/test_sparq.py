@@ -15,13 +15,21 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.sparq import SparQ, covered_mass, n_components, query_weights, read_columns, read_rows, top_components
+from methods.retrieving.oracle import Oracle
+from methods.retrieving.sparq import (
+    SparQ,
+    covered_mass,
+    n_components,
+    query_weights,
+    read_columns,
+    read_rows,
+    top_components,
+)
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SparQ.Params(4, Fraction(1, 2), True, "columns", "on_top", "fair")
 PUBLISHED = replace(PARAMS, n_sink=0, generated="inside")
-ROOT = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2] / "golden"
 GOLDEN = sorted((ROOT / "sparq").glob("*.npz"))
 
 

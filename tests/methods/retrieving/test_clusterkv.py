@@ -20,8 +20,9 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import draw_points, kmeans, nearest
-from methods import clusterkv
-from methods.clusterkv import (
+from methods.full import Full
+from methods.retrieving import clusterkv
+from methods.retrieving.clusterkv import (
     ClusterKV,
     Clusters,
     append_clusters,
@@ -31,15 +32,14 @@ from methods.clusterkv import (
     hit_rates,
     touched,
 )
-from methods.full import Full
-from methods.oracle import Oracle
+from methods.retrieving.oracle import Oracle
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = ClusterKV.Params(
     comm_mode="native", num_clusters=None, metric="cosine", max_rounds=20, n_sink=4, agg="query_head",
     decode_period=320, decode_clusters=None, full_layers=0, cache_steps=1, overlap=True, seed=0,
 )  # fmt: skip
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "clusterkv").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "clusterkv").glob("*.npz"))
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")
 
 

@@ -28,8 +28,8 @@ Fails     where few bits meet keys that are alike: tokens with equal codes are c
           coded by centroids of the prompt.
 
 Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `pq_codes.py`, `pq_scores.py`), a layer's quantiser
-(`methods/pqcache_quantiser.py`), the adaptive bound (`methods/pqcache_rounds.py`), the block cache
-(`engine/blocks.py`), and a quantiser per turn of a conversation: every sample here is one prompt and one answer.
+(`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/blocks.py`), and a
+quantiser per turn of a conversation: every sample here is one prompt and one answer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_fit import EMPTY
 from kernels.pq_scores import MERGES, pq_top
 from methods.base import SelectiveAttention
-from methods.pqcache_quantiser import (
+from methods.retrieving.pqcache_quantiser import (
     Lane,
     Quantiser,
     first_rows,
@@ -64,7 +64,7 @@ from methods.pqcache_quantiser import (
     threads,
     with_room,
 )
-from methods.pqcache_rounds import Clock, Profile, profile_of
+from methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
 
 PAIRS = ((4, 8), (2, 6), (2, 4), (2, 2))  # m x b, the first that `comm` pays for
 MOST_BITS = 8  # of one code

@@ -16,14 +16,14 @@ from engine.observe import ChannelSums
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.infinigen import InfiniGen, common_count, foretold_logits, make_proxy, merged, top_stable
-from methods.oracle import Oracle
+from methods.retrieving.infinigen import InfiniGen, common_count, foretold_logits, make_proxy, merged, top_stable
+from methods.retrieving.oracle import Oracle
 from tests.tiny import CONFIGS, prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = InfiniGen.Params("matched", Fraction(1, 5), True, "query_key", None, "query_head", "stay", 0, 0)
 AHEAD = replace(PARAMS, lookahead=1, full_layers=2)
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "infinigen").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "infinigen").glob("*.npz"))
 
 
 # --- Reference vectors ------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from engine import observe
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import LastQueries
-from methods import scorers
-from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
-from methods.snapkv import SnapKV, fit_window
+from methods.dropping import scorers
+from methods.dropping.scorers import keep_top, pool_scores, reduce_group, window_votes
+from methods.dropping.snapkv import SnapKV, fit_window
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SnapKV.Params(8, 5, "max", "mean")
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "snapkv").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "snapkv").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums
 from engine.prefill import Trace, prefill
 from methods.full import Full
-from methods.infllm import InfLLM, representatives
+from methods.retrieving.infllm import InfLLM, representatives
 from tests.tiny import prompt, tiny
 from tests.vectors import (
     Check,
@@ -32,7 +32,7 @@ from tests.vectors import (
 )
 
 PARAMS = InfLLM.Params(16, 4, "prob", "query_head", False, True, True, "fair")
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "infllm").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "infllm").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

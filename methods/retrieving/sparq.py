@@ -20,7 +20,7 @@ Differs   - sinks, inside the budget; the authors have none (n_sink=0, local_sha
             below 1 pays for them, and results are marked.
 Fails     where few components do not stand for the product, as with one of 64; the group's heads share them.
 
-Not here: an exact search (`methods/oracle.py`).
+Not here: an exact search (`methods/retrieving/oracle.py`).
 """
 
 from collections.abc import Sequence

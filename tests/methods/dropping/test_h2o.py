@@ -12,13 +12,13 @@ from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import ColumnSums
 from engine.prefill import Trace
+from methods.dropping.h2o import H2O, weakest
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.h2o import H2O, weakest
-from methods.streamingllm import StreamingLLM
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = H2O.Params(0, Fraction(1, 2), "sum", "inside", "fair")
-ROOT = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2] / "golden"
 GOLDEN = sorted((ROOT / "h2o").glob("*.npz"))
 PQCACHE = sorted((ROOT / "pqcache").glob("h2o_*.npz"))
 

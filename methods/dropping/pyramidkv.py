@@ -1,7 +1,7 @@
 """PyramidKV (Cai et al., 2024): SnapKV with most tokens in the first layer and fewest in the last.
 
 Attention is spread widely in low layers and narrows to a few tokens in high ones ("information funneling"), so the
-budget falls linearly over the layers. Which tokens a layer keeps is SnapKV's business (`methods/snapkv.py`).
+budget falls linearly over the layers. Which tokens a layer keeps is SnapKV's business (`methods/dropping/snapkv.py`).
 
 Symbols   paper alpha, beta = `window`, `beta`; its k^l, without the window, = `counts`; C = `cap - window`.
 Per step  moved: nothing; resident: h_kv * (counts[layer] + window + t) tokens at step t, the current one included.
@@ -22,9 +22,9 @@ from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
-from methods.allocators import pyramid
 from methods.base import ScoringMethod
-from methods.snapkv import SnapKV, fit_window, shrunk_window, voted_scores
+from methods.dropping.allocators import pyramid
+from methods.dropping.snapkv import SnapKV, fit_window, shrunk_window, voted_scores
 
 
 def schedule(s: int, cap: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":

@@ -28,7 +28,7 @@ Fails     where the question is not in the last 8 tokens; where retention is no 
           many tokens, needed or not. Very small budgets serve peaked layers first, and layers are left with the window.
 
 `method.shares` of a finished exact run, seeded: python run.py method=xkv method.allocation=sampled
-"method.shares=$(python -m methods.xkv runs/FOLDER)"
+"method.shares=$(python -m methods.dropping.xkv runs/FOLDER)"
 """
 
 import json
@@ -49,9 +49,9 @@ from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
-from methods.allocators import by_need, by_need_until, by_shares, normalised
 from methods.base import ScoringMethod
-from methods.scorers import pool_scores, reduce_group, window_votes
+from methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
+from methods.dropping.scorers import pool_scores, reduce_group, window_votes
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
 RETENTIONS = tuple(Fraction(i, 10) for i in range(1, 10))  # at which a profile counts tokens
@@ -154,7 +154,7 @@ class XKV(ScoringMethod):
         def check_shares(self) -> None:
             if self.allocation == "sampled" and self.shares is None:
                 raise ConfigError(
-                    "method.allocation=sampled needs method.shares=[…]; python -m methods.xkv RUN prints them "
+                    "method.allocation=sampled needs method.shares=[…]; python -m methods.dropping.xkv RUN prints them "
                     "for the folder of a finished run with method.allocation=exact"
                 )
             if self.shares is None:
@@ -269,7 +269,9 @@ def main(arguments: list[str]) -> int:
     """Print the averaged shares of a finished exact run, as `method.shares` takes them."""
     path = Path(arguments[0]) / "samples.jsonl" if arguments else None
     if path is None or not path.is_file() or not all(word.isdecimal() for word in arguments[1:2]):
-        sys.stderr.write("usage: python -m methods.xkv RUN [SEED], the folder of a finished run of method=xkv\n")
+        sys.stderr.write(
+            "usage: python -m methods.dropping.xkv RUN [SEED], the folder of a finished run of method=xkv\n"
+        )
         return 2
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     reports = [sample["method_report"] for sample in samples if "method_report" in sample]

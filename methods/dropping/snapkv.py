@@ -27,9 +27,9 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.allocators import uniform
 from methods.base import ScoringMethod
-from methods.scorers import POOLINGS, REDUCTIONS, pool_scores, reduce_group, window_votes
+from methods.dropping.allocators import uniform
+from methods.dropping.scorers import POOLINGS, REDUCTIONS, pool_scores, reduce_group, window_votes
 
 
 def fit_window(cap: int, window: int) -> int:

@@ -18,11 +18,11 @@ from engine.shapes import ModelShape
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kernels.pq_fit import pq_fit
 from kernels.pq_scores import pq_logits
-from methods import pqcache, pqcache_rounds
 from methods.full import Full
-from methods.pqcache import PQCache, code_shape
-from methods.pqcache_quantiser import Lane, Quantiser, copy_of, first_rows
-from methods.pqcache_rounds import (
+from methods.retrieving import pqcache, pqcache_rounds
+from methods.retrieving.pqcache import PQCache, code_shape
+from methods.retrieving.pqcache_quantiser import Lane, Quantiser, copy_of, first_rows
+from methods.retrieving.pqcache_rounds import (
     Clock,
     Line,
     Parabola,
@@ -41,7 +41,7 @@ PARAMS = PQCache.Params(
     cache_includes_centroids=False, seed=0,
 )  # fmt: skip
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k and v of all tokens
-GOLDEN_ROOT = Path(__file__).parents[1] / "golden" / "pqcache"
+GOLDEN_ROOT = Path(__file__).parents[2] / "golden" / "pqcache"
 KINDS = ("search", "assign", "kmeans", "trace", "iters", "fit", "bytes")
 GOLDEN = [path for kind in KINDS for path in sorted(GOLDEN_ROOT.glob(f"{kind}_*.npz"))]
 

@@ -17,10 +17,10 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods import xkv
-from methods.allocators import by_need, by_need_until, by_shares
-from methods.scorers import keep_top, pool_scores, reduce_group
-from methods.xkv import (
+from methods.dropping import xkv
+from methods.dropping.allocators import by_need, by_need_until, by_shares
+from methods.dropping.scorers import keep_top, pool_scores, reduce_group
+from methods.dropping.xkv import (
     XKV,
     average_shares,
     layer_vector,
@@ -31,7 +31,7 @@ from methods.xkv import (
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0)
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "xkv").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "xkv").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

@@ -14,14 +14,14 @@ from engine.observe import MeanRows
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
+from methods.dropping.pyramidinfer import Answered, PyramidInfer, fit_course, n_of_block, rising_weights
 from methods.full import Full
-from methods.pyramidinfer import Answered, PyramidInfer, fit_course, n_of_block, rising_weights
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_for
 
 PARAMS = PyramidInfer.Params(None, None, None, None, 4, 1, 1.2, False)
 PUBLISHED = PyramidInfer.Params("cosine", Fraction(9, 10), Fraction(1, 5), 64, 4, 1, 1.2, False)
-ROOT = Path(__file__).parents[1] / "golden" / "pyramidinfer"
+ROOT = Path(__file__).parents[2] / "golden" / "pyramidinfer"
 GOLDEN = sorted(ROOT.glob("prefill_*.npz"))
 BLOCKS = sorted(ROOT.glob("decode_block_*.npz"))
 

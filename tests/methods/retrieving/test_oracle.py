@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.budget import resolve
-from methods.oracle import AGGREGATES, Oracle, token_scores, top_tokens
+from methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "oracle").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "oracle").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:
@@ -149,7 +149,7 @@ def test_aggregates_differ_where_heads_of_a_group_differ_in_sharpness() -> None:
 
 
 def test_without_selected_tokens_it_is_streamingllm() -> None:
-    from methods.streamingllm import StreamingLLM
+    from methods.dropping.streamingllm import StreamingLLM
 
     q, k, v = random_tokens(4, 2, 60)
     params = StreamingLLM.Params(4, "inside", "original")
