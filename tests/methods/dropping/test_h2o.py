@@ -166,7 +166,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
     row = row_of(H2O, PARAMS, trace, request(tokens=1), plan)
     problem = plan_differs(meta, plan) or differs_masked(row, x["accumulated_after"][0])
     for t, logits in enumerate(torch.from_numpy(x["decode_logits_scaled"]).float()):
-        row.store.append(0, nothing[:, :, :1], nothing[:, :, :1])
+        row.store[0].append(nothing[:, :, :1], nothing[:, :, :1])
         slots = row.store[0].positions()[0].repeat_interleave(g, 0)  # (h, n)
         weights = logits.gather(-1, slots).softmax(-1)
         row.after_attention(0, torch.zeros(1, h, 1, 8), weights.unsqueeze(0))
