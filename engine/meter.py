@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.blocks import BlockCache
 from engine.budget import token_bytes
+from engine.caches.blocks import BlockCache
+from engine.caches.recent import RecentTokens, mark_tokens
 from engine.ledger import Entry
-from engine.recent import RecentTokens, mark_tokens
 from engine.shapes import ModelShape
 
 COUNTS = (

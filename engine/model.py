@@ -9,7 +9,7 @@ Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`. GGUF
 safetensors in the cache folder.
 
 Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), which checkpoint is which
-(`engine/digests.py`) and whether a GGUF file is whole (`engine/gguf.py`).
+(`engine/checkpoints/digests.py`) and whether a GGUF file is whole (`engine/checkpoints/gguf.py`).
 """
 
 import copy
@@ -33,9 +33,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from engine.digests import cache_home, digest_of
+from engine.checkpoints.digests import cache_home, digest_of
+from engine.checkpoints.gguf import check_gguf
 from engine.errors import ConfigError
-from engine.gguf import check_gguf
 from engine.shapes import ModelShape
 
 NAME = "kvbench"  # of our attention function in transformers' registry

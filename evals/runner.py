@@ -26,8 +26,8 @@ import yaml
 
 from engine import checks
 from engine.budget import BudgetRequest, show
+from engine.checkpoints.digests import changed_at, first_digest_of
 from engine.decode import Answer, Decoded, decode
-from engine.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
 from engine.model import (
     Letters,

@@ -21,8 +21,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from evals.overrides import expanded, unknown_key
 from evals.tasks.prompt import CHATS, SCOPES

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.attend import Part
-from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, resolve
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest
+from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of
 from engine.errors import ConfigError
 from engine.shapes import ModelShape

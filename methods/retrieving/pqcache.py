@@ -28,7 +28,7 @@ Fails     where few bits meet keys that are alike: tokens with equal codes are c
           coded by centroids of the prompt.
 
 Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `pq_codes.py`, `pq_scores.py`), a layer's quantiser
-(`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/blocks.py`), and a
+(`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/caches/blocks.py`), and a
 quantiser per turn of a conversation: every sample here is one prompt and one answer.
 """
 
@@ -45,8 +45,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
+from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, share
 from engine.errors import ConfigError
 from engine.shapes import ModelShape

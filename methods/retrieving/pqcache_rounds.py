@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.digests import cache_home
+from engine.checkpoints.digests import cache_home
 from engine.shapes import ModelShape
 from kernels.pq_fit import pq_fit
 

@@ -192,7 +192,7 @@ def test_all_who_can_read_the_cache_folder_can_read_a_conversion(tiny: Path, mon
 
 
 def test_files_with_equal_ends_do_not_share_a_conversion(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.digests.END", 2)
+    monkeypatch.setattr("engine.checkpoints.digests.END", 2)
     calls: list[Path] = []
     monkeypatch.setattr(model, "_convert_gguf", converter(calls, 0))
     other = gguf.with_name("other") / gguf.name

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import resolve
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape

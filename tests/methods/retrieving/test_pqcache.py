@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import key_bytes, resolve
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape

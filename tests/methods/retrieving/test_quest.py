@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import resolve
+from engine.caches.blocks import BlockCacheSpec
 from engine.decode import attend_group
 from engine.errors import ConfigError
 from engine.prefill import Trace

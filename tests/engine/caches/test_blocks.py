@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.blocks import BlockCache, BlockCacheSpec
+from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.errors import ConfigError
 from tests.vectors import Check, differs, first, load
 
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pqcache").glob("cache_*.npz"))
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "pqcache").glob("cache_*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:

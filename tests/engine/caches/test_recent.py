@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.blocks import BlockCacheSpec
-from engine.recent import RecentTokens
+from engine.caches.blocks import BlockCacheSpec
+from engine.caches.recent import RecentTokens
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
 

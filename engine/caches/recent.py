@@ -1,8 +1,8 @@
 """The device cache of recent selections: tokens fetched in the last steps are still there and need not move again.
 
-One per layer, beside the block cache (`engine/blocks.py`) and never together with it. It is what ClusterKV calls a
-cache of clusters: a selection holds whole clusters but for the last one, so tokens that stay are clusters that stay.
-A token of a KV head is held once, whichever of its query heads asked.
+One per layer, in place of a block cache (`engine/caches/blocks.py`). It is what ClusterKV calls a cache of clusters: a
+selection holds whole clusters but for the last one, so tokens that stay are clusters that stay. A token of a KV head is
+held once, whichever of its query heads asked.
 
 Not here: counting bytes (`engine/meter.py`).
 """

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checkpoints.gguf import check_gguf
 from engine.errors import ConfigError
-from engine.gguf import check_gguf
 from tests.tiny_gguf import save_tiny_gguf
 
 
