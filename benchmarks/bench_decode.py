@@ -16,8 +16,9 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.budget import BudgetRequest
+from engine.checkpoints.load import load
 from engine.decode import decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention

@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.budget import BudgetRequest
-from engine.model import Model, load
+from engine.checkpoints.load import load
+from engine.model import Model
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from benchmarks.paired import commit
 from engine.budget import BudgetRequest
-from engine.model import Model, load_random, read_config
+from engine.checkpoints.load import load_random, read_config
+from engine.model import Model
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, method_of
 from evals.tasks.latency import Latency, Timed

@@ -16,7 +16,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from engine.model import load
+from engine.checkpoints.load import load
 from engine.observe import LastQueries
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.model import Model, load
+from engine.checkpoints.load import load
+from engine.model import Model
 from engine.observe import ColumnSums, LastQueries, window_scores
 from engine.prefill import Trace, prefill
 from evals.tasks.base import Sample

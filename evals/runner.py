@@ -26,13 +26,9 @@ import yaml
 
 from engine import checks
 from engine.budget import BudgetRequest, show
-from engine.checkpoints.digests import changed_at, first_digest_of
-from engine.decode import Answer, Decoded, decode
-from engine.errors import ConfigError
-from engine.model import (
+from engine.checkpoints.digests import changed_at, digest_of, first_digest_of
+from engine.checkpoints.load import (
     Letters,
-    Model,
-    digest_of,
     load,
     load_random,
     load_tokenizer,
@@ -43,6 +39,9 @@ from engine.model import (
     resolve_dtype,
     shape_of,
 )
+from engine.decode import Answer, Decoded, decode
+from engine.errors import ConfigError
+from engine.model import Model
 from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording

@@ -24,8 +24,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from engine.checkpoints.load import load_tokenizer
 from engine.errors import ConfigError, RunError
-from engine.model import load_tokenizer
 from evals.progress import Progress, Standing
 from evals.results import RunFolder, RunResult, SampleRow
 from evals.runner import (

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from engine.checkpoints.load import load
 from engine.decode import decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.results import read_samples
 from evals.runner import run_cells

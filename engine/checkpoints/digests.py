@@ -6,7 +6,7 @@ found is a note per file in the cache folder. Notes of other users, or that othe
 Runs recorded earlier knew a large file by its size and its two ends. `first_digest_of` is that digest, so that their
 folders are found again; files in `KNOWN` keep it, because their whole hash says that they are the ones it was made of.
 
-Not here: where checkpoints lie, and what they are converted to (`engine/model.py`).
+Not here: where checkpoints lie, and what they are converted to (`engine/checkpoints/load.py`, `conversion.py`).
 """
 
 import hashlib

@@ -3,7 +3,8 @@
 Sizes that the header states are compared with the file's own, so that a cut or damaged file is refused in milliseconds,
 where a library would allocate what the header asks for.
 
-Not here: what tensors and metadata mean, and their conversion (`engine/model.py`, which leaves both to transformers).
+Not here: what tensors and metadata mean, and their conversion (`conversion.py`, which leaves both to
+transformers).
 """
 
 import mmap
