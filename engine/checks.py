@@ -17,6 +17,25 @@ def one_of(key: str, value: object, allowed: Collection[object]) -> None:
         raise ConfigError(f"{key}={value} is unknown; use one of {', '.join(map(str, allowed))}")
 
 
+def each_one_of(group: str, params: object, **allowed: Collection[object]) -> None:
+    """`one_of` for several fields of a dataclass."""
+    for name, values in allowed.items():
+        one_of(f"{group}.{name}", getattr(params, name), values)
+
+
+def whole_number(key: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
+
+
+def whole_numbers(group: str, params: object, **lowest: int) -> None:
+    """`whole_number` for several fields of a dataclass, where they hold numbers: not None, not `auto`."""
+    for name, least in lowest.items():
+        value = getattr(params, name)
+        if isinstance(value, int):
+            whole_number(f"{group}.{name}", value, least)
+
+
 def tokens(key: str, value: int) -> None:
     """A number of tokens."""
     if value < 0:

@@ -77,6 +77,7 @@ class Layer:
         self.n_seen = s_prompt  # tokens so far, the current one included
         self.meter = meter
         self.host = host
+        self.can_fetch = host is not None
         self.view = kept if is_view else None
         self.n_kept = kept.n_tokens()
         self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
@@ -203,11 +204,6 @@ class Layer:
         self.start, self.n_window = self.n_seen, 0
 
     # The host tier, for methods that retrieve.
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether the layer has a host tier."""
-        return self.host is not None
 
     def fetch(self, idx: Tensor, padded: bool = False) -> Part:
         """Bring the tokens at `idx` (1, h_kv or h, k) from the host; where `padded`, -1 stands for no token.

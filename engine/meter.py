@@ -19,7 +19,7 @@ from engine.caches.recent import RecentTokens, mark_tokens
 from engine.ledger import Entry
 from engine.shapes import ModelShape
 
-COUNTS = (
+COUNTS = (  # in the order of `Entry`
     "attended",
     "resident_meta_bytes",
     "moved_kv_bytes",
@@ -59,7 +59,8 @@ class Meter:
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.accesses = accesses  # a list: every fetch is noted in it
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.zeros = dict.fromkeys(COUNTS, 0)
+        self.counts = self.zeros.copy()
 
     def count(self, field: str, amount: int) -> None:
         """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
@@ -140,17 +141,15 @@ class Meter:
         Of `n_seen` tokens every KV head has `n_resident` on the device and `n_host` on the host. `n_hidden` pairs of
         query head and resident token are not attended to, `n_spare` of KV head and token do not exist.
         """
-        counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0)
-        counts["attended"] += n_resident * self.shape.h - n_hidden
-        h_kv = self.shape.h_kv
-        return Entry(
-            step=step,
-            layer=layer,
-            tokens=n_seen,
-            resident_kv_bytes=(n_resident * h_kv - n_spare) * self.token_bytes + self.cached_bytes(),
-            resident_host_bytes=n_host * h_kv * self.token_bytes,
-            **counts,
-        )
+        attended, meta_bytes, *moved = self.counts.values()
+        self.counts = self.zeros.copy()
+        attended += n_resident * self.shape.h - n_hidden
+        kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes
+        if self.has_cache:
+            kv_bytes += self.cached_bytes()
+        host_bytes = n_host * self.shape.h_kv * self.token_bytes
+        # By position: names would take 2 us of every layer and step.
+        return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.budget import BudgetRequest, parse_fraction, show
 from engine.caches.blocks import BlockCacheSpec
+from engine.checks import whole_number
 from engine.errors import ConfigError
 from evals.overrides import expanded, unknown_key
 from evals.tasks.prompt import CHATS, SCOPES
@@ -395,8 +396,8 @@ def one_of(key: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
-    if value is not None and value < lowest:
-        raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
+    if isinstance(value, int):
+        whole_number(key, value, lowest)
     return value
 
 

@@ -18,9 +18,10 @@ Not here: any method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +35,8 @@ from engine.shapes import ModelShape
 from engine.spans import span
 from engine.store import Store
 from methods.dropping.scorers import keep_top
+
+Row = TypeVar("Row", bound="SelectiveAttention")
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,13 @@ class SelectiveAttention(ABC):
         """Positions that this method promises to attend to at the step just made, whatever the query."""
         return ()
 
+    def sinks_and_window(self, layer: int, n_sink: int = 0) -> Sequence[int]:
+        """What a retrieving method protects: the first tokens and the window; everything where nothing is fetched."""
+        n, n_window = self.store[layer].n_seen, self.store[layer].n_window
+        if not self.store[layer].can_fetch:
+            return range(n)
+        return [*range(min(n_sink, n - n_window)), *range(n - n_window, n)]
+
     def select(self, layer: int, q: Tensor) -> Tensor | None:
         """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or None."""
         return None
@@ -218,12 +228,36 @@ class SelectiveAttention(ABC):
         """What the method has to say of this sample, as JSON; stands in its line as `method_report` where not empty."""
         return {}
 
+    def overall_ratio(self, share: Fraction | float) -> float:
+        """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
+        return float((n_full + (n_layers - n_full) * share) / n_layers)
+
     def shortened(self) -> dict[str, Any]:
         """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
         asked, got = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
         if asked is None or got is None or got >= asked or self.variant.is_full:
             return {}
         return {"n_sink": got}
+
+
+def select_alike(
+    rows: Sequence[Row],
+    q: Tensor,
+    key: Callable[[Row], Hashable],
+    select: Callable[[Sequence[Row], Tensor], Sequence[Tensor | None]],
+) -> list[Tensor | None]:
+    """`select` for the rows of each `key` together, with their queries of q (n, h, 1, d_h); in the order of `rows`."""
+    places: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(key(row), []).append(i)
+    if len(places) == 1:
+        return list(select(rows, q))
+    selections: list[Tensor | None] = [None] * len(rows)
+    for alike in places.values():
+        for i, idx in zip(alike, select([rows[i] for i in alike], q[alike]), strict=True):
+            selections[i] = idx
+    return selections
 
 
 class ScoringMethod(SelectiveAttention):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, split
-from engine.checks import one_of, share, tokens
+from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
 from engine.shapes import ModelShape
@@ -64,12 +64,13 @@ class H2O(ScoringMethod):
         budget_rule: str
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("reduce", ("sum", "max", "query_head")),
-                ("generated", ("inside", "on_top")),
-                ("budget_rule", ("fair", "official")),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of(
+                "method",
+                self,
+                reduce=("sum", "max", "query_head"),
+                generated=("inside", "on_top"),
+                budget_rule=("fair", "official"),
+            )
             if self.reduce == "query_head" and self.generated == "inside":
                 raise ConfigError(
                     "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.budget import Budget
-from engine.checks import one_of
+from engine.checks import each_one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.prefill import Trace
@@ -60,8 +60,7 @@ class SnapKV(ScoringMethod):
                 raise ConfigError(
                     f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
                 )
-            for key, allowed in (("pooling", POOLINGS), ("reduce", REDUCTIONS)):
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
 
     @dataclass(frozen=True)
     class Plan:

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest, show
-from engine.checks import one_of
+from engine.checks import each_one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
@@ -115,12 +115,13 @@ class XKV(ScoringMethod):
         profile_bins: int
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("mode", ("size", "quality")),
-                ("allocation", ("exact", "sampled", "uniform")),
-                ("index_scope", ("kv_head", "layer", "query_head")),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of(
+                "method",
+                self,
+                mode=("size", "quality"),
+                allocation=("exact", "sampled", "uniform"),
+                index_scope=("kv_head", "layer", "query_head"),
+            )
             if self.ows < 1:
                 raise ConfigError(f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more")
             if self.kernel < 1 or self.kernel % 2 == 0:

@@ -38,13 +38,13 @@ from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
-from engine.checks import one_of
+from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.spans import following, span
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import METRICS, draw_points, kmeans
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, select_alike
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 FOLD_STEPS = 16  # steps whose hits are counted together: 5 us a step against 35 one by one
@@ -169,19 +169,11 @@ class ClusterKV(SelectiveAttention):
         seed: int
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("comm_mode", ("native", "matched")),
-                ("metric", METRICS),
-                ("agg", ("query_head", "group_mean")),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
-            for key, lowest in (
-                ("num_clusters", 1), ("max_rounds", 1), ("n_sink", 0), ("decode_period", 1), ("decode_clusters", 0),
-                ("full_layers", 0), ("cache_steps", 0), ("seed", 0),
-            ):  # fmt: skip
-                value = getattr(self, key)
-                if value is not None and value < lowest:
-                    raise ConfigError(f"method.{key}={value} is out of range; it is a whole number from {lowest}")
+            each_one_of(
+                "method", self, comm_mode=("native", "matched"), metric=METRICS, agg=("query_head", "group_mean")
+            )
+            whole_numbers("method", self, num_clusters=1, max_rounds=1, n_sink=0, decode_period=1)
+            whole_numbers("method", self, decode_clusters=0, full_layers=0, cache_steps=0, seed=0)
             if (self.decode_clusters or 0) > self.decode_period:
                 raise ConfigError(
                     f"method.decode_clusters={self.decode_clusters} is more than the "
@@ -280,22 +272,19 @@ class ClusterKV(SelectiveAttention):
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
-        mine = cast("Sequence[ClusterKV]", rows)
-        chosen: list[Tensor | None] = [None] * len(mine)
-        alike: dict[tuple[int, str], list[int]] = {}
-        for i, row in enumerate(mine):
-            alike.setdefault((id(row.ready(layer)), row.params.agg), []).append(i)
-        for (_, agg), group in alike.items():
-            clusters = mine[group[0]].clusters[layer]
-            asking = q if len(group) == len(mine) else q[group]
-            order = cluster_order(asking, clusters.centroids, agg)  # (n, heads, c)
-            k = max(mine[i].plan.k for i in group)
+
+        def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Tensor]:
+            clusters = alike[0].clusters[layer]
+            order = cluster_order(q, clusters.centroids, alike[0].params.agg)  # (n, heads, c)
+            k = max(row.plan.k for row in alike)
             tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k)  # (n, heads, k)
             short = order.to(torch.int32)
-            for j, i in enumerate(group):
-                mine[i].note(layer, clusters, short[j])
-                chosen[i] = tokens[j : j + 1, :, : mine[i].plan.k] + mine[i].plan.n_sink
-        return chosen
+            for i, row in enumerate(alike):
+                row.note(layer, clusters, short[i])
+            return [tokens[i : i + 1, :, : row.plan.k] + row.plan.n_sink for i, row in enumerate(alike)]
+
+        clusterkvs = cast("Sequence[ClusterKV]", rows)
+        return select_alike(clusterkvs, q, lambda row: (id(row.ready(layer)), row.params.agg), select)
 
     def note(self, layer: int, clusters: Clusters, order: Tensor) -> None:
         """Keep the books of one selection."""
@@ -338,20 +327,15 @@ class ClusterKV(SelectiveAttention):
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if not self.store[layer].can_fetch:
-            return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
+        return self.sinks_and_window(layer, self.plan.n_sink)
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
-        share = Fraction(self.budget.tokens, self.budget.s_prompt)
         said: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,
             "n_clusters": self.plan.n_clusters,
-            "overall_ratio": float((n_full + (n_layers - n_full) * share) / n_layers),
+            "overall_ratio": self.overall_ratio(Fraction(self.budget.tokens, self.budget.s_prompt)),
         }
         for layer in self.hits:
             self.fold_hits(layer)

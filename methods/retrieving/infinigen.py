@@ -45,20 +45,20 @@ import torch
 from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from engine.checks import one_of
+from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
 from engine.observe import ChannelSums, Observation
 from engine.shapes import ModelShape
 from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, select_alike
 
-CHOICES = (
-    ("comm_mode", ("native", "matched")),
-    ("channels", ("query_key", "query")),
-    ("agg", ("query_head", "group_max", "group_mean")),
-    ("generated", ("stay", "compete")),
-    ("lookahead", (0, 1)),
-)
+CHOICES = {
+    "comm_mode": ("native", "matched"),
+    "channels": ("query_key", "query"),
+    "agg": ("query_head", "group_max", "group_mean"),
+    "generated": ("stay", "compete"),
+    "lookahead": (0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ class InfiniGen(SelectiveAttention):
         full_layers: int
 
         def __post_init__(self) -> None:
-            for key, allowed in CHOICES:
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of("method", self, **CHOICES)
             if not 0 < self.partial_ratio <= 1:
                 raise ConfigError(
                     f"method.partial_ratio={show(self.partial_ratio)} is out of range; it is a share of the "
@@ -139,8 +138,7 @@ class InfiniGen(SelectiveAttention):
                     f"method.alpha={self.alpha} is out of range; use a number above 0, such as 4, or null for "
                     "as many tokens as the budget has"
                 )
-            if self.full_layers < 0:
-                raise ConfigError(f"method.full_layers={self.full_layers} is out of range; it is a whole number from 0")
+            whole_number("method.full_layers", self.full_layers, 0)
             if self.lookahead and self.full_layers == 0:
                 raise ConfigError(
                     "method.full_layers=0 has a first layer without a layer below to look ahead from; use "
@@ -210,18 +208,14 @@ class InfiniGen(SelectiveAttention):
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same partial keys are foretold in one product."""
-        mine = cast("Sequence[InfiniGen]", rows)
-        asking = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(mine)]
-        alike: dict[int, list[int]] = {}
-        for i, row in enumerate(mine):
-            alike.setdefault(id(row.proxies[layer]), []).append(i)
-        chosen: list[Tensor | None] = [None] * len(mine)
-        for group in alike.values():
-            proxy, scale = mine[group[0]].proxies[layer], mine[group[0]].trace.scales[layer]
-            partial, logits = foretold_logits(torch.cat([asking[i] for i in group]), proxy, scale)
-            for j, i in enumerate(group):
-                chosen[i] = mine[i].choose(layer, partial[j], logits[j])
-        return chosen
+        infinigens = cast("Sequence[InfiniGen]", rows)
+        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
+
+        def select(alike: Sequence[InfiniGen], q: Tensor) -> list[Tensor]:
+            partial, logits = foretold_logits(q, alike[0].proxies[layer], alike[0].trace.scales[layer])
+            return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(alike)]
+
+        return select_alike(infinigens, torch.cat(queries), lambda row: id(row.proxies[layer]), select)
 
     def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Tensor:
         """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""
@@ -258,16 +252,12 @@ class InfiniGen(SelectiveAttention):
         self.store[layer].meter.count("resident_meta_bytes", ELEMENT_BYTES * elements)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if not self.store[layer].can_fetch:
-            return range(n)
-        return range(n - self.store[layer].n_window, n)
+        return self.sinks_and_window(layer)
 
     def report(self) -> dict[str, Any]:
         """Tokens selected, as a mean over steps and layers, and how often the budget bound and not `alpha`."""
         if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
         n = max(1, self.n_selections)
         k_mean = self.n_selected / n if self.n_selections else float(self.plan.k_most)
         share = k_mean / self.trace.s_prompt
@@ -279,5 +269,5 @@ class InfiniGen(SelectiveAttention):
             "k_mean": k_mean,
             "budget_bound_share": self.n_capped / n if self.n_selections else 1.0,
             "achieved_ratio": share,
-            "overall_ratio": (n_full + (n_layers - n_full) * share) / n_layers,
+            "overall_ratio": self.overall_ratio(share),
         }

@@ -277,11 +277,7 @@ class InfLLM(SelectiveAttention):
         self.store[layer].release(plan.block_len)
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
-        n_window = self.store[layer].n_window
-        return [*range(min(self.plan.n_sink, n - n_window)), *range(n - n_window, n)]
+        return self.sinks_and_window(layer, self.plan.n_sink)
 
     def report(self) -> dict[str, Any]:
         """Per layer: what the prompt's representatives take as they are kept, and as `comm` prices them."""

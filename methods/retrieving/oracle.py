@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, key_bytes, split
-from engine.checks import one_of, share, tokens
+from engine.checks import each_one_of, share, tokens
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 
@@ -61,13 +61,14 @@ class Oracle(SelectiveAttention):
         lost_mass: str
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("agg", AGGREGATES),
-                ("generated", ("on_top", "inside")),
-                ("budget_rule", ("fair", "official")),
-                ("lost_mass", ("renormalise", "spread")),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of(
+                "method",
+                self,
+                agg=AGGREGATES,
+                generated=("on_top", "inside"),
+                budget_rule=("fair", "official"),
+                lost_mass=("renormalise", "spread"),
+            )
             tokens("method.n_sink", self.n_sink)
             share("method.local_share", self.local_share)
 
@@ -101,10 +102,7 @@ class Oracle(SelectiveAttention):
         self.store.offload(layer, self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
     def protected(self, layer: int) -> Sequence[int]:
-        if self.variant.is_full:
-            return range(self.store[layer].n_seen)
-        n = self.store[layer].n_seen
-        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
+        return self.sinks_and_window(layer, self.plan.n_sink)
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.caches.blocks import BlockCacheSpec
-from engine.checks import one_of, share
+from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.spans import following, span
@@ -92,24 +92,19 @@ class PQCache(SelectiveAttention):
         seed: int
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("budget_rule", ("fair", "official")),
-                ("fit", ("all_but_sinks", "middle")),
-                ("empty", EMPTY),
-                ("group_merge", MERGES),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
-            for key, lowest in (
-                ("m", 1), ("b", 1), ("n_sink", 0), ("iterations", 1), ("rebuild_every", 0), ("seed", 0),
-            ):  # fmt: skip
+            each_one_of(
+                "method",
+                self,
+                budget_rule=("fair", "official"),
+                fit=("all_but_sinks", "middle"),
+                empty=EMPTY,
+                group_merge=MERGES,
+            )
+            for key in ("m", "b", "iterations"):
                 value = getattr(self, key)
-                if isinstance(value, str):
-                    if value != "auto":
-                        raise ConfigError(
-                            f"method.{key}={value} is not a number; use a whole number from {lowest}, or auto"
-                        )
-                elif value < lowest:
-                    raise ConfigError(f"method.{key}={value} is out of range; it is a whole number from {lowest}")
+                if isinstance(value, str) and value != "auto":
+                    raise ConfigError(f"method.{key}={value} is not a number; use a whole number from 1, or auto")
+            whole_numbers("method", self, m=1, b=1, n_sink=0, iterations=1, rebuild_every=0, seed=0)
             if isinstance(self.b, int) and self.b > MOST_BITS:
                 raise ConfigError(f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits")
             share("method.local_share", self.local_share)
@@ -343,10 +338,7 @@ class PQCache(SelectiveAttention):
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if not self.store[layer].can_fetch:
-            return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
+        return self.sinks_and_window(layer, self.plan.n_sink)
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from engine.checks import one_of
+from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from kernels.pages import page_bounds, page_scores
 from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, select_alike
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
@@ -117,17 +117,10 @@ class Quest(SelectiveAttention):
         full_layers: int
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("comm_mode", ("native", "matched")),
-                ("variant", ("harness", "eval", "serving")),
-                ("agg", AGGREGATES),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
-            for key, lowest in (("page_len", 1), ("full_layers", 0)):
-                if getattr(self, key) < lowest:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is out of range; it is a whole number from {lowest}"
-                    )
+            each_one_of(
+                "method", self, comm_mode=("native", "matched"), variant=("harness", "eval", "serving"), agg=AGGREGATES
+            )
+            whole_numbers("method", self, page_len=1, full_layers=0)
 
     @dataclass(frozen=True)
     class Plan:
@@ -211,22 +204,17 @@ class Quest(SelectiveAttention):
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same pages score them in one product."""
-        mine = cast("Sequence[Quest]", rows)
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, row in enumerate(mine):
+        quests = cast("Sequence[Quest]", rows)
+        for row in quests:
             if row.params.page_generated:
                 row.take_in(layer)
-            what = (id(row.bounds[layer].kmin), row.candidates(layer)[0])
-            alike.setdefault(what, []).append(i)
-        chosen: list[Tensor | None] = [None] * len(mine)
-        for (_, n), group in alike.items():
-            first = mine[group[0]]
-            n_pages = ceil(n / first.plan.page_len)
-            asking = q if len(group) == len(mine) else q[group]
-            scores = scores_of_rows(asking, first.bounds[layer], n_pages)
-            for j, i in enumerate(group):
-                chosen[i] = mine[i].choose(layer, scores[j : j + 1], n)
-        return chosen
+
+        def select(alike: Sequence[Quest], q: Tensor) -> list[Tensor | None]:
+            n = alike[0].candidates(layer)[0]
+            scores = scores_of_rows(q, alike[0].bounds[layer], ceil(n / alike[0].plan.page_len))
+            return [row.choose(layer, scores[i : i + 1], n) for i, row in enumerate(alike)]
+
+        return select_alike(quests, q, lambda row: (id(row.bounds[layer].kmin), row.candidates(layer)[0]), select)
 
     def take_in(self, layer: int) -> None:
         """Widen the current page by the current token."""
@@ -255,15 +243,11 @@ class Quest(SelectiveAttention):
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if not self.store[layer].can_fetch:
-            return range(n)
-        return range(n - self.store[layer].n_window, n)
+        return self.sinks_and_window(layer)
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:
             return {}
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
         s, page_len = self.trace.s_prompt, self.plan.page_len
         k = self.plan.k(s, self.params.variant)
         share = min(k * page_len, s) / s
@@ -273,7 +257,7 @@ class Quest(SelectiveAttention):
             "n_pages": ceil(s / page_len),
             "k_pages": k,
             "achieved_ratio": share,
-            "overall_ratio": (n_full + (n_layers - n_full) * share) / n_layers,
+            "overall_ratio": self.overall_ratio(share),
         }
 
 

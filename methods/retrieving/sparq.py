@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from engine.checks import one_of, share, tokens
+from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, select_alike
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
@@ -86,12 +86,13 @@ class SparQ(SelectiveAttention):
         budget_rule: str
 
         def __post_init__(self) -> None:
-            for key, allowed in (
-                ("layout", ("columns", "rows")),
-                ("generated", ("on_top", "inside")),
-                ("budget_rule", ("fair", "official")),
-            ):
-                one_of(f"method.{key}", getattr(self, key), allowed)
+            each_one_of(
+                "method",
+                self,
+                layout=("columns", "rows"),
+                generated=("on_top", "inside"),
+                budget_rule=("fair", "official"),
+            )
             tokens("method.n_sink", self.n_sink)
             share("method.local_share", self.local_share)
 
@@ -147,10 +148,7 @@ class SparQ(SelectiveAttention):
             )
 
     def protected(self, layer: int) -> Sequence[int]:
-        n = self.store[layer].n_seen
-        if not self.store[layer].can_fetch:
-            return range(n)
-        return [*range(self.plan.n_sink), *range(n - self.store[layer].n_window, n)]
+        return self.sinks_and_window(layer, self.plan.n_sink)
 
     # A decode step.
 
@@ -167,26 +165,21 @@ class SparQ(SelectiveAttention):
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with as many components read their columns together."""
-        mine = cast("Sequence[SparQ]", rows)
-        alike: dict[tuple[int, str, bool], list[int]] = {}
-        for i, row in enumerate(mine):
+        sparqs = cast("Sequence[SparQ]", rows)
+        for row in sparqs:
             row.take_in(layer)
-            what = (row.plan.r, row.params.layout, row.params.reallocate)
-            alike.setdefault(what, []).append(i)
-        chosen: list[Tensor | None] = [None] * len(mine)
-        for (r, layout, reallocate), group in alike.items():
-            some = [mine[i] for i in group]
-            asking = q if len(group) == len(mine) else q[group]
-            components = top_components(asking, some[0].trace.shape.h_kv, r)  # (n, h_kv, r)
-            read = read_columns if layout == "columns" else read_rows
-            keys = read(some, layer, components).to(q.device).float()  # (n, h_kv, r, s)
-            weights = query_weights(asking, components, some[0].trace.scales[layer])
-            scores = (weights.sum(2, keepdim=True) @ keys).squeeze(2)  # (n, h_kv, s)
-            logits = weights @ keys if reallocate else None  # (n, h_kv, g, s)
-            for j, i in enumerate(group):
-                one = slice(j, j + 1)
-                chosen[i] = mine[i].choose(layer, scores[one], None if logits is None else logits[one])
-        return chosen
+
+        def select(alike: Sequence[SparQ], q: Tensor) -> list[Tensor]:
+            plan, params, trace = alike[0].plan, alike[0].params, alike[0].trace
+            components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
+            read = read_columns if params.layout == "columns" else read_rows
+            keys = read(alike, layer, components).to(q.device).float()  # (n, h_kv, r, s)
+            weights = query_weights(q, components, trace.scales[layer])
+            scores = (weights.sum(2, keepdim=True) @ keys).split(1)  # n of (1, h_kv, 1, s)
+            logits = (weights @ keys).split(1) if params.reallocate else [None] * len(alike)  # n of (1, h_kv, g, s)
+            return [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
+
+        return select_alike(sparqs, q, lambda row: (row.plan.r, row.params.layout, row.params.reallocate), select)
 
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
         """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""

@@ -233,7 +233,7 @@ def test_the_query_comes_from_the_normed_input_of_the_layer_below(kind: str) -> 
     for i, layer in enumerate(model.hf.get_decoder().layers):
         draw = torch.Generator().manual_seed(i)
         layer.input_layernorm.weight.data.uniform_(0.5, 2, generator=draw)  # else norms are alike
-    row = built(Noting(AHEAD, ask(), read(model, ids), 8))
+    row = built(row_for(Noting, AHEAD, ask(), read(model, ids), 8))
     say(model, [row], n=1, feed=[33])
     with torch.no_grad():
         hidden = model.hf(torch.tensor([[*ids, 33]]), output_hidden_states=True).hidden_states
@@ -258,7 +258,7 @@ def test_each_row_is_foretold_from_its_own_input_also_when_others_leave() -> Non
     trace = read(model, prompt(80))
 
     def make(ratio: str, comm: str = "1/4", **changes: Any) -> Noting:
-        return built(Noting(replace(AHEAD, **changes), ask(ratio, comm), trace, 12))
+        return built(row_for(Noting, replace(AHEAD, **changes), ask(ratio, comm), trace, 12))
 
     def others() -> list[Any]:
         return [
