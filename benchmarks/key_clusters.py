@@ -53,7 +53,7 @@ def figures(trace: Trace, layer: int, metric: str, seed: int) -> dict[str, float
         "lengths vary": (lengths.std(-1) / lengths.mean(-1)).mean().item(),
         "within a cluster": (spread.pow(2).mean(-1).sqrt() / lengths.mean(-1)).mean().item(),
         "top two channels": (variances.topk(2).values.sum(-1) / variances.sum(-1)).mean().item(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Refusing a setting in one sentence, for what many methods check alike.
+"""Checks of settings that many methods have: each raises `ConfigError` with one sentence.
 
 Not here: checks that only one method has, which stand in its `Params`.
 """

@@ -79,15 +79,15 @@ class Meter:
         counts, h_kv, heads = self.counts, self.shape.h_kv, idx.shape[1]
         # Tokens of a KV head, each once; those of them that are on the device; the same per head of idx.
         if self.recent is not None:
-            found = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
+            distinct_and_hits = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
         elif self.blocks is not None:
-            found = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
+            distinct_and_hits = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
         elif heads == h_kv:
-            found = n_tokens, 0, 0
+            distinct_and_hits = n_tokens, 0, 0
         else:
             marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
-            found = int(marks.count_nonzero()), 0, 0
-        n_distinct, hits, hits_of_heads = found
+            distinct_and_hits = int(marks.count_nonzero()), 0, 0
+        n_distinct, hits, hits_of_heads = distinct_and_hits
         if self.has_cache:
             counts["cache_hits"] += hits
             counts["cache_lookups"] += n_distinct
@@ -99,12 +99,12 @@ class Meter:
         self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
     ) -> tuple[int, int, int]:
         """Look tokens up in the cache of blocks and refill it: distinct tokens, hits, hits of the heads of `idx`."""
-        asked, block_len = idx[idx >= 0], blocks.spec.block_len
+        tokens, block_len = idx[idx >= 0], blocks.spec.block_len
         if idx.shape[1] == self.shape.h_kv:
-            distinct, hits_of_heads = asked, None
+            distinct, hits_of_heads = tokens, None
         else:
             distinct = distinct_tokens(idx, self.shape.h_kv, n_seen)
-            hits_of_heads = blocks.count_hits(blocks.count_blocks(asked - n_kept))
+            hits_of_heads = blocks.count_hits(blocks.count_blocks(tokens - n_kept))
         hits, filled = blocks.access(distinct - n_kept, n_complete=n_host // block_len)
         self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.token_bytes
         return len(distinct), hits, hits if hits_of_heads is None else hits_of_heads

@@ -77,9 +77,8 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     digest: str  # of the weights' files: which model this is, whatever its name
-    turn: (
-        Callable[[Tensor, int | Tensor], Tensor] | None
-    )  # moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: not rotary
+    # Moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: positions are not rotary.
+    turn: Callable[[Tensor, int | Tensor], Tensor] | None
 
     @contextmanager
     def hooked(self) -> Iterator["Model"]:
@@ -159,32 +158,32 @@ class Model:
     def attentions(self) -> list[Any]:
         """The attention module of every layer, softmax or not."""
         layers: Any = getattr(self.hf.get_decoder(), "layers", [])
-        found = [
+        modules = [
             [part for part in layer.children() if getattr(part, "layer_idx", None) == i]
             for i, layer in enumerate(layers)
         ]
-        if len(found) != self.shape.n_layers or any(len(parts) != 1 for parts in found):
+        if len(modules) != self.shape.n_layers or any(len(parts) != 1 for parts in modules):
             raise self._unforeseeable("has layers without one module of the layer's number")
-        return [parts[0] for parts in found]
+        return [parts[0] for parts in modules]
 
     def speculate(self, layer: int, x: Tensor, beside: dict[str, Any]) -> Tensor:
-        """The query (n, h, 1, d_h) that a layer makes of the attention input x (n, 1, D) of whichever layer.
+        """The query (n, h, 1, d_h) that a layer computes from the attention input x (n, 1, D) of any layer.
 
-        `beside` is that of the layer's own call in this step. The module itself does it, with its bias, norm and
-        rotation, whatever the architecture, and is left where it would attend. So key and value are made in vain,
-        2 / g of the query's cost where projections are apart.
+        `beside` is that of the layer's own call in this step. The layer's attention module runs, whatever the
+        architecture, with its bias, norm and rotation, and is left where it would attend. It computes key and value
+        for nothing: 2 / g of the query's cost where projections are apart.
         """
-        given = dict(beside)
+        arguments = dict(beside)
         # All rows are at one position, and those that ask may be fewer than those that were called.
         for name in ("position_embeddings", "position_ids"):
-            value = given.get(name)
+            value = arguments.get(name)
             if isinstance(value, Tensor):
-                given[name] = value[:1]
+                arguments[name] = value[:1]
             elif value is not None:
-                given[name] = tuple(part[:1] for part in value)
-        given |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
+                arguments[name] = tuple(part[:1] for part in value)
+        arguments |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
         try:
-            self.attentions[layer].forward(**given)  # not by its call, which is watched
+            self.attentions[layer].forward(**arguments)  # not by its call, which is watched
         except _Query as query:
             return query.q
         raise self._unforeseeable("does not hand its query to an attention function of ours")

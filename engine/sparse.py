@@ -99,7 +99,7 @@ def votes(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def diagonal_sums(weights: Tensor) -> Tensor:
-    """Sums of (heads, n, s), rows of the last n of s queries, by the distance from query to key: (heads, s)."""
+    """Sums of (heads, n, s), weights of the last n of s queries, by the distance from query to key: (heads, s)."""
     n, s = weights.shape[-2:]
     # The last query's row first, and rows cut one shorter than they are: each moves one further to the right than the
     # row before it, so that equal distances meet in a column.

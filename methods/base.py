@@ -64,7 +64,7 @@ class Variant:
         return self.method.thinning(self.plan)
 
     def row(self, trace: Trace, n_new: int) -> "SelectiveAttention":
-        """This variant on the sample that was read, not built yet; `n_new` tokens may follow."""
+        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow."""
         return self.method(self, trace, n_new)
 
 
@@ -155,7 +155,7 @@ class SelectiveAttention(ABC):
             self.arrange(layer)
 
     def complete(self) -> None:
-        """Every layer was built."""
+        """Finish the prompt, once every layer is built."""
         if not self.variant.is_full:
             self.arrange_rest()
 
@@ -210,12 +210,13 @@ class SelectiveAttention(ABC):
             for i, row in enumerate(rows):
                 row.store[layer].append(k_new[i : i + 1], v_new[i : i + 1])
         parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
-        asking = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
-        if asking:
+        fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
+        if fetching:
             with span("search", layer):
-                asked = cls.select_rows([rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking])
+                queries = q if len(fetching) == len(rows) else q[fetching]
+                selections = cls.select_rows([rows[i] for i in fetching], layer, queries)
             with span("fetch", layer):
-                for i, idx in zip(asking, asked, strict=True):
+                for i, idx in zip(fetching, selections, strict=True):
                     if idx is not None:
                         parts[i] = [*parts[i], rows[i].store[layer].fetch(idx, cls.pads)]
         return parts
@@ -225,7 +226,7 @@ class SelectiveAttention(ABC):
         return out
 
     def report(self) -> dict[str, Any]:
-        """What the method has to say of this sample, as JSON; stands in its line as `method_report` where not empty."""
+        """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""
         return {}
 
     def overall_ratio(self, share: Fraction | float) -> float:
@@ -235,10 +236,10 @@ class SelectiveAttention(ABC):
 
     def shortened(self) -> dict[str, Any]:
         """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
-        asked, got = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
-        if asked is None or got is None or got >= asked or self.variant.is_full:
+        wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
+        if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}
-        return {"n_sink": got}
+        return {"n_sink": n_sink}
 
 
 def select_alike(
@@ -270,7 +271,7 @@ class ScoringMethod(SelectiveAttention):
 
     drops = True
     needs_all_layers: ClassVar[bool] = False  # True: `counts` wants the scores of every layer first
-    counted: Sequence[int]  # what `counts` said, once it was asked
+    counted: Sequence[int]  # what `counts` gave, where it needs all layers
 
     def ends(self) -> tuple[int, int]:
         """How many of the prompt's first tokens, and how many of its last, are protected."""

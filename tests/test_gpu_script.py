@@ -29,10 +29,10 @@ def test_a_method_that_runs_out_of_memory_is_a_result(capsys, monkeypatch) -> No
 
     read = latency.read
 
-    def short_of_memory(model, variant, ids, n_new):
-        if variant.observations:
+    def short_of_memory(model, timed, ids, n_new):
+        if timed.variant.observations:
             raise MemoryError("too many")
-        return read(model, variant, ids, n_new)
+        return read(model, timed, ids, n_new)
 
     monkeypatch.setattr(latency, "read", short_of_memory)
     words = [

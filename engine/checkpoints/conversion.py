@@ -48,7 +48,7 @@ def from_gguf(file: Path) -> Path:
         with _locked(folder):
             if not (folder / "config.json").is_file():
                 print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
-                _make(file, folder, n_numbers)
+                _convert_and_rename(file, folder, n_numbers)
     except OSError as error:
         raise ConfigError(
             f"the cache folder {folder.parent} cannot be read and written ({error.strerror or error}); free or unlock "
@@ -57,8 +57,8 @@ def from_gguf(file: Path) -> Path:
     return folder
 
 
-def _make(file: Path, folder: Path, n_numbers: int) -> None:
-    """Convert beside `folder`, whose lock is held, and rename; whatever lies there is a dead process's."""
+def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
+    """Convert into a folder beside `folder` and rename it. The caller has the lock, so what lies there is left over."""
     free, wanted = shutil.disk_usage(folder.parent).free, 4 * n_numbers  # float32
     if free < wanted:
         raise OSError(
@@ -92,7 +92,7 @@ def _make(file: Path, folder: Path, n_numbers: int) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone with this folder; the kernel lets go of the lock when its process dies, however it does."""
+    """Inside, no other process converts to this folder. The lock ends with its process, even a killed one."""
     # Whoever may write to the cache folder may take over from another user whose process is gone.
     lock = FileLock(f"{folder}.lock", mode=folder.parent.stat().st_mode & 0o666)
     try:
@@ -116,7 +116,7 @@ def _remove_abandoned(models: Path) -> None:
 
 
 def _shared(folder: Path) -> Path:
-    """The folder, if it is ours readable to all who can read the folder it lies in, and written by us alone."""
+    """The folder; if it is ours, all who can read its parent may read it, and only we may write to it."""
     if folder.stat().st_uid == os.geteuid():
         mode = folder.parent.stat().st_mode
         for path, bits in [(folder, 0o755), *((path, 0o644) for path in folder.iterdir())]:

@@ -47,12 +47,12 @@ def load(
     register_attention()
     with quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        model_and_info: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-        hf, loaded = found
+        hf, info = model_and_info
         shape = shape_of(hf.config, name)
-    wrong = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if wrong:  # transformers has drawn them
         raise ConfigError(
             f"the model {id} has no weights of the right size for {wrong[0]} and {len(wrong) - 1} others that its "
@@ -147,7 +147,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 
 def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
-    """What to hand to `from_pretrained`: a folder or a hub name, and its options."""
+    """Arguments of `from_pretrained`: a folder or a hub name, and options."""
     if (file := gguf_file(id)) is not None:
         return str(from_gguf(file)), {"trust_remote_code": False}
     path = Path(id).expanduser()
@@ -159,7 +159,7 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
 
 
 def gguf_file(id: str) -> Path | None:
-    """The file of a model that is one; None: a folder or a hub name."""
+    """The GGUF file that `id` names; None where it is a folder or a hub name."""
     if id == "embedded":
         return embedded_file()
     path = Path(id).expanduser()
@@ -169,7 +169,7 @@ def gguf_file(id: str) -> Path | None:
 
 
 def _check_config(file: Path, id: str) -> None:
-    """Refuse a configuration that transformers would stumble over, or never come back from."""
+    """Raise `ConfigError` for a config.json on which transformers would fail with a traceback, or never return."""
     if not file.is_file():
         raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
     try:

@@ -4,7 +4,7 @@ Counts are tokens per head beside the protected ones, one number for each layer 
 `pyramid` need no scores; `by_need` divides the budget once the scores of all layers are there.
 
 Not here: what a token is worth (`methods/dropping/scorers.py`). Heads of a layer keep equally many; an allocator that
-gives each head a count of its own will return a row of counts per layer.
+gives each head a count of its own will return a list of counts per layer.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ def pyramid(s: int, cap: int, w: int, beta: int, n_layers: int) -> list[int]:
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Rows (layers, n) as shares of their sums, float64: every layer is worth 1. A row of zeros is uniform."""
+    """Each layer's numbers (layers, n) as shares of their sum, float64: a layer is worth 1. All zeros are uniform."""
     weights = weights.double()
     sums = weights.sum(-1, keepdim=True)
     return torch.where(sums > 0, weights / sums, 1 / weights.shape[-1])
 
 
 def by_need(weights: Tensor, total: int) -> list[int]:
-    """Tokens per layer that keep most: how many of the `total` largest shares of the table lie in each row.
+    """Tokens per layer that keep most: how many of the `total` largest shares of all are each layer's.
 
     Ties go to the lower layer. A threshold is found in place of sorting: 0.1 s against 0.5 for 32 layers of 128K.
     """

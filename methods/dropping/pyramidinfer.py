@@ -13,7 +13,7 @@ Differs   the authors fix the decay (0.9) and keep what comes of it, 0.77 of the
           a ratio of 0.3 this is a variant and its label says so: `PyramidInfer*`.
           A layer's own cache is not cut by its own votes, only those above: as their code, unlike their paper.
           Generated tokens stay, unless `compress_generated`: then, as theirs, a block of 16 is thinned whenever
-          so many have left the tail, first after rec + 16 of them; it keeps rec attention rows per layer.
+          so many have left the tail, first after rec + 16 of them; it keeps the weights of rec queries per layer.
 Fails     where a high layer would need what the middle ones did not look at; with few layers, for the first holds the
           whole prompt (and the second, with the cosine).
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
-from engine.observe import MeanRows, Observation
+from engine.observe import MeanWeights, Observation
 from engine.prefill import Thinning
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
@@ -46,33 +46,33 @@ def falling(layer: int, n_layers: int, last: float) -> float:
 
 
 @dataclass
-class Answered:
-    """What one layer did with its generated tokens: the latest queries' attention rows, and when it compressed."""
+class Generated:
+    """What one layer did with its generated tokens: the latest queries' weights, and when it compressed."""
 
-    rows: Tensor  # (at most 1 + rec, n) of the last queries, averaged over heads, 0 where a row is older than a token
+    weights: Tensor  # (at most 1 + rec, n) of the last queries, mean over heads, 0 where a query is older than a token
     base: int  # tokens that are not due to be compressed
     block: int  # tokens that are compressed at a time
     n_stay: int  # of a block
     distance_weight: float
 
-    def take(self, row: Tensor, tail: int) -> None:
-        """Add the latest query's row (n,); its last token is new to all older rows."""
-        older = torch.nn.functional.pad(self.rows, (0, len(row) - self.rows.shape[1]))
-        self.rows = torch.cat([older, row.unsqueeze(0)])[-tail:]
+    def take(self, latest: Tensor, tail: int) -> None:
+        """Add the latest query's weights (n,); its last token is new to all older queries."""
+        older = torch.nn.functional.pad(self.weights, (0, len(latest) - self.weights.shape[1]))
+        self.weights = torch.cat([older, latest.unsqueeze(0)])[-tail:]
 
     def stay(self, tail: int) -> Tensor | None:
-        """Indices of the tokens that stay, where a block of them has come to be compressed; its rows go with it."""
-        n = self.rows.shape[1]
+        """Indices of the tokens that stay, where a block of them has come to be compressed; its weights go with it."""
+        n = self.weights.shape[1]
         if n - (tail - 1) - self.base < self.block:
             return None
         block = slice(n - tail - self.block, n - tail)
-        rising = rising_weights(len(self.rows), self.distance_weight).to(self.rows)
-        votes = rising @ self.rows[:, block]
+        rising = rising_weights(len(self.weights), self.distance_weight).to(self.weights)
+        votes = rising @ self.weights[:, block]
         best = votes.sort(descending=True, stable=True).indices[: self.n_stay].sort().values
         best = best + block.start
         every = torch.arange(n, device=votes.device)
         stay = torch.cat([every[: block.start], best, every[block.stop :]])
-        self.rows = self.rows[:, stay]
+        self.weights = self.weights[:, stay]
         self.base = len(stay) - (tail - 1)
         return stay
 
@@ -120,7 +120,7 @@ def find_course(
     def course(schedule: str, decay: float) -> "PyramidInfer.Plan":
         return PyramidInfer.Plan(
             s, n_layers, tail, low, params.sinks, params.interval, params.distance_weight, schedule, decay
-        )  # fmt: skip
+        )
 
     def fits(schedule: str, decay: float) -> bool:
         return sum(course(schedule, decay).lengths()) <= n_tokens * n_layers
@@ -261,7 +261,7 @@ class PyramidInfer(SelectiveAttention):
         return name.replace(cls.title, f"{cls.title}*") if varies else name
 
     def setup(self) -> None:
-        self.answered: dict[int, Answered] = {}
+        self.generated: dict[int, Generated] = {}
         # No block comes to be compressed before so many tokens: until then nothing has to be watched.
         self.wants_weights = (
             self.params.compress_generated and self.plan is not None and self.store.n_new >= self.plan.tail - 1 + BLOCK
@@ -269,22 +269,22 @@ class PyramidInfer(SelectiveAttention):
 
     @classmethod
     def observations(cls, params: Params, plan: Plan | None) -> tuple[Observation, ...]:
-        return (MeanRows(plan.tail),) if params.compress_generated and plan is not None else ()
+        return (MeanWeights(plan.tail),) if params.compress_generated and plan is not None else ()
 
     def arrange(self, layer: int) -> None:
         self.store.keep_reached(layer)
         if self.wants_weights and self.plan is not None:
-            rows = self.trace.observed(MeanRows(self.plan.tail), layer)
+            weights = self.trace.observed(MeanWeights(self.plan.tail), layer)
             n_stay = n_of_block(BLOCK, BLOCK_SHARE, BLOCK_DECAY, layer, self.plan.n_layers)
-            self.answered[layer] = Answered(rows, rows.shape[1], BLOCK, n_stay, self.plan.distance_weight)
+            self.generated[layer] = Generated(weights, weights.shape[1], BLOCK, n_stay, self.plan.distance_weight)
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None or self.plan is None:
             return out
-        said = self.answered[layer]
-        said.take(weights[0].mean(0), self.plan.tail)
-        self.store[layer].meter.count("resident_meta_bytes", said.rows.nbytes)
-        stay = said.stay(self.plan.tail)
+        generated = self.generated[layer]
+        generated.take(weights[0].mean(0), self.plan.tail)
+        self.store[layer].meter.count("resident_meta_bytes", generated.weights.nbytes)
+        stay = generated.stay(self.plan.tail)
         if stay is not None:
             self.store[layer].drop_but(stay)
         return out

@@ -92,5 +92,5 @@ class SnapKV(ScoringMethod):
 
 def shrunk_window(method: ScoringMethod) -> dict[str, Any]:
     """For the sample's `method_report`: the window, where the budget left room for a shorter one than was asked for."""
-    asked, got = method.params.window, method.plan.window
-    return {"window": got} if got < asked and not method.variant.is_full else {}
+    wanted, window = method.params.window, method.plan.window
+    return {"window": window} if window < wanted and not method.variant.is_full else {}

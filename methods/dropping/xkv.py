@@ -4,8 +4,9 @@ The prompt's last queries score all earlier tokens. A layer's retention is the s
 hold, and layers differ: some put everything on a few tokens, others spread it. Taking the largest normalised scores of
 all layers together keeps the most retention for the tokens that there are. No code of the authors is public.
 
-Symbols   paper w_i, n_i, N, R_i, R_avg, M, ps = a row of `weights`, `counted`, `total`, `retention`, `r_avg`, `n_past`,
-          `kernel`; l, t = number of layers, `s_prompt`; ows is `ows`, and `plan.ows` where a short budget shrinks it.
+Symbols   paper w_i, n_i, N, R_i, R_avg, M, ps = a layer of `weights`, `counted`, `total`, `retention`, `r_avg`,
+          `n_past`, `kernel`; l, t = number of layers, `s_prompt`; ows is `ows`, and `plan.ows` where a short budget
+          shrinks it.
 Per step  moved: nothing; resident: h_kv * sum over layers of (n_i + ows + generated) tokens, 4 * d_h bytes each;
           metadata: none.
 Budget    sum of (n_i + ows) = layers * tokens of the common budget, rounded down per layer as for every method, so
@@ -16,8 +17,8 @@ Differs   - the window stays and counts; the paper's scores leave it out and do 
           - `index_scope: kv_head` lets each KV head of a layer keep its own n_i tokens, as the methods that it is
             compared with do; `layer` is the literal text, one list for all heads. With `query_head` every query head
             has its own n_i; its KV head keeps the union, and the ledger counts that.
-          - greedy one by one is replaced by the top `total` of the whole table. Rows are sorted, so these are the
-            first of each row, and no other `total` entries sum to more; equal lists, since ties go to the lower layer.
+          - greedy one by one is replaced by the top `total` of the whole table. Layers are sorted, so these are the
+            first of each, and no other `total` entries sum to more; equal lists, since ties go to the lower layer.
             `r_avg` is reached or passed, not met.
           - one prefill instead of a mini-prefill and another: the same tokens, but memory peaks at the whole prompt,
             and time to first token is without the second pass.
@@ -63,9 +64,9 @@ def layer_vector(scores: Tensor) -> Tensor:
 
 
 def retention_ratio(weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """Share of each row's sum that its `n` largest hold, (layers,) float64."""
-    rows = zip(normalised(weights), counts, strict=True)
-    return torch.stack([row.topk(n, sorted=False).values.sum() for row, n in rows])
+    """Share of each layer's sum that its `n` largest hold, (layers,) float64."""
+    layers = zip(normalised(weights), counts, strict=True)
+    return torch.stack([shares.topk(n, sorted=False).values.sum() for shares, n in layers])
 
 
 def tokens_for(weights: Tensor, retention: float) -> list[int]:

@@ -223,11 +223,11 @@ class ClusterKV(SelectiveAttention):
         n_sink = min(params.n_sink, budget.tokens // 2)
         n, period = budget.s_prompt - n_sink, params.decode_period
         if params.comm_mode == "matched":
-            asked, decode = round(budget.comm * budget.s_prompt), round(budget.comm * period)
+            n_clusters, decode = round(budget.comm * budget.s_prompt), round(budget.comm * period)
         else:
-            asked, decode = budget.s_prompt // TOKENS_PER_CLUSTER, period // TOKENS_PER_CLUSTER
+            n_clusters, decode = budget.s_prompt // TOKENS_PER_CLUSTER, period // TOKENS_PER_CLUSTER
         decode = max(1, decode) if params.decode_clusters is None else params.decode_clusters
-        return ClusterKV.Plan(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or asked)), decode)
+        return ClusterKV.Plan(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or n_clusters)), decode)
 
     # While the prompt is read.
 
@@ -332,7 +332,7 @@ class ClusterKV(SelectiveAttention):
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:
             return {}
-        said: dict[str, Any] = {
+        report: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,
             "n_clusters": self.plan.n_clusters,
             "overall_ratio": self.overall_ratio(Fraction(self.budget.tokens, self.budget.s_prompt)),
@@ -341,16 +341,16 @@ class ClusterKV(SelectiveAttention):
             self.fold_hits(layer)
         rates = [np.mean(hits.rates) for hits in self.hits.values() if hits.rates]
         if rates:
-            said["cluster_hit_rate"] = float(np.mean(rates))
-        done = list(self.clusters.values())
-        if done:
-            said["clustering_s"] = sum(layer.seconds for layer in done)
-            said["kmeans_rounds"] = sum(layer.rounds for layer in done) / len(done)
+            report["cluster_hit_rate"] = float(np.mean(rates))
+        clusters = list(self.clusters.values())
+        if clusters:
+            report["clustering_s"] = sum(layer.seconds for layer in clusters)
+            report["kmeans_rounds"] = sum(layer.rounds for layer in clusters) / len(clusters)
             # Of one layer: every round, and the labels at the end, compare all keys with all centroids.
             n, shape = self.budget.s_prompt - self.plan.n_sink, self.trace.shape
             one_round = 2 * n * self.plan.n_clusters * shape.h_kv * shape.d_h
-            said["build_flops"] = one_round * (said["kmeans_rounds"] + 1)
-        return said
+            report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
+        return report
 
 
 def one_thread() -> ThreadPoolExecutor:

@@ -10,7 +10,7 @@ Per step  moved: K and V of K tokens per query head, 4 * d_h bytes each, a token
           from the step before; to find them nothing moves, so any `comm` is met. Read to find: partial keys,
           2 * h_kv * S * d' bytes, resident as are 2 * h * d' * D bytes of query weights (with `lookahead: 1`) and
           2 * h_kv * d_h ** 2 of A (with `skew`).
-Differs   - the prefill is exact; the authors' accuracy path masks every row of the whole sequence.
+Differs   - the prefill is exact; the authors' accuracy path masks every query of the whole sequence.
           - A and channels come from the prompt at hand, A after rotation. The authors make A of 2,048 tokens of a book,
             and their accuracy path takes the union of the query's and the key's channels of fixed sentences, up to
             2 * d'. `channels: query`, `skew: false` is their serving code with nothing folded into its weights.
@@ -241,7 +241,7 @@ class InfiniGen(SelectiveAttention):
         return late[:, : t - 1]
 
     def count_resident(self, layer: int) -> None:
-        """Partial keys, rows of the query's weights, A."""
+        """Count what stays on the device: partial keys, the projection's part for the channels, A."""
         shape, n_channels = self.trace.shape, self.plan.n_channels
         n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
         elements = shape.h_kv * n_keys * n_channels

@@ -129,7 +129,7 @@ class InfLLM(SelectiveAttention):
         self.wants_weights = self.grows and params.repr_score == "prob"
         self.turns = params.position == "fixed" and not self.variant.is_full
         self.q_far: Tensor | None = None  # this step's query, at the distance of all far tokens
-        self.asked: Tensor | None = None  # positions fetched in this step, (1 or h, n)
+        self.selected: Tensor | None = None  # positions fetched in this step, (1 or h, n)
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -158,17 +158,15 @@ class InfLLM(SelectiveAttention):
         room = plan.n_local + plan.block_len if self.grows else n_past + self.store.n_new
         self.store.offload(layer, plan.n_sink, n_past, room)
         scores = trace.observed(observed_band(self.params, plan), layer)[0]  # (h, s)
-        made = trace.once(
+        means = trace.once(
             ("InfLLM", layer, replace(plan, k=0), self.params.repr_score, self.params.repr_granularity, self.turns),
-            lambda: self.means_of(
-                scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink
-            ),
-        )  # fmt: skip
-        self.n_blocks[layer], self.means[layer] = n_blocks, made
+            lambda: self.means_of(scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink),
+        )
+        self.n_blocks[layer], self.means[layer] = n_blocks, means
         if self.grows:
             most = plan.n_blocks(s + self.store.n_new)
-            self.means[layer] = made.new_empty(most, *made.shape[1:])
-            self.means[layer][:n_blocks] = made
+            self.means[layer] = means.new_empty(most, *means.shape[1:])
+            self.means[layer][:n_blocks] = means
             self.scores[layer] = scores.new_zeros(len(scores), room)
             self.scores[layer][:, :n_past] = scores[:, s - n_past :]
 
@@ -230,7 +228,7 @@ class InfLLM(SelectiveAttention):
             blocks = top_stable(block_scores(query, means, self.params.per_head), plan.k)
         within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
         tokens = (blocks.unsqueeze(-1) * plan.block_len + within).flatten(1)  # (1 or h, n)
-        self.asked = tokens
+        self.selected = tokens
         return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, shape.h_kv, -1)
 
     @classmethod
@@ -244,11 +242,11 @@ class InfLLM(SelectiveAttention):
     ) -> list[list[Part]]:
         """Where far tokens are at one distance, those that were fetched come there too."""
         parts = super().step_rows(rows, layer, q, k_new, v_new)
-        for row, mine in zip(cast("Sequence[InfLLM]", rows), parts, strict=True):
-            if row.turns and row.asked is not None:
-                found = mine[-1].gathered()
-                mine[-1] = replace(found, k=row.to_zero(found.k, row.asked), q=row.q_far)
-            row.asked = None
+        for row, own_parts in zip(cast("Sequence[InfLLM]", rows), parts, strict=True):
+            if row.turns and row.selected is not None:
+                fetched = own_parts[-1].gathered()
+                own_parts[-1] = replace(fetched, k=row.to_zero(fetched.k, row.selected), q=row.q_far)
+            row.selected = None
         return parts
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:

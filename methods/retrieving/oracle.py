@@ -14,7 +14,7 @@ Fails     where a task needs more tokens than the budget has: kept mass is maxim
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.budget import Budget, key_bytes, split
 from engine.checks import each_one_of, share, tokens
 from engine.shapes import ModelShape
+from engine.store import Store
 from methods.base import SelectiveAttention
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
@@ -114,8 +115,8 @@ class Oracle(SelectiveAttention):
         for i, row in enumerate(oracles):
             n = logits.shape[-1]
             row.store[layer].meter.count("searched_bytes", key_bytes(row.trace.shape, n))
-            mine = scores[row.params.agg][i : i + 1]
-            chosen.append(top_tokens(mine, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window))
+            own_scores = scores[row.params.agg][i : i + 1]
+            chosen.append(top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window))
             if row.params.lost_mass == "spread":
                 row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
         return chosen
@@ -135,7 +136,7 @@ class Oracle(SelectiveAttention):
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)
 
 
-def all_logits(stores: Sequence[Any], layer: int, q: Tensor, scale: float) -> Tensor:
+def all_logits(stores: Sequence[Store], layer: int, q: Tensor, scale: float) -> Tensor:
     """Scaled logits of every row over the prompt and its own generated tokens, (n, h_kv, g, s) float32."""
     keys = stores[0].trace.keys(layer)  # (1, h_kv, s_prompt, d_h), the same tensor for all rows
     h_kv, d_h = keys.shape[1], keys.shape[3]

@@ -58,7 +58,7 @@ from methods.base import SelectiveAttention
 from methods.retrieving.pqcache_quantiser import (
     Lane,
     Quantiser,
-    first_rows,
+    first_centroids,
     n_threads,
     quantise,
     threads,
@@ -126,7 +126,7 @@ class PQCache(SelectiveAttention):
     plan: Plan
     pending: dict[int, Future[Quantiser]]
     quantisers: dict[int, Quantiser]  # per layer, once its clustering was waited for
-    mine: set[int]  # layers whose codes no other variant reads
+    own_layers: set[int]  # layers whose codes no other variant reads
     rounds: dict[int, int]  # per layer, most rounds of k-means
 
     def setup(self) -> None:
@@ -135,7 +135,7 @@ class PQCache(SelectiveAttention):
             self.check_cache(self.params, cache)
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
-        self.pending, self.quantisers, self.mine, self.rounds = {}, {}, set(), {}
+        self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
         self.seconds, self.n_rebuilds = 0.0, 0
         self.lane = Lane(device) if device.type == "cuda" else None
 
@@ -205,7 +205,7 @@ class PQCache(SelectiveAttention):
         """Cluster the `n` tokens behind the sinks, on a thread beside the model or at once."""
         trace, plan, params = self.trace, self.plan, self.params
         keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
-        rows, begin = first_rows(params.seed, n, 1 << plan.b), None
+        first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
         written = torch.cuda.Event() if trace.device.type == "cuda" else None
@@ -217,8 +217,8 @@ class PQCache(SelectiveAttention):
                 written.synchronize()
             with torch.inference_mode(), span("cluster", layer):
                 return quantise(
-                    keys, plan.m, plan.b, rows, self.rounds[layer], params.tol, params.empty, begin, trace.device
-                )  # fmt: skip
+                    keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, trace.device
+                )
 
         if params.overlap:
             return trace.once("PQCache's threads", lambda: threads(trace)).submit(following(work))
@@ -297,17 +297,17 @@ class PQCache(SelectiveAttention):
             with span("wait", layer):
                 self.quantisers[layer] = self.pending.pop(layer).result()
             self.seconds += self.quantisers[layer].seconds
-            self.mine.discard(layer)
+            self.own_layers.discard(layer)
         quantiser = self.quantisers[layer]
         return quantiser if quantiser.codes.n >= n else self.code_late(layer)
 
     def code_late(self, layer: int) -> Quantiser:
         """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
         quantiser, n_sink = self.quantisers[layer], self.plan.n_sink
-        if layer not in self.mine:
+        if layer not in self.own_layers:
             room = self.trace.s_prompt + self.store.n_new - n_sink
             quantiser = self.quantisers[layer] = with_room(quantiser, room)
-            self.mine.add(layer)
+            self.own_layers.add(layer)
         keys = self.keys(layer, n_sink + quantiser.codes.n, self.store[layer].n_seen)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
         return quantiser
@@ -344,7 +344,7 @@ class PQCache(SelectiveAttention):
         if self.variant.is_full:
             return {}
         plan, d_h = self.plan, self.trace.shape.d_h
-        said: dict[str, Any] = {
+        report: dict[str, Any] = {
             "m": plan.m,
             "b": plan.b,
             "comm_nominal": plan.m * plan.b / (16 * d_h),
@@ -354,19 +354,19 @@ class PQCache(SelectiveAttention):
             "iterations": [self.rounds[layer] for layer in sorted(self.rounds)],
         }
         if self.quantisers:
-            said["clustering_s"] = self.seconds
-            said["kmeans_rounds"] = float(np.mean([x.rounds for x in self.quantisers.values()]))
+            report["clustering_s"] = self.seconds
+            report["kmeans_rounds"] = float(np.mean([x.rounds for x in self.quantisers.values()]))
             # Of one layer: every round, and the codes at the end, compare all keys with all centroids.
             n_fit = float(np.mean([x.n_fit for x in self.quantisers.values()]))
             one_round = 2 * n_fit * (1 << plan.b) * self.trace.shape.h_kv * d_h
-            said["build_flops"] = one_round * (said["kmeans_rounds"] + 1)
+            report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
         if self.n_rebuilds:
-            said["n_rebuilds"] = self.n_rebuilds
+            report["n_rebuilds"] = self.n_rebuilds
         warm = [entry for entry in self.store.ledger.entries if entry.step > 1]
         lookups = sum(entry.cache_lookups for entry in warm)
         if lookups:
-            said["cache_hit_rate_warm"] = sum(entry.cache_hits for entry in warm) / lookups
-        return said
+            report["cache_hit_rate_warm"] = sum(entry.cache_hits for entry in warm) / lookups
+        return report
 
 
 def code_shape(params: PQCache.Params, comm: Fraction, d_h: int) -> tuple[int, int]:

@@ -35,24 +35,24 @@ class Quantiser:
 
 
 def quantise(
-    keys: Tensor, m: int, b: int, rows: Tensor, n_rounds: int, tol: float, empty: str,
+    keys: Tensor, m: int, b: int, first: Tensor, n_rounds: int, tol: float, empty: str,
     start: Tensor | None, device: torch.device,
 ) -> Quantiser:  # fmt: skip
-    """Cluster keys (h_kv, n, d_h) from the keys at `rows`, or from centroids `start`."""
+    """Cluster keys (h_kv, n, d_h) from the keys at `first` as centroids, or from centroids `start`."""
     began = perf_counter()
     h_kv, n, d_h = keys.shape
     points = keys.float().view(h_kv, n, m, d_h // m).transpose(1, 2)  # (h_kv, m, n, d_m)
     if n <= 1 << b:
         centroids, rounds = points.contiguous(), 0.0
-        found = torch.arange(n, dtype=torch.uint8).expand(h_kv, m, n)
+        ids = torch.arange(n, dtype=torch.uint8).expand(h_kv, m, n)
     else:
         flat = None if start is None else start.flatten(0, 1)
         points = points.reshape(h_kv * m, n, -1)
-        fit = pq_fit(points, rows, n_rounds, tol=tol, empty=empty, start=flat)
-        centroids, found = fit.centroids.view(h_kv, m, -1, d_h // m), fit.codes.view(h_kv, m, n)
+        fit = pq_fit(points, first, n_rounds, tol=tol, empty=empty, start=flat)
+        centroids, ids = fit.centroids.view(h_kv, m, -1, d_h // m), fit.codes.view(h_kv, m, n)
         rounds = float(fit.n_iter.float().mean())
     codes = PackedCodes(h_kv, m, b, n)
-    codes.extend(found)
+    codes.extend(ids)
     if device.type == "cuda":
         codes.data = codes.data.pin_memory()
     return Quantiser(centroids, centroids.to(device), codes, n, rounds, perf_counter() - began)
@@ -69,7 +69,7 @@ def with_room(quantiser: Quantiser, capacity: int) -> Quantiser:
     return replace(quantiser, codes=codes)
 
 
-def first_rows(seed: int, n: int, c: int) -> Tensor:
+def first_centroids(seed: int, n: int, c: int) -> Tensor:
     """Of `n` keys those that are the first centroids: the same for all layers, heads and parts."""
     state = np.random.SeedSequence([seed, n, c]).generate_state(1)[0]
     return torch.randperm(n, generator=torch.Generator().manual_seed(int(state)))[:c]

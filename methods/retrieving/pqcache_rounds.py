@@ -72,8 +72,8 @@ def least_squares(columns: Sequence[Any], seconds: Sequence[float]) -> list[floa
     """Coefficients; columns are scaled to one another first, since s^2 is a hundred million times as large as 1."""
     scales = [float(np.abs(column).max()) or 1.0 for column in columns]
     matrix = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], 1)
-    found = np.linalg.lstsq(matrix, np.asarray(seconds, float), rcond=None)[0]
-    return [float(value / scale) for value, scale in zip(found, scales, strict=True)]
+    solution = np.linalg.lstsq(matrix, np.asarray(seconds, float), rcond=None)[0]
+    return [float(value / scale) for value, scale in zip(solution, scales, strict=True)]
 
 
 def rounds_by_line(s: int, layer_s: float, clustering: Line) -> float:
@@ -114,7 +114,9 @@ class Profile:
             return LOWEST
         tiny = 1e-12  # noise must not make a slope negative
         if two_lines:
-            few, many = ({n: seconds for n, rounds, seconds in self.clustering if rounds == asked} for asked in ROUNDS)
+            few, many = (
+                {n: seconds for n, rounds, seconds in self.clustering if rounds == wanted} for wanted in ROUNDS
+            )
             lengths = sorted(few)
             three = fit_line(lengths, [few[n] for n in lengths])
             more = ROUNDS[1] - ROUNDS[0]
@@ -145,17 +147,17 @@ class Profile:
 def profile_of(shape: ModelShape, device: torch.device, m: int, b: int, n_threads: int) -> Profile:
     """The profile in the cache folder, or a new one with times of clustering."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    made_of = (
+    machine = (
         *(platform.node(), platform.machine(), where, os.cpu_count(), torch.__version__),
         *(shape.name, shape.h_kv, shape.d_h, m, b, n_threads, torch.get_num_threads()),
     )
-    key = sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+    key = sha256(json.dumps(machine).encode()).hexdigest()[:16]
     path = cache_home() / "profiles" / f"pqcache-{key}.json"
     if (kept := read_profile(path)) is not None:
         return kept
-    made = Profile(path, clustering_times(shape.h_kv * m, shape.d_h // m, 1 << b))
-    made.save()
-    return made
+    profile = Profile(path, clustering_times(shape.h_kv * m, shape.d_h // m, 1 << b))
+    profile.save()
+    return profile
 
 
 def read_profile(path: Path) -> Profile | None:
@@ -174,10 +176,10 @@ def clustering_times(p: int, d_m: int, c: int) -> list[tuple[int, int, float]]:
     times = []
     for n in (n for n in LENGTHS if n > c):
         points = torch.randn(p, n, d_m, generator=draw)
-        rows = torch.randperm(n, generator=draw)[:c]
+        first = torch.randperm(n, generator=draw)[:c]
         for n_rounds in ROUNDS:
             tries = [
-                seconds_of(lambda: pq_fit(points, rows, n_rounds, tol=0.0))  # noqa: B023
+                seconds_of(lambda: pq_fit(points, first, n_rounds, tol=0.0))  # noqa: B023
                 for _ in range(2)
             ]
             times.append((n, n_rounds, min(tries)))

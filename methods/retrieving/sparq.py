@@ -248,7 +248,7 @@ def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tenso
     of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
     t = rows[0].store[layer].n_seen - s  # all rows are at the same position
     late = [
-        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, mine) for row, mine in zip(rows, where, strict=True)
+        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, at) for row, at in zip(rows, where, strict=True)
     ]
     return torch.cat([of_prompt, torch.stack(late)], -1).view(n, h_kv, r, s + t)
 

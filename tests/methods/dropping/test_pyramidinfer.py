@@ -10,11 +10,11 @@ import torch
 from engine.budget import Budget, resolve
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.observe import MeanRows
+from engine.observe import MeanWeights
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
-from methods.dropping.pyramidinfer import Answered, PyramidInfer, fit_course, n_of_block, rising_weights
+from methods.dropping.pyramidinfer import Generated, PyramidInfer, fit_course, n_of_block, rising_weights
 from methods.full import Full
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_for
@@ -68,7 +68,7 @@ def run_block_vectors(path: Path) -> list[Check]:
     n_stay = n_of_block(block, share, float(x["gen_decay_ratio"]), layer, n_layers)
     problem = differs("topk", n_stay, x["topk"])
     rows, base = torch.from_numpy(x["recent_rows_after_prefill"]), int(x["prompt_cached"])
-    said = Answered(rows, base, block, n_stay, float(x["distance_weight"]))
+    said = Generated(rows, base, block, n_stay, float(x["distance_weight"]))
     positions = np.arange(int(x["prompt_cached"]))
     for t, row in enumerate(x["decode_attn_rows"]):
         positions = np.append(positions, int(x["prompt_cached"]) + t)
@@ -136,7 +136,7 @@ class Hiding:
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: Any
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         self.seen[layer] = (k, v)
         visible = torch.zeros(self.s, dtype=torch.bool)
         visible[self.trace.positions.get(layer, torch.arange(self.s))] = True
@@ -272,7 +272,7 @@ def test_rows_of_the_last_queries_are_means_over_heads() -> None:
     logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.5
     future = torch.ones(40, 40, dtype=torch.bool).triu(1)
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).mean(1)[0, -9:]
-    rows = MeanRows(9).observe(q, k, 0.5).double()
+    rows = MeanWeights(9).observe(q, k, 0.5).double()
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -587,7 +587,7 @@ ANY_SHAPE = ModelShape("any", 6, H, H_KV, D, 1 << 17, tuple(range(6)))
         (79, 3, {"decode_period": 50}, ClusterKV.Plan(1, 2, 1, 1)),
         (79, 70, {"num_clusters": 1000}, ClusterKV.Plan(4, 66, 75, 4)),
     ],
-)  # fmt: skip
+)
 def test_a_budget_is_sinks_and_selection_and_clusters_follow_the_prompt(
     s: int, n_tokens: int, changes: dict[str, Any], expected: ClusterKV.Plan
 ) -> None:

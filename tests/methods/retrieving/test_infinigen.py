@@ -114,7 +114,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("prefetch_idx", by_score, expected),
         differs("selected_k", k[0][heads, by_score].transpose(0, 1), x["selected_k"]),
         differs("selected_v", v[0][heads, by_score].transpose(0, 1), x["selected_v"]),
-    )  # fmt: skip
+    )
 
 
 def check_skewing(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
@@ -499,7 +499,7 @@ def test_channel_sums_by_their_definition_whatever_the_blocks(
 ) -> None:
     q, k, _ = random_tokens(h, h_kv, 90, d_h=8)
     whole = ChannelSums(True).observe(q, k, 1.0)
-    monkeypatch.setattr("engine.observe.BASIS_ROWS", 17)
+    monkeypatch.setattr("engine.observe.BASIS_QUERIES", 17)
     blocks = ChannelSums(True).observe(q, k, 1.0)
     torch.testing.assert_close(blocks.abs(), whole.abs(), atol=1e-4, rtol=1e-5)
     for kv_head in range(h_kv):
@@ -665,7 +665,7 @@ def test_what_a_model_has_no_room_for_is_refused() -> None:
 @pytest.mark.parametrize(
     ("d_h", "comm", "n_channels"),
     [(128, "1/128", 1), (128, "1/64", 2), (64, "1/128", 1), (64, "1/16", 4), (128, "0.195", 25), (80, "1", 80)],
-)  # fmt: skip
+)
 def test_channels_that_comm_stands_for(d_h: int, comm: str, n_channels: int) -> None:
     shape = ModelShape("any", 3, 4, 2, d_h, 1000, (0, 1, 2))
     budget = resolved("0.2", 1000, comm)

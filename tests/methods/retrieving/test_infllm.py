@@ -87,7 +87,7 @@ def check_harness(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     problem = first(
         differs("sums", ratios, np.ones_like(ratios), 1e-4),
         differs("mean logits", means, x["token_logit_mean_f64"], 1e-4) if "token_logit_mean_f64" in x else None,
-    )  # fmt: skip
+    )
     n_new = max(64, meta["steps"])
     row = row_of(planned(layout), params, trace, request(tokens=1), n_new=n_new)
     scores = trace.observed(row.observations(params, layout)[0], 0)[0]

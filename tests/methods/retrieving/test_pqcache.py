@@ -19,14 +19,12 @@ from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kernels.pq_fit import pq_fit
 from kernels.pq_scores import pq_logits
 from methods.full import Full
-from methods.retrieving import pqcache, pqcache_rounds
+from methods.retrieving import pqcache
 from methods.retrieving.pqcache import PQCache, code_shape
-from methods.retrieving.pqcache_quantiser import Lane, Quantiser, copy_of, first_rows
+from methods.retrieving.pqcache_quantiser import Lane, Quantiser, copy_of, first_centroids
 from methods.retrieving.pqcache_rounds import (
-    Clock,
     Line,
     Parabola,
-    Profile,
     clipped,
     fit_line,
     fit_parabola,
@@ -117,7 +115,7 @@ def check_kmeans(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("rounds", int(fit.n_iter[0]), x["n_iter"]),
         differs("inertia", float(fit.inertia[0]) / x["inertia"], 1.0, 1e-5),
         differs("inertia by rounds", np.array(later) / x["inertia_after_1_2_3_5_10"], np.ones(5), 1e-5),
-    )  # fmt: skip
+    )
 
 
 def check_trace(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
@@ -158,7 +156,7 @@ def check_iters(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("rounds", [clipped(value, *bounds) for value in raw], x["t_max"]),
         differs("bound by two lines", two, x["t_max_two_line_raw"], 1e-9),
         differs("rounds by two lines", [clipped(value, *bounds) for value in two], x["t_max_two_line"]),
-    )  # fmt: skip
+    )
 
 
 def check_fit(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
@@ -288,7 +286,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("merge", ["softmax_sum", "logit_sum", "max", "per_query_head"])
-@pytest.mark.parametrize(("m", "b", "fit"), [(2, 6, "all_but_sinks"), (4, 3, "middle"), (1, 8, "middle")])  # fmt: skip
+@pytest.mark.parametrize(("m", "b", "fit"), [(2, 6, "all_but_sinks"), (4, 3, "middle"), (1, 8, "middle")])
 def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> None:
     tokens = random_tokens(340)
     s, sizes = 310, PQCache.Plan(4, 9, 12, m, b)
@@ -300,7 +298,7 @@ def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> N
         # In float64, apart from the method: a token that was not clustered has its nearest centroids.
         codes = pq_codes_ref(k[0, :, 4:n], quantiser.centroids)
         assert torch.equal(quantiser.codes.codes(0, n - 14), codes[..., : n - 14])
-        expected = by_definition(q[:, :, n - 1 : n], k[:, :, :n], sizes, quantiser.centroids, codes, merge)  # fmt: skip
+        expected = by_definition(q[:, :, n - 1 : n], k[:, :, :n], sizes, quantiser.centroids, codes, merge)
         assert torch.equal(attended, expected)
         torch.testing.assert_close(out, exact_over(expected, q, k, v), atol=1e-5, rtol=0)
         entry = row.store.ledger.entries[t]
@@ -320,7 +318,7 @@ def test_codes_of_the_prompt_are_nearest_centroids_of_its_own_clustering() -> No
     keys = tokens[1][0, :, 5:]
     assert torch.equal(quantiser.codes.codes(), pq_codes_ref(keys, quantiser.centroids))
     points = keys.view(2, 195, 2, 8).transpose(1, 2).reshape(4, 195, 8)
-    fit = pq_fit(points, first_rows(0, 195, 16), 10)
+    fit = pq_fit(points, first_centroids(0, 195, 16), 10)
     assert torch.equal(quantiser.centroids, fit.centroids.view(2, 2, 16, 8))
 
 
@@ -548,7 +546,7 @@ def test_rebuilding_swaps_centroids_and_codes_at_the_next_step(overlap: bool, fi
     n = 316 if fit == "all_but_sinks" else 306
     points = k[0, :, 4 : 4 + n].view(2, n, 2, 8).transpose(1, 2).reshape(4, n, 8)
     start = old.centroids.flatten(0, 1)
-    fresh = pq_fit(points, first_rows(0, n, 16), 10, start=start)
+    fresh = pq_fit(points, first_centroids(0, n, 16), 10, start=start)
     assert torch.equal(new.centroids, fresh.centroids.view(2, 2, 16, 8))
     assert new.n_fit == n
     run(row, tokens, 321, 360)
@@ -567,84 +565,6 @@ def test_a_short_prompt_is_rebuilt_from_new_centroids() -> None:
     run(row, tokens, 50, 90)
     assert row.quantisers[0].centroids.shape == (2, 2, 64, 8)
     assert row.quantisers[0].n_fit == 76
-
-
-# --- The adaptive bound -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pqcache_rounds, "LENGTHS", (128, 256))
-    return tmp_path / "kvbench" / "profiles"
-
-
-def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: Path) -> None:
-    clustering = None
-    for i, s in enumerate((100, 100, 200, 300, 400)):
-        tokens = random_tokens(s)
-        trace = trace_of(tokens[1], tokens[2], 6, s)
-        trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
-        for layer in (1, 2):
-            trace.add(layer, tokens[1], tokens[2], 0.25)
-        row = variant(tokens, s, trace=trace, b=4, iterations="auto")
-        said = row.report()["iterations"]
-        assert len(said) == 3
-        assert all(3 <= n <= 300 for n in said)
-        (file,) = cache_home.iterdir()
-        kept = json.loads(file.read_text())
-        lengths = [n for n, _ in kept["layers"]]
-        # The second prompt is as long as the first, the last comes when there are enough.
-        assert lengths == [94, 194, 294][: (1, 1, 2, 3, 3)[i]]
-        assert [(n, rounds) for n, rounds, _ in kept["clustering"]] == [
-            (n, rounds) for n in (128, 256) for rounds in (3, 9)
-        ]
-        clustering = clustering or kept["clustering"]
-        assert kept["clustering"] == clustering
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", "[" * 100_000, '{"clustering": [[1]], "layers": 5}'])
-def test_a_damaged_profile_is_made_again(cache_home: Path, content: str) -> None:
-    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
-    profile = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
-    profile.path.write_text(content, encoding="latin-1")
-    made = pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1)
-    assert [one[:2] for one in made.clustering] == [one[:2] for one in profile.clustering]
-    assert json.loads(profile.path.read_text())["layers"] == []
-
-
-def test_a_profile_that_cannot_be_kept_is_used_all_the_same(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    shape = trace_of(*random_tokens(16)[1:3], 6, 16).shape
-    assert pqcache_rounds.profile_of(shape, torch.device("cpu"), 2, 4, 1).clustering
-
-
-def test_the_bound_follows_the_profile(tmp_path: Path) -> None:
-    clustering = [(n, r, 1e-3 + 1e-6 * n * r) for n in (1000, 2000, 4000) for r in (3, 9)]
-    layers = [(n, 2e-3 + 5e-6 * n + 1e-9 * n * n) for n in (1000, 2000, 4000)]
-    profile = Profile(tmp_path / "x.json", clustering, layers)
-    by_hand = int((1e-3 + 5e-6 * 8000 + 1e-9 * 8000**2) / (1e-6 * 8000))
-    assert profile.rounds(8000, None, False) == profile.rounds(8000, None, True) == by_hand == 13
-    unknown = Profile(tmp_path / "x.json", clustering)
-    assert unknown.rounds(8000, None, False) == 3
-    assert unknown.rounds(8000, 0.0975, False) == 12
-    assert unknown.rounds(8000, 1e9, True) == 300
-
-
-def test_a_layer_is_what_lies_between_two_buildings(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([1.0, 4.0, 4.5, 5.0, 9.0, 9.5])
-    monkeypatch.setattr(pqcache_rounds, "perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"))
-    clock.enter(0)
-    assert clock.latest() is None
-    clock.leave()  # 1.0
-    clock.enter(1)  # 4.0, three seconds later
-    clock.leave()  # 4.5
-    clock.enter(1)  # another variant
-    clock.leave()  # 5.0
-    clock.enter(2)  # 9.0
-    clock.leave()
-    assert (clock.latest(), clock.middle()) == (4.0, 3.5)
 
 
 # --- Configuration ----------------------------------------------------------------------------
@@ -682,7 +602,7 @@ def test_one_of_the_two_may_be_given() -> None:
         ({"tol": -1.0}, r"method.tol=-1.0 is out of range"),
         ({"rebuild_every": -1}, r"method.rebuild_every=-1 is out of range"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_met_is_refused(changes: dict[str, Any], says: str) -> None:
     shape = ModelShape("any", 1, 9, 3, 64, 8192, (0,))
     with pytest.raises(ConfigError, match=says):

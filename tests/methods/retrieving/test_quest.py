@@ -63,7 +63,7 @@ def check_step(variant: str, meta: dict[str, Any], x: dict[str, np.ndarray]) -> 
         differs("page scores", scores, x["page_scores"], 1e-4),
         differs("attended", attended, x["token_mask"]),
         differs("output", out[0, :, 0], x["attn_out"], 1e-5),
-    )  # fmt: skip
+    )
     if "num_pages_selected" in x:
         problem = problem or differs("pages", pages.sum(-1), x["num_pages_selected"])
     if "selected_pages" in x:
@@ -143,9 +143,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, attended: Tensor) -> Tensor:
 @pytest.mark.parametrize("s", [60, 64, 71])
 def test_every_step_is_the_definition(s: int, variant: str, page_generated: bool, agg: str) -> None:
     q, k, v = random_tokens(6, 2, s + 20)
-    params = replace(
-        NATIVE, page_len=8, variant=variant, page_generated=page_generated, agg=agg
-    )  # fmt: skip
+    params = replace(NATIVE, page_len=8, variant=variant, page_generated=page_generated, agg=agg)
     for tokens in (8, 19, 40):
         row = row_of(Quest, params, trace_of(k, v, 6, s), request(tokens=tokens, comm="1"))
         for t, (out, attended) in enumerate(run(row, q, k, v, s, s + 20)):
@@ -406,9 +404,7 @@ def test_comm_makes_pages_of_2_over_comm_tokens(comm: str, page_len: int) -> Non
 def test_pages_that_a_budget_has() -> None:
     assert [Quest.Plan(16, b).k(203, "harness") for b in (16, 64, 79, 203, 400)] == [1, 4, 4, 12, 13]
     assert [Quest.Plan(16, b).k(203, "eval") for b in (16, 33, 64, 203, 400)] == [3, 3, 4, 12, 12]
-    assert [Quest.Plan(16, b).k(40, variant) for b in (33, 64) for variant in ("eval", "serving")] == [
-        3, 2, 3, 3
-    ]  # fmt: skip
+    assert [Quest.Plan(16, b).k(40, variant) for b in (33, 64) for variant in ("eval", "serving")] == [3, 2, 3, 3]
 
 
 def test_native_pages_want_the_comm_that_they_cost() -> None:

@@ -83,7 +83,7 @@ def check_step(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
             differs("alpha", alpha, x["alpha"], 1e-5) if meta["reallocate"] else None,
             differs("mean of V", row.means[0][0, :, 0], x["mean_v"], 1e-5) if row.means else None,
             differs("output", out[0, :, 0], x["out"], 2e-5),
-        )  # fmt: skip
+        )
         if problem:
             return f"{layout}: {problem}"
     return None
@@ -210,9 +210,7 @@ def test_with_all_components_it_is_the_oracle_of_mean_logits(generated: str) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_everything_is_selected_it_is_full_attention(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in random_tokens(6, 2, 60))
-    row = row_of(
-        SparQ, PUBLISHED, trace_of(k, v, 6, 50), request(tokens=40, comm="1/16"), SparQ.Plan(0, 6, 200, 1)
-    )  # fmt: skip
+    row = row_of(SparQ, PUBLISHED, trace_of(k, v, 6, 50), request(tokens=40, comm="1/16"), SparQ.Plan(0, 6, 200, 1))
     full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 50), 64))
     for (out, attended), (expected, _) in zip(run(row, q, k, v, 50, 60), run(full, q, k, v, 50, 60), strict=True):
         assert attended.all()
@@ -411,9 +409,7 @@ def test_the_report_says_what_the_second_copy_of_k_takes() -> None:
         for layout in ("columns", "rows")
     }
     trace = trace_of(k, v, 6)
-    assert reports["columns"] == {
-        "n_components": 2, "columns_host_bytes": key_bytes(trace.shape, 60 + 64)
-    }  # fmt: skip
+    assert reports["columns"] == {"n_components": 2, "columns_host_bytes": key_bytes(trace.shape, 60 + 64)}
     assert reports["rows"]["columns_host_bytes"] == 0
     assert row_of(SparQ, PARAMS, trace, request("1", comm="0")).report() == {}
 
