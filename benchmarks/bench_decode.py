@@ -16,14 +16,15 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.budget import BudgetRequest
+from engine.checkpoints.load import load
 from engine.decode import decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.oracle import Oracle
 
 N_STEPS = 16
 FULL = (Full, Full.Params(), "1")

@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.paired import RESULTS
 from engine.budget import BudgetRequest
+from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, Hardware, count, layers_of, method_of, predict
 from evals.tasks.sources import embedded_prose

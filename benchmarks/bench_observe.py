@@ -17,14 +17,15 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.budget import BudgetRequest
-from engine.model import Model, load
+from engine.checkpoints.load import load
+from engine.model import Model
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
-from methods.pyramidkv import PyramidKV
-from methods.snapkv import SnapKV
-from methods.xkv import XKV
+from methods.dropping.pyramidkv import PyramidKV
+from methods.dropping.snapkv import SnapKV
+from methods.dropping.xkv import XKV
 
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(0))
 METHODS: dict[str, tuple[type[SelectiveAttention], Any]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.paired import measure, record
 from kernels.gather import gather_tokens
-from kernels.select_attend import Rows, attend_parts_native, attend_parts_ref, select_attend
+from kernels.select_attend import Tokens, attend_parts_native, attend_parts_ref, select_attend
 
 N_SETS = 16  # sets of tokens, in turns
 CALLS = 20  # that are timed together
@@ -61,8 +61,8 @@ def bench(h: int, h_kv: int, d_h: int, s: int, n: int, dtype: torch.dtype, pairs
     scale, name = d_h**-0.5, str(dtype).removeprefix("torch.")
     for heads in (h_kv, h):
         sets = [torch.rand(1, heads, s, generator=draw).topk(n).indices for _ in range(N_SETS)]
-        exact = attend_parts_ref(q.double(), [Rows(k.double(), v.double(), sets[0])], scale)[0]
-        got = attend_parts_native(q, [Rows(k, v, sets[0])], scale)[0]
+        exact = attend_parts_ref(q.double(), [Tokens(k.double(), v.double(), sets[0])], scale)[0]
+        got = attend_parts_native(q, [Tokens(k, v, sets[0])], scale)[0]
         rounding = (exact.to(dtype) - exact).abs().max()
         assert (got - exact).abs().max() <= 2 * rounding + 1e-6, "the result is wrong"
 

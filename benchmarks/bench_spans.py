@@ -13,8 +13,8 @@ from fractions import Fraction
 from benchmarks.bench_step import row
 from benchmarks.paired import Paired, record
 from engine.budget import BudgetRequest
+from engine.checkpoints.load import load
 from engine.decode import decode
-from engine.model import load
 from engine.prefill import prefill
 from engine.spans import recording
 from evals.tasks.sources import embedded_prose
@@ -45,8 +45,7 @@ def main() -> None:
         seconds = decode(model, trace, [made], max_new_tokens=0, feed=feed, on_step=turn).step_seconds[8:]
     assert min(n_spans) > 4 * trace.shape.n_layers, "the recorded steps hold too few spans"
     shape = f"{n_spans[-1]} spans, {options.tokens} tokens, {model.shape.name}"
-    record("decode step recorded by spans against not", shape, "bfloat16",
-           Paired(seconds[0::2], seconds[1::2]))  # fmt: skip
+    record("decode step recorded by spans against not", shape, "bfloat16", Paired(seconds[0::2], seconds[1::2]))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.budget import BudgetRequest
+from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.observe import Observation
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from benchmarks.paired import commit
 from engine.budget import BudgetRequest
-from engine.model import Model, load_random, read_config
+from engine.checkpoints.load import load_random, read_config
+from engine.model import Model
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, method_of
 from evals.tasks.latency import Latency, Timed
@@ -150,8 +151,8 @@ def attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor, draw: torch.Generat
     """Attention over chosen tokens, against gathering them for torch's own."""
     scale, device = shape.d_h**-0.5, q.device
     chosen = torch.rand(1, shape.h_kv, shape.s, generator=draw).topk(shape.k).indices.to(device)
-    parts = [select_attend.Rows(k, v, chosen)]
-    wide = [select_attend.Rows(k.double(), v.double(), chosen)]
+    parts = [select_attend.Tokens(k, v, chosen)]
+    wide = [select_attend.Tokens(k.double(), v.double(), chosen)]
     exact = select_attend.attend_parts_ref(q.double(), wide, scale)[0]
     plain = select_attend.attend_parts_ref(q, parts, scale)[0]
     found = select_attend.select_attend_triton(q, k, v, chosen, scale)[0]

@@ -5,8 +5,8 @@ of a logit is q·(k - c). Both are printed as shares of what there is without cl
 (a constant in all logits changes nothing), beside how much the keys' lengths vary, over the prompt and within a
 cluster, and how much of the keys' variance lies in their two largest channels.
 
-Queries are the prompt's last 32, of all heads of a group. Clusters as `methods/clusterkv.py` makes them. Figures are
-means over KV heads and layers but the first two.
+Queries are the prompt's last 32, of all heads of a group. Clusters as `methods/retrieving/clusterkv.py` makes them.
+Figures are means over KV heads and layers but the first two.
 
 Not here: recall itself (`python run.py task=fidelity`).
 """
@@ -16,12 +16,12 @@ import argparse
 import torch
 from torch import Tensor
 
-from engine.model import load
+from engine.checkpoints.load import load
 from engine.observe import LastQueries
 from engine.prefill import Trace, prefill
 from evals.tasks.sources import embedded_prose
 from kernels.kmeans import draw_points, kmeans
-from methods.clusterkv import generator_for
+from methods.retrieving.clusterkv import generator_for
 
 N_SINK, N_QUERIES, ROUNDS, FIRST_LAYER = 16, 32, 20, 2
 METRICS = ("cosine", "l2", "dot")
@@ -53,7 +53,7 @@ def figures(trace: Trace, layer: int, metric: str, seed: int) -> dict[str, float
         "lengths vary": (lengths.std(-1) / lengths.mean(-1)).mean().item(),
         "within a cluster": (spread.pow(2).mean(-1).sqrt() / lengths.mean(-1)).mean().item(),
         "top two channels": (variances.topk(2).values.sum(-1) / variances.sum(-1)).mean().item(),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

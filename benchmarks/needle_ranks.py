@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.model import Model, load
+from engine.checkpoints.load import load
+from engine.model import Model
 from engine.observe import ColumnSums, LastQueries, window_scores
 from engine.prefill import Trace, prefill
 from evals.tasks.base import Sample
 from evals.tasks.needle.task import Needle, Params
 from evals.tasks.prompt import encode
-from methods.scorers import pool_scores, reduce_group
+from methods.dropping.scorers import pool_scores, reduce_group
 
 WINDOW = 32
 

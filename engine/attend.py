@@ -1,8 +1,8 @@
 """Exact attention over a chosen set of tokens: part by part, joined by their log-sum-exps.
 
 A row of the batch attends to a few parts: what is resident, what was fetched. A part is keys and values that lie
-together in memory, or rows of a cache that are read where they are. It holds KV heads, or query heads where every query
-head chose its own tokens.
+together in memory, or places of a cache that are read where they are. It holds KV heads, or query heads where each
+query head chose its own tokens.
 
 Not here: choosing tokens (`methods`), moving them (`engine/layer.py`).
 """
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.select_attend import Rows, attend_parts_native, native_takes
+from kernels.select_attend import Tokens, attend_parts_native, native_takes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make a part would take 1.5 us more, a row makes some in every layer and step
 class Part:
     """Keys and values of some tokens; `heads` is h_kv, or h where each query head has tokens of its own.
 
-    With `idx`, k and v are a cache (1, h_kv, rows, d_h); who needs its tokens beside each other asks for `gathered()`.
+    With `idx`, k and v are a cache (1, h_kv, places, d_h); who needs its tokens beside each other calls `gathered()`.
     """
 
     k: Tensor  # (n, heads, s, d_h)
     v: Tensor  # (n, heads, s, d_h)
     mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
-    idx: Tensor | None = None  # (1, heads, s) rows of k and v, -1 where the mask is False
-    late: tuple[Tensor, Tensor] | None = None  # the rows that follow on those of k and v
+    idx: Tensor | None = None  # (1, heads, s) places in k and v, -1 where the mask is False
+    late: tuple[Tensor, Tensor] | None = None  # the places behind those of k and v
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included."""
@@ -40,12 +40,12 @@ class Part:
         """The same tokens without `idx`, copied if need be."""
         if self.idx is None:
             return self
-        k, v = self.rows().gathered()
+        k, v = self.tokens().gathered()
         return replace(self, k=k, v=v, idx=None, late=None)
 
-    def rows(self) -> Rows:
+    def tokens(self) -> Tokens:
         """As kernels take it."""
-        return Rows(self.k, self.v, self.idx, self.late)
+        return Tokens(self.k, self.v, self.idx, self.late)
 
 
 def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
@@ -54,10 +54,10 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     n, h, _, d_h = q.shape
     done, rest = [], [part for part in parts if part.n_tokens()]
     if any(part.idx is not None for part in rest):
-        # Where one part is chosen rows, one call is for all: joining two costs more than attending to 400 tokens.
-        rows = [part.rows() for part in rest if is_plain(part)]
-        if rows and native_takes(q, rows):
-            done.append(attend_parts_native(q, rows, scale))
+        # Where one part is places of a cache, one call is for all: joining two costs more than attending to 400 tokens.
+        tokens = [part.tokens() for part in rest if is_plain(part)]
+        if tokens and native_takes(q, tokens):
+            done.append(attend_parts_native(q, tokens, scale))
             rest = [part for part in rest if not is_plain(part)]
     done += [partial(q if part.q is None else part.q, part, scale) for part in rest]
     if len(done) == 1:
@@ -142,7 +142,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
 def causal_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `causal`, bit for bit, and the log-sum-exps of its rows, (n, h, s) float32, where its kernel returns them."""
+    """As `causal`, bit for bit, and each query's log-sum-exp, (n, h, s) float32, where its kernel returns them."""
     if q.device.type != "cpu" or window is not None:
         return causal(q, k, v, scale, window), None
     # What scaled_dot_product_attention calls on a CPU, where it drops the second result.

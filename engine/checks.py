@@ -1,4 +1,4 @@
-"""Refusing a setting in one sentence, for what many methods check alike.
+"""Checks of settings that many methods have: each raises `ConfigError` with one sentence.
 
 Not here: checks that only one method has, which stand in its `Params`.
 """
@@ -15,6 +15,25 @@ from engine.errors import ConfigError
 def one_of(key: str, value: object, allowed: Collection[object]) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value} is unknown; use one of {', '.join(map(str, allowed))}")
+
+
+def each_one_of(group: str, params: object, **allowed: Collection[object]) -> None:
+    """`one_of` for several fields of a dataclass."""
+    for name, values in allowed.items():
+        one_of(f"{group}.{name}", getattr(params, name), values)
+
+
+def whole_number(key: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
+
+
+def whole_numbers(group: str, params: object, **lowest: int) -> None:
+    """`whole_number` for several fields of a dataclass, where they hold numbers: not None, not `auto`."""
+    for name, least in lowest.items():
+        value = getattr(params, name)
+        if isinstance(value, int):
+            whole_number(f"{group}.{name}", value, least)
 
 
 def tokens(key: str, value: int) -> None:

@@ -1,7 +1,7 @@
 """The step loop: one batch, a row per variant, each layer's attention row by row to its method.
 
 All rows of a batch read the same prompt and are at the same position; they differ in what they attend to, and so in
-what they say. A row leaves the batch when it has said its last token.
+what they generate. A row leaves the batch behind its last token.
 
 Not here: what a row attends to (`methods`), what text its tokens are (`evals/runner.py`).
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """What one row said."""
+    """What one row generated."""
 
     ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     stopped: bool = False  # by a stop token; otherwise the allowance was used up
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass
 class Decoded:
-    """What a batch of rows said, in the order of the rows, and how long its steps took."""
+    """What a batch of rows generated, in their order, and how long its steps took."""
 
     answers: list[Answer]
     step_seconds: list[float]
@@ -68,7 +68,7 @@ def decode(
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
     `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens. `on_step` gets the number of
-    steps done and of rows still speaking; `watch` sees every step, and the steps' seconds include what it does.
+    steps done and of rows still generating; `watch` sees every step, and the steps' seconds include what it does.
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
@@ -92,15 +92,15 @@ def decode(
             for row, token in zip(batch.order, tokens, strict=True):
                 answers[row].ids.append(token)
                 answers[row].stopped = token in stop_ids
-            speaking = [
+            unfinished = [
                 i
                 for i, row in enumerate(batch.order)
                 if not answers[row].stopped and len(answers[row].ids) < max_new_tokens
             ]
-            if len(speaking) < len(tokens):
-                batch.only(speaking)
-                tokens = [tokens[i] for i in speaking]
-                if not speaking:
+            if len(unfinished) < len(tokens):
+                batch.only(unfinished)
+                tokens = [tokens[i] for i in unfinished]
+                if not unfinished:
                     break
         start = perf_counter()
         with span("step"):
@@ -114,7 +114,7 @@ def decode(
 
 
 class _Batch:
-    """The rows that still speak; stands in the model's attention during decoding."""
+    """The rows that still generate; stands in the model's attention during decoding."""
 
     def __init__(
         self,
@@ -175,15 +175,15 @@ class _Batch:
 
     def look_ahead(self, layer: int, where: slice) -> None:
         """Give each row that wants it the query that its input of the layer below foretells."""
-        asking = [
+        looking = [
             i
             for i in range(where.start, where.stop)
             if self.rows[i].wants_lookahead and self.rows[i].store[layer].can_fetch
         ]
-        if asking:
-            below = self.calls[layer - 1].x[asking]
+        if looking:
+            below = self.calls[layer - 1].x[looking]
             queries = self.model.speculate(layer, below, self.calls[layer].beside)
-            for i, q in zip(asking, queries.split(1), strict=True):
+            for i, q in zip(looking, queries.split(1), strict=True):
                 self.rows[i].q_ahead = q
 
 

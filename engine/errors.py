@@ -24,3 +24,11 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
     near = get_close_matches(name, allowed, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return ConfigError(f"no {kind} {name!r}{hint} (all: {', '.join(allowed)})")
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, short enough for a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:150]

@@ -11,7 +11,7 @@ Six things that the store does not do yet, and where each belongs:
 - KV heads with different counts: spare slots behind a head's last token, hidden by `mask` from all of its query heads.
   `n_spare` already takes them off the books; `evict`, `drop_but` and `positions` have to pass over them.
 - Several tokens dropped at once: `evict` takes any slots of a head in any order, as many for each head.
-- Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be rows of the trace; later
+- Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be tokens of the trace; later
   replacements are written to `k` and `v`, in the slots that `positions` names.
 - A bias per token: a field of `Part`, which `attend` adds to the logits, and a tensor beside `k` and `v` with a number
   per slot, which `resident` cuts to length like `mask`, and whose numbers move with their tokens.
@@ -46,7 +46,7 @@ class Host:
         self.late[0][:, :, t : t + 1] = k_new
         self.late[1][:, :, t : t + 1] = v_new
 
-    def rows(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
+    def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
         idx = idx.to(self.k.device).contiguous()
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
@@ -77,6 +77,7 @@ class Layer:
         self.n_seen = s_prompt  # tokens so far, the current one included
         self.meter = meter
         self.host = host
+        self.can_fetch = host is not None
         self.view = kept if is_view else None
         self.n_kept = kept.n_tokens()
         self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
@@ -164,11 +165,11 @@ class Layer:
         positions = self.positions()  # (1, h_kv, n)
         n, k = positions.shape[-1], slots.shape[-1]
         holes, order = moves(slots, n)
-        rows = flat_rows(holes, self.k.shape[1], self.k.shape[2])
+        places = flat_rows(holes, self.k.shape[1], self.k.shape[2])
         for buffer in (self.k, self.v):
             last = buffer[:, :, n - k : n]
             last = last.clone() if order is None else gather_tokens(last, order)
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, rows, last.view(-1, last.shape[-1]))
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, places, last.view(-1, last.shape[-1]))
         last = positions[..., n - k :]
         last = last if order is None else last.gather(-1, order)
         self.evictions = positions.gather(-1, slots)
@@ -204,11 +205,6 @@ class Layer:
 
     # The host tier, for methods that retrieve.
 
-    @property
-    def can_fetch(self) -> bool:
-        """Whether the layer has a host tier."""
-        return self.host is not None
-
     def fetch(self, idx: Tensor, padded: bool = False) -> Part:
         """Bring the tokens at `idx` (1, h_kv or h, k) from the host; where `padded`, -1 stands for no token.
 
@@ -224,10 +220,10 @@ class Layer:
             self.meter.note(n_generated, self.index, self.n_seen, self.n_kept, n_host, idx)
         n_tokens = idx.numel() if mask is None else int(mask.sum())
         self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, n_host)
-        rows = self.host.rows(idx, mask, late=n_generated > self.n_window)
-        if idx.device == rows.k.device:
-            return rows
-        tokens = rows.gathered()
+        part = self.host.tokens(idx, mask, late=n_generated > self.n_window)
+        if idx.device == part.k.device:
+            return part
+        tokens = part.gathered()
         k, v = (x.to(idx.device, non_blocking=True) for x in (tokens.k, tokens.v))
         return Part(k, v, mask)
 

@@ -98,7 +98,7 @@ class Ledger:
             "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,
             "cache_hit_rate": sum(self.totals("cache_hits")) / lookups if lookups else None,
             "within_budget": self.within(budget, shape, exempt),
-        }  # fmt: skip
+        }
 
 
 SUMMARY = (

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.blocks import BlockCache
 from engine.budget import token_bytes
+from engine.caches.blocks import BlockCache
+from engine.caches.recent import RecentTokens, mark_tokens
 from engine.ledger import Entry
-from engine.recent import RecentTokens, mark_tokens
 from engine.shapes import ModelShape
 
-COUNTS = (
+COUNTS = (  # in the order of `Entry`
     "attended",
     "resident_meta_bytes",
     "moved_kv_bytes",
@@ -59,7 +59,8 @@ class Meter:
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.accesses = accesses  # a list: every fetch is noted in it
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.zeros = dict.fromkeys(COUNTS, 0)
+        self.counts = self.zeros.copy()
 
     def count(self, field: str, amount: int) -> None:
         """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
@@ -78,15 +79,15 @@ class Meter:
         counts, h_kv, heads = self.counts, self.shape.h_kv, idx.shape[1]
         # Tokens of a KV head, each once; those of them that are on the device; the same per head of idx.
         if self.recent is not None:
-            found = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
+            distinct_and_hits = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
         elif self.blocks is not None:
-            found = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
+            distinct_and_hits = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
         elif heads == h_kv:
-            found = n_tokens, 0, 0
+            distinct_and_hits = n_tokens, 0, 0
         else:
             marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
-            found = int(marks.count_nonzero()), 0, 0
-        n_distinct, hits, hits_of_heads = found
+            distinct_and_hits = int(marks.count_nonzero()), 0, 0
+        n_distinct, hits, hits_of_heads = distinct_and_hits
         if self.has_cache:
             counts["cache_hits"] += hits
             counts["cache_lookups"] += n_distinct
@@ -98,12 +99,12 @@ class Meter:
         self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
     ) -> tuple[int, int, int]:
         """Look tokens up in the cache of blocks and refill it: distinct tokens, hits, hits of the heads of `idx`."""
-        asked, block_len = idx[idx >= 0], blocks.spec.block_len
+        tokens, block_len = idx[idx >= 0], blocks.spec.block_len
         if idx.shape[1] == self.shape.h_kv:
-            distinct, hits_of_heads = asked, None
+            distinct, hits_of_heads = tokens, None
         else:
             distinct = distinct_tokens(idx, self.shape.h_kv, n_seen)
-            hits_of_heads = blocks.count_hits(blocks.count_blocks(asked - n_kept))
+            hits_of_heads = blocks.count_hits(blocks.count_blocks(tokens - n_kept))
         hits, filled = blocks.access(distinct - n_kept, n_complete=n_host // block_len)
         self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.token_bytes
         return len(distinct), hits, hits if hits_of_heads is None else hits_of_heads
@@ -140,17 +141,15 @@ class Meter:
         Of `n_seen` tokens every KV head has `n_resident` on the device and `n_host` on the host. `n_hidden` pairs of
         query head and resident token are not attended to, `n_spare` of KV head and token do not exist.
         """
-        counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0)
-        counts["attended"] += n_resident * self.shape.h - n_hidden
-        h_kv = self.shape.h_kv
-        return Entry(
-            step=step,
-            layer=layer,
-            tokens=n_seen,
-            resident_kv_bytes=(n_resident * h_kv - n_spare) * self.token_bytes + self.cached_bytes(),
-            resident_host_bytes=n_host * h_kv * self.token_bytes,
-            **counts,
-        )
+        attended, meta_bytes, *moved = self.counts.values()
+        self.counts = self.zeros.copy()
+        attended += n_resident * self.shape.h - n_hidden
+        kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes
+        if self.has_cache:
+            kv_bytes += self.cached_bytes()
+        host_bytes = n_host * self.shape.h_kv * self.token_bytes
+        # By position: names would take 2 us of every layer and step.
+        return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:

@@ -27,7 +27,7 @@ class Observation(ABC):
         """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
-        """As `observe`; `lse` has the log-sum-exps of the layer's rows, (1, h, s), where the pass kept them."""
+        """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass kept them."""
         return self.observe(q, k, scale)
 
 
@@ -69,8 +69,8 @@ def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MeanRows(Observation):
-    """Attention rows of the prompt's last `n` queries, averaged over all query heads: (n, s) float32."""
+class MeanWeights(Observation):
+    """Weights of the prompt's last `n` queries, averaged over all query heads: (n, s) float32."""
 
     n: int
 
@@ -78,12 +78,12 @@ class MeanRows(Observation):
         (_, h, s, _), h_kv = q.shape, k.shape[1]
         n = min(self.n, s)
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-        rows = torch.zeros(n, s, device=q.device)
+        weights = torch.zeros(n, s, device=q.device)
         for head in range(h):
             logits = (q[0, head, -n:].float() * scale) @ k[0, head * h_kv // h].float().mT
             logits[:, s - n :].masked_fill_(hidden, -torch.inf)
-            rows += logits.softmax(-1) / h
-        return rows
+            weights += logits.softmax(-1) / h
+        return weights
 
 
 @dataclass(frozen=True)
@@ -102,27 +102,27 @@ class ColumnSums(Observation):
         return column_sums(q, k, scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
 
 
-# Rows of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
+# Queries of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
 # 100 to 2,000 tokens. Long windows get fewer, so that a block's logits, worked on in place, take at most these bytes.
-BAND_ROWS, BAND_BLOCK_BYTES = 64, 16 << 20
+BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
 
-def row_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Log-sum-exps of all causal rows of q (1, h, s, d_h) against k (1, h_kv, s, d_h): (1, h, s) float32."""
+def query_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Log-sum-exps of the causal logits of q (1, h, s, d_h) on k (1, h_kv, s, d_h): (1, h, s) float32."""
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g = h // h_kv
-    n_rows = rows_per_block(g, s)
-    hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
+    n_block = rows_per_block(g, s)
+    hidden = torch.ones(n_block, n_block, dtype=torch.bool, device=q.device).triu(1)
     lse = torch.empty(1, h, s, device=q.device)
     for kv_head in range(h_kv):
         transposed = k[0, kv_head].float().mT  # (d_h, s)
         heads = slice(kv_head * g, (kv_head + 1) * g)
-        for start in range(0, s, n_rows):
-            stop = min(start + n_rows, s)
-            rows = stop - start
+        for start in range(0, s, n_block):
+            stop = min(start + n_block, s)
+            n = stop - start
             block = (q[0, heads, start:stop].float() * scale).flatten(0, 1)
-            logits = (block @ transposed[:, :stop]).view(g, rows, stop)
-            logits[..., start:].masked_fill_(hidden[:rows, :rows], -torch.inf)
+            logits = (block @ transposed[:, :stop]).view(g, n, stop)
+            logits[..., start:].masked_fill_(hidden[:n, :n], -torch.inf)
             lse[0, heads, start:stop] = logits.logsumexp(-1)
     return lse
 
@@ -130,26 +130,26 @@ def row_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
 def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> Tensor:
     """Attention that every key gets from the queries less than `window` behind it, itself included: (1, h, s) float32.
 
-    `lse` (1, h, s) are the log-sum-exps of the whole rows, so that only the band's weights have to be made.
+    `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, window = h // h_kv, min(window, s)
-    n_rows = max(1, min(s, BAND_ROWS, BAND_BLOCK_BYTES // (4 * g * (BAND_ROWS + window))))
-    corner = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device)
-    sums, ones = torch.zeros(h_kv, g, s, device=q.device), torch.ones(1, n_rows, device=q.device)
+    n_block = max(1, min(s, BAND_QUERIES, BAND_BLOCK_BYTES // (4 * g * (BAND_QUERIES + window))))
+    corner = torch.ones(n_block, n_block, dtype=torch.bool, device=q.device)
+    sums, ones = torch.zeros(h_kv, g, s, device=q.device), torch.ones(1, n_block, device=q.device)
     for kv_head in range(h_kv):
         transposed = k[0, kv_head].float().mT  # (d_h, s)
         heads = slice(kv_head * g, (kv_head + 1) * g)
-        for start in range(0, s, n_rows):
-            stop, oldest = min(start + n_rows, s), start - window + 1  # of the first query's band
-            rows, first = stop - start, max(0, oldest)
+        for start in range(0, s, n_block):
+            stop, oldest = min(start + n_block, s), start - window + 1  # of the first query's band
+            n, first = stop - start, max(0, oldest)
             block = (q[0, heads, start:stop].float() * scale).flatten(0, 1)
-            logits = (block @ transposed[:, first:stop]).view(g, rows, stop - first)
+            logits = (block @ transposed[:, first:stop]).view(g, n, stop - first)
             weights = logits.sub_(lse[0, heads, start:stop].unsqueeze(-1)).exp_()
-            weights[..., start - first :].masked_fill_(corner[:rows, :rows].triu(1), 0)
-            too_old = corner[:rows, :rows].tril(oldest - first - 1)  # (row, column from `first` on)
-            weights[..., :rows].masked_fill_(too_old, 0)
-            sums[kv_head, :, first:stop] += (ones[:, :rows] @ weights).squeeze(1)
+            weights[..., start - first :].masked_fill_(corner[:n, :n].triu(1), 0)
+            too_old = corner[:n, :n].tril(oldest - first - 1)  # (query, column from `first` on)
+            weights[..., :n].masked_fill_(too_old, 0)
+            sums[kv_head, :, first:stop] += (ones[:, :n] @ weights).squeeze(1)
     return sums.flatten(0, 1).unsqueeze(0)
 
 
@@ -157,9 +157,9 @@ def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> T
 class BandSums(Observation):
     """Attention that every token gets while it is among the last `window`: (1, h, s) float32.
 
-    The softmax is over the whole row. On a CPU the pass leaves its normalisation, which costs most to make anew: then
-    a window of a twentieth of the prompt takes 0.18 of the time of `ColumnSums`, a quarter of it 0.48 (4,096 tokens).
-    Of the prompt's last tokens these are partial sums.
+    The softmax is over the query's whole past. On a CPU the pass leaves its normalisation, which costs most to make
+    anew: then a window of a twentieth of the prompt takes 0.18 of the time of `ColumnSums`, a quarter of it 0.48 (4,096
+    tokens). Of the prompt's last tokens these are partial sums.
     """
 
     window: int
@@ -169,10 +169,10 @@ class BandSums(Observation):
         return self.observe_pass(q, k, scale, None)
 
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
-        return band_sums(q, k, scale, self.window, row_lse(q, k, scale) if lse is None else lse)
+        return band_sums(q, k, scale, self.window, query_lse(q, k, scale) if lse is None else lse)
 
 
-BAND_LOGIT_ROWS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums
+BAND_LOGIT_TOKENS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ class BandLogits(Observation):
             queries = q[0, head]
             so_far = torch.zeros(d_h, dtype=torch.float64, device=q.device)  # of queries before a token
             ahead = queries[: self.window].sum(0, dtype=torch.float64)  # the same, `window` tokens on
-            for start in range(0, s, BAND_LOGIT_ROWS):
-                stop = min(start + BAND_LOGIT_ROWS, s)
+            for start in range(0, s, BAND_LOGIT_TOKENS):
+                stop = min(start + BAND_LOGIT_TOKENS, s)
                 until = queries[start:stop].double().cumsum_(0).add_(so_far)
                 beyond = queries[start + self.window : stop + self.window].double()
                 # Behind the last query the sum stays as it is.
@@ -205,7 +205,7 @@ class BandLogits(Observation):
         return sums
 
 
-BASIS_ROWS = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128
+BASIS_QUERIES = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128
 
 
 @dataclass(frozen=True)
@@ -222,20 +222,20 @@ class ChannelSums(Observation):
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         (_, h, _, d_h), h_kv = q.shape, k.shape[1]
         g = h // h_kv
-        found = torch.empty(h_kv, d_h + 2, d_h, device=q.device)
+        carried = torch.empty(h_kv, d_h + 2, d_h, device=q.device)
         for kv_head in range(h_kv):
-            queries = q[0, kv_head * g : (kv_head + 1) * g].split(BASIS_ROWS, 1)
+            queries = q[0, kv_head * g : (kv_head + 1) * g].split(BASIS_QUERIES, 1)
             basis = torch.eye(d_h, device=q.device)
             if self.skew:
                 # Q^T Q adds up block by block and has the singular vectors of Q; in float64 they are as good.
                 gram = torch.zeros(d_h, d_h, dtype=torch.float64, device=q.device)
                 for block in queries:
-                    rows = block.double().flatten(0, 1)
-                    gram += rows.mT @ rows
+                    flat = block.double().flatten(0, 1)
+                    gram += flat.mT @ flat
                 basis = torch.linalg.eigh(gram).eigenvectors.float()
-            found[kv_head, :d_h] = basis
-            keys = k[0, kv_head].unsqueeze(0).split(BASIS_ROWS, 1)
+            carried[kv_head, :d_h] = basis
+            keys = k[0, kv_head].unsqueeze(0).split(BASIS_QUERIES, 1)
             for at, blocks in ((d_h, queries), (d_h + 1, keys)):
                 sums = [(block.float() @ basis).abs().sum((0, 1)) for block in blocks]
-                found[kv_head, at] = torch.stack(sums).sum(0)
-        return found
+                carried[kv_head, at] = torch.stack(sums).sum(0)
+        return carried

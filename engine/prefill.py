@@ -203,7 +203,7 @@ class _Reading:
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and the log-sum-exps of its rows where somebody wants them and they are at hand."""
+        """The layer's output, and each query's log-sum-exp where somebody wants them and they are at hand."""
         if self.sparsity is not None and window is None:
             if not self.sparsity.keeps_all(k.shape[2]):
                 out, share = self.sparsity.attend(q, k, v, scale)

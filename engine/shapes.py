@@ -1,6 +1,6 @@
 """`ModelShape`: everything that budget arithmetic and checks need to know of a model, without the model.
 
-Not here: reading it from a checkpoint (`engine/model.py`), so that this file imports without torch.
+Not here: reading it from a checkpoint (`engine/checkpoints/load.py`), so that this file imports without torch.
 """
 
 from dataclasses import dataclass

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.budget import show
+from engine.checks import whole_numbers
 from engine.errors import ConfigError
 
 # Of gathered K and V with their masks, and of the votes' logits, whose softmax takes as much again.
@@ -56,11 +57,7 @@ class VerticalSlash:
                     f"prefill.{key}={show(value)} is out of range; it is a whole number from 1, or a share of the "
                     "prompt from 0 to below 1"
                 )
-        for key, least in (("n_last", 1), ("n_first", 0), ("n_near", 1), ("block", 1)):
-            if getattr(self, key) < least:
-                raise ConfigError(
-                    f"prefill.{key}={getattr(self, key)} is out of range; it is a whole number from {least}"
-                )
+        whole_numbers("prefill", self, n_last=1, n_first=0, n_near=1, block=1)
 
     def counts(self, s: int) -> tuple[int, int]:
         """Columns and diagonals kept of a prompt of `s` tokens."""
@@ -102,7 +99,7 @@ def votes(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def diagonal_sums(weights: Tensor) -> Tensor:
-    """Sums of (heads, n, s), rows of the last n of s queries, by the distance from query to key: (heads, s)."""
+    """Sums of (heads, n, s), weights of the last n of s queries, by the distance from query to key: (heads, s)."""
     n, s = weights.shape[-2:]
     # The last query's row first, and rows cut one shorter than they are: each moves one further to the right than the
     # row before it, so that equal distances meet in a column.

@@ -4,7 +4,7 @@ The prompt's K and V in the trace are shared by all variants and never written t
 a view of them. Once a layer is placed, `store[layer]` is what moves its tokens (`engine/layer.py`) and counts what it
 moves (`engine/meter.py`); nothing else does, so that the ledger cannot be bypassed.
 
-Not here: which tokens (`methods`), what a cached block is (`engine/blocks.py`), what the counts mean
+Not here: which tokens (`methods`), what a cached block is (`engine/caches/blocks.py`), what the counts mean
 (`engine/ledger.py`).
 """
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.blocks import BlockCache, BlockCacheSpec
 from engine.budget import token_bytes
+from engine.caches.blocks import BlockCache, BlockCacheSpec
+from engine.caches.recent import RecentTokens
 from engine.layer import Host, Layer
 from engine.ledger import Ledger
 from engine.meter import Access, Meter
 from engine.prefill import Trace
-from engine.recent import RecentTokens
 from kernels.gather import gather_tokens
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from engine import checks
 from engine.budget import BudgetRequest
-from engine.digests import changed_at, first_digest_of
+from engine.checkpoints.digests import changed_at, first_digest_of
+from engine.checkpoints.load import locate
 from engine.errors import ConfigError
-from engine.model import locate
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.models import look_up, resolve_hardware

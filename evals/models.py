@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from engine.digests import digest_of
-from engine.model import (
+from engine.checkpoints.digests import digest_of
+from engine.checkpoints.load import (
     Letters,
-    Model,
     load,
     load_random,
     load_tokenizer,
@@ -23,6 +22,7 @@ from engine.model import (
     resolve_dtype,
     shape_of,
 )
+from engine.model import Model
 from engine.shapes import ModelShape
 from evals.settings import ModelSpec, Settings
 

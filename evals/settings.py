@@ -21,8 +21,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest, parse_fraction, show
+from engine.caches.blocks import BlockCacheSpec
+from engine.checks import whole_number
 from engine.errors import ConfigError
 from evals import outside
 from evals.overrides import expanded, unknown_key
@@ -68,7 +69,7 @@ class Choice:
 
     group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
-    target: str  # "methods.oracle.Oracle", or of a user's own file "/path/to/mine.py:Mine@digest"
+    target: str  # "methods.retrieving.oracle.Oracle"
     params: Mapping[str, Any]
 
 
@@ -403,8 +404,8 @@ def one_of(key: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
-    if value is not None and value < lowest:
-        raise ConfigError(f"{key}={value} is out of range; it is a whole number from {lowest}")
+    if isinstance(value, int):
+        whole_number(key, value, lowest)
     return value
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from engine.checkpoints.load import load_tokenizer
 from engine.errors import ConfigError, RunError
-from engine.model import load_tokenizer
 from evals.cells import RUNS, Cell, prepare
 from evals.lines import standing
 from evals.loop import Group, log, open_folders, results_of

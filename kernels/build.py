@@ -37,7 +37,7 @@ LEVELS = {  # what torch calls a processor, and what it can do
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "DEFAULT": (),
-}  # fmt: skip
+}
 MAKING = ".making-"  # before the name of a folder that a compiler works in
 PATIENCE_S = 600  # with a compiler; ours take seconds
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as simd.h counts them

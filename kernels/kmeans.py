@@ -210,9 +210,7 @@ def native() -> Any:
     if lib is None:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.kmeans.argtypes = [
-        size, size, size, size, size, pointer, pointer, size, pointer, pointer, size
-    ]  # fmt: skip
+    lib.kmeans.argtypes = [size, size, size, size, size, pointer, pointer, size, pointer, pointer, size]
     lib.kmeans.restype = None
     return lib.kmeans
 

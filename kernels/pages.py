@@ -90,9 +90,7 @@ def native() -> Any:
     lib = library("pages")
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        lib.page_bounds.argtypes = [
-            size, size, size, size, size, pointer, size, pointer, pointer, size
-        ]  # fmt: skip
+        lib.page_bounds.argtypes = [size, size, size, size, size, pointer, size, pointer, pointer, size]
         lib.page_scores.argtypes = [
             size, size, size, size, size, pointer, pointer, pointer, size, pointer, pointer, size
         ]  # fmt: skip
@@ -137,7 +135,7 @@ def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     if kmin.numel():
         bound_page[(n_pages, h_kv)](
             keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), power_of_2(page_len), power_of_2(d_h)
-        )  # fmt: skip
+        )
     return kmin, kmax
 
 
@@ -148,7 +146,7 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
     if n_pages:
         score_pages[(cdiv(n_pages, PAGES), h_kv)](
             q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, PAGES, power_of_2(d_h)
-        )  # fmt: skip
+        )
     return scores
 
 

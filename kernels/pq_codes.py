@@ -60,9 +60,7 @@ def native() -> Any:
     lib = library("pq_codes")
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        lib.pq_codes.argtypes = [
-            size, size, size, size, size, size, pointer, size, size, pointer, pointer, size
-        ]  # fmt: skip
+        lib.pq_codes.argtypes = [size, size, size, size, size, size, pointer, size, size, pointer, pointer, size]
         lib.pq_append.argtypes = [size, size, size, size, pointer, pointer, size]
         lib.pq_codes.restype = lib.pq_append.restype = None
     return lib
@@ -86,9 +84,7 @@ def append_native(codes: Tensor, data: Tensor, b: int, n: int) -> None:
     codes = codes.to(torch.uint8).contiguous()
     h_kv, m, n_new = codes.shape
     assert data.shape[:2] == (h_kv, m), (codes.shape, data.shape)
-    native().pq_append(
-        h_kv * m, b, n, n_new, codes.data_ptr(), data.data_ptr(), data.shape[-1]
-    )  # fmt: skip
+    native().pq_append(h_kv * m, b, n, n_new, codes.data_ptr(), data.data_ptr(), data.shape[-1])
 
 
 # Stored.

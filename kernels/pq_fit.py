@@ -232,7 +232,7 @@ def assign_triton(points: Tensor, centroids: Tensor) -> Tensor:
     if n:
         assign_points[(cdiv(n, POINTS), p)](
             points, centroids, labels, n, d, c, POINTS, min(64, power_of_2(c, 16)), power_of_2(d, 16)
-        )  # fmt: skip
+        )
     return labels
 
 
@@ -244,7 +244,7 @@ def means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Ten
     sizes = torch.empty(p, n_chunks, c, dtype=torch.int32, device=points.device)
     add_points[(n_chunks, cdiv(c, columns), p)](
         points.contiguous(), labels.contiguous(), sums, sizes, n, d, c, CHUNK, POINTS, columns, power_of_2(d, 16)
-    )  # fmt: skip
+    )
     members = sizes.sum(1)
     means = sums.sum(1) / members.clamp(min=1).unsqueeze(-1)
     return torch.where(members.unsqueeze(-1) > 0, means, centroids), members

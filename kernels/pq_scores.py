@@ -120,9 +120,7 @@ def native() -> Any:
     lib = library("pq_scores")
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        lib.pq_logits.argtypes = [
-            size, size, size, size, pointer, pointer, size, size, size, size, pointer, size
-        ]  # fmt: skip
+        lib.pq_logits.argtypes = [size, size, size, size, pointer, pointer, size, size, size, size, pointer, size]
         lib.pq_top.argtypes = [
             size, size, size, size, pointer, pointer, size, size, size, size, size, ctypes.c_double, pointer, size
         ]  # fmt: skip
@@ -189,7 +187,7 @@ def pq_logits_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
     if n:
         store_logits[(cdiv(n, TOKENS), h)](
             entries, codes_of(codes), logits, n, c, head_stride, part_stride, h // len(centroids), m, planes, TOKENS
-        )  # fmt: skip
+        )
     return logits
 
 
@@ -231,7 +229,7 @@ def read_code(row, token, mask, PLANES: tl.constexpr):
 @jit
 def add_entries(
     entries, codes, head, owner, token, mask, c, head_stride, part_stride, M: tl.constexpr, PLANES: tl.constexpr
-):  # fmt: skip
+):
     """Logits of tokens for a query head, whose KV head is `owner`."""
     total = tl.zeros_like(token).to(tl.float32)
     for j in range(M):

@@ -33,13 +33,13 @@ from kernels.jit import cdiv, jit, power_of_2, tl, triton
 NEVER = 1 << 62  # more rows than any cache has
 
 
-class Rows(NamedTuple):
-    """Rows of K and V to attend to: those at `idx`, or all."""
+class Tokens(NamedTuple):
+    """Tokens of a cache to attend to: those at `idx`, or all."""
 
     k: Tensor  # (1, h_kv, s, d_h)
     v: Tensor
     idx: Tensor | None = None  # (1, h_kv or h, n_chosen) int64, -1: no token
-    late: tuple[Tensor, Tensor] | None = None  # rows from s on
+    late: tuple[Tensor, Tensor] | None = None  # tokens from s on
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Copies of K and V, (1, heads, n_chosen, d_h); some row or other where there is no token."""
@@ -54,7 +54,7 @@ def select_attend(
     late: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the tokens at `idx`: out and lse."""
-    parts = [Rows(k, v, idx, late)]
+    parts = [Tokens(k, v, idx, late)]
     if native_takes(q, parts):
         return attend_parts_native(q, parts, scale)
     if q.is_cuda and triton is not None:
@@ -62,7 +62,7 @@ def select_attend(
     return attend_parts_ref(q, parts, scale)
 
 
-def attend_parts_ref(q: Tensor, parts: Sequence[Rows], scale: float) -> tuple[Tensor, Tensor]:
+def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the union, from copies, in float32."""
     h = q.shape[1]
     logits, values = [], []
@@ -83,7 +83,7 @@ def attend_parts_ref(q: Tensor, parts: Sequence[Rows], scale: float) -> tuple[Te
 # On a CPU.
 
 
-def native_takes(q: Tensor, parts: Sequence[Rows]) -> bool:
+def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
     """Whether `attend_parts_native` can work on these."""
     if q.device.type != "cpu" or q.dtype not in DTYPES or native() is None:
         return False
@@ -98,14 +98,12 @@ def native() -> Any:
     if lib is None:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.attend_parts.argtypes = [
-        size, size, size, pointer, ctypes.c_float, size, pointer, pointer, pointer, size
-    ]  # fmt: skip
+    lib.attend_parts.argtypes = [size, size, size, pointer, ctypes.c_float, size, pointer, pointer, pointer, size]
     lib.attend_parts.restype = None
     return lib.attend_parts
 
 
-def attend_parts_native(q: Tensor, parts: Sequence[Rows], scale: float) -> tuple[Tensor, Tensor]:
+def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[Tensor, Tensor]:
     """All parts in one call of C++, which joins them too."""
     n, h, s_q, d_h = q.shape
     assert n == s_q == 1 and parts, (q.shape, len(parts))
@@ -120,7 +118,7 @@ def attend_parts_native(q: Tensor, parts: Sequence[Rows], scale: float) -> tuple
     return out, lse
 
 
-def packed_part(part: Rows) -> tuple[int, ...]:
+def packed_part(part: Tokens) -> tuple[int, ...]:
     """The numbers of `struct Part` in select_attend.cpp."""
     k, v, idx, late = part
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
@@ -216,9 +214,7 @@ def attend_split(
     lse = tl.where(total > 0, highest + tl.log(some), float("-inf"))
     mine = (head * G + row) * splits + split
     tl.store(lses + mine, lse, row < G)
-    tl.store(
-        sums + mine[:, None] * d_h + column[None], acc / some[:, None], (row < G)[:, None] & inside[None]
-    )  # fmt: skip
+    tl.store(sums + mine[:, None] * d_h + column[None], acc / some[:, None], (row < G)[:, None] & inside[None])
 
 
 @jit

@@ -18,22 +18,25 @@ Not here: any method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from engine.attend import Part
-from engine.blocks import BlockCacheSpec
 from engine.budget import Budget, BudgetRequest, resolve
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from engine.spans import span
 from engine.store import Store
-from methods.scorers import keep_top
+from methods.dropping.scorers import keep_top
+
+Row = TypeVar("Row", bound="SelectiveAttention")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Variant:
         return self.method.thinning(self.plan)
 
     def row(self, trace: Trace, n_new: int) -> "SelectiveAttention":
-        """This variant on the sample that was read, not built yet; `n_new` tokens may follow."""
+        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow."""
         return self.method(self, trace, n_new)
 
 
@@ -157,7 +160,7 @@ class SelectiveAttention(ABC):
             self.arrange(layer)
 
     def complete(self) -> None:
-        """Every layer was built."""
+        """Finish the prompt, once every layer is built."""
         if not self.variant.is_full:
             self.arrange_rest()
 
@@ -177,6 +180,13 @@ class SelectiveAttention(ABC):
     def protected(self, layer: int) -> Sequence[int]:
         """Positions that this method promises to attend to at the step just made, whatever the query."""
         return ()
+
+    def sinks_and_window(self, layer: int, n_sink: int = 0) -> Sequence[int]:
+        """What a retrieving method protects: the first tokens and the window; everything where nothing is fetched."""
+        n, n_window = self.store[layer].n_seen, self.store[layer].n_window
+        if not self.store[layer].can_fetch:
+            return range(n)
+        return [*range(min(n_sink, n - n_window)), *range(n - n_window, n)]
 
     def select(self, layer: int, q: Tensor) -> Tensor | None:
         """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or None."""
@@ -205,12 +215,13 @@ class SelectiveAttention(ABC):
             for i, row in enumerate(rows):
                 row.store[layer].append(k_new[i : i + 1], v_new[i : i + 1])
         parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
-        asking = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
-        if asking:
+        fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
+        if fetching:
             with span("search", layer):
-                asked = cls.select_rows([rows[i] for i in asking], layer, q if len(asking) == len(rows) else q[asking])
+                queries = q if len(fetching) == len(rows) else q[fetching]
+                selections = cls.select_rows([rows[i] for i in fetching], layer, queries)
             with span("fetch", layer):
-                for i, idx in zip(asking, asked, strict=True):
+                for i, idx in zip(fetching, selections, strict=True):
                     if idx is not None:
                         parts[i] = [*parts[i], rows[i].store[layer].fetch(idx, cls.pads)]
         return parts
@@ -220,28 +231,52 @@ class SelectiveAttention(ABC):
         return out
 
     def report(self) -> dict[str, Any]:
-        """What the method has to say of this sample, as JSON; stands in its line as `method_report` where not empty."""
+        """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""
         return {}
+
+    def overall_ratio(self, share: Fraction | float) -> float:
+        """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
+        return float((n_full + (n_layers - n_full) * share) / n_layers)
 
     def shortened(self) -> dict[str, Any]:
         """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
-        asked, got = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
-        if asked is None or got is None or got >= asked or self.variant.is_full:
+        wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
+        if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}
-        return {"n_sink": got}
+        return {"n_sink": n_sink}
+
+
+def select_alike(
+    rows: Sequence[Row],
+    q: Tensor,
+    key: Callable[[Row], Hashable],
+    select: Callable[[Sequence[Row], Tensor], Sequence[Tensor | None]],
+) -> list[Tensor | None]:
+    """`select` for the rows of each `key` together, with their queries of q (n, h, 1, d_h); in the order of `rows`."""
+    places: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(key(row), []).append(i)
+    if len(places) == 1:
+        return list(select(rows, q))
+    selections: list[Tensor | None] = [None] * len(rows)
+    for alike in places.values():
+        for i, idx in zip(alike, select([rows[i] for i in alike], q[alike]), strict=True):
+            selections[i] = idx
+    return selections
 
 
 class ScoringMethod(SelectiveAttention):
     """A dropping method as a scorer, protected tokens and an allocator.
 
     Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
-    best by `scores`, as many as `counts` says. Scorers are in `methods/scorers.py`, allocators in
-    `methods/allocators.py`.
+    best by `scores`, as many as `counts` says. Scorers are in `methods/dropping/scorers.py`, allocators in
+    `methods/dropping/allocators.py`.
     """
 
     drops = True
     needs_all_layers: ClassVar[bool] = False  # True: `counts` wants the scores of every layer first
-    counted: Sequence[int]  # what `counts` said, once it was asked
+    counted: Sequence[int]  # what `counts` gave, where it needs all layers
 
     def ends(self) -> tuple[int, int]:
         """How many of the prompt's first tokens, and how many of its last, are protected."""

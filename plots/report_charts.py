@@ -15,7 +15,7 @@ from typing import Any
 
 import altair as alt
 
-from engine.digests import cache_home, read_own, write_own
+from engine.checkpoints.digests import cache_home, read_own, write_own
 from plots import style
 
 SCORE = "@score"  # title of the axis that scores are on

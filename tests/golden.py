@@ -11,22 +11,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests import golden_metrics
-from tests.engine import test_blocks, test_budget
+from tests.engine import test_budget
+from tests.engine.caches import test_blocks
 from tests.evals.tasks import test_gsm8k, test_infinitebench, test_longbench
-from tests.methods import (
+from tests.methods.dropping import test_h2o, test_pyramidinfer, test_pyramidkv, test_snapkv, test_streamingllm, test_xkv
+from tests.methods.retrieving import (
     test_clusterkv,
-    test_h2o,
     test_infinigen,
     test_infllm,
     test_oracle,
     test_pqcache,
-    test_pyramidinfer,
-    test_pyramidkv,
     test_quest,
-    test_snapkv,
     test_sparq,
-    test_streamingllm,
-    test_xkv,
 )
 from tests.vectors import Check
 

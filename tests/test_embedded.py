@@ -10,17 +10,18 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from engine.checkpoints.load import load
 from engine.decode import decode
-from engine.model import Model, load
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.results import read_samples
 from evals.runner import run_cells
 from evals.settings import Settings, settings
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.oracle import Oracle
 from tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"

@@ -21,7 +21,7 @@ MAY_IMPORT = {
         "evals.tasks.needle.heatmap",
         "evals.foreign",
         "engine.errors",
-        "engine.digests",
+        "engine.checkpoints.digests",
     },
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "evals"},

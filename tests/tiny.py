@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import transformers
 
-from engine.model import NAME, Model, _attention, _turner, shape_of
+from engine.checkpoints.load import shape_of
+from engine.model import Model, query_turner, register_attention
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -39,8 +40,8 @@ def tiny(kind: str = "llama", seed: int = 0) -> Model:
                 weight.data.normal_(std=0.25)
     hf.eval()
     hf.generation_config.eos_token_id = None  # answers have the length that was asked for
-    transformers.AttentionInterface.register(NAME, _attention)
-    return Model(hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny", _turner(hf))
+    register_attention()
+    return Model(hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny", query_turner(hf))
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockCacheSpec
 from engine.budget import BudgetRequest
+from engine.caches.blocks import BlockCacheSpec
 from engine.decode import attend_group
 from engine.prefill import Trace
 from engine.shapes import ModelShape

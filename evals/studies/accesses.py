@@ -5,8 +5,8 @@
 
 A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/files.py`); a replay
 needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
-(`engine/blocks.py`, `engine/recent.py`), look-up by look-up in the order of the run, each sample and layer from an
-empty cache, and gives the counts of its ledger.
+(`engine/caches/`), look-up by look-up in the order of the run, each sample and layer from an empty cache, and gives the
+counts of its ledger.
 
 Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
           tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.
@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.blocks import BlockCache, BlockCacheSpec
+from engine.caches.blocks import BlockCache, BlockCacheSpec
+from engine.caches.recent import RecentTokens
 from engine.errors import ConfigError
 from engine.meter import Access
-from engine.recent import RecentTokens
 from engine.store import Store
 from evals.foreign import write_csv
 

@@ -19,8 +19,8 @@ from engine.budget import (
 )
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from methods.h2o import H2O
-from methods.oracle import Oracle
+from methods.dropping.h2o import H2O
+from methods.retrieving.oracle import Oracle
 from tests.vectors import Check, differs, first, load
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pqcache").glob("budget_*.npz"))

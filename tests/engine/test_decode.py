@@ -11,9 +11,9 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from methods.base import SelectiveAttention
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.oracle import Oracle
 from tests.tiny import CONFIGS, prompt, tiny
 from tests.vectors import built, request, row_for
 

@@ -116,5 +116,5 @@ def test_the_host_gives_rows_of_the_prompt_and_of_what_came_behind_it() -> None:
     host = Host(prompt, -prompt, 3)
     host.write(0, token(5), -token(5))
     host.write(1, token(6), -token(6))
-    assert positions(host.rows(torch.tensor([[[6, 2, 5]] * H_KV]), None, late=True)) == [6, 2, 5]
-    assert host.rows(torch.tensor([[[1, 2]] * H_KV]), None, late=False).late is None
+    assert positions(host.tokens(torch.tensor([[[6, 2, 5]] * H_KV]), None, late=True)) == [6, 2, 5]
+    assert host.tokens(torch.tensor([[[1, 2]] * H_KV]), None, late=False).late is None

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine.blocks import BlockCache, BlockCacheSpec
+from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.ledger import Entry
 from engine.meter import COUNTS, Access, Meter, distinct_tokens
 from engine.shapes import ModelShape

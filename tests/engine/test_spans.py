@@ -11,7 +11,7 @@ from engine.decode import decode
 from engine.prefill import prefill
 from engine.spans import following, recording, span
 from methods.full import Full
-from methods.oracle import Oracle
+from methods.retrieving.oracle import Oracle
 from tests.tiny import prompt, tiny
 from tests.vectors import row_for
 

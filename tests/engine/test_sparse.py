@@ -16,7 +16,7 @@ from engine.prefill import Trace, prefill
 from engine.sparse import VerticalSlash, diagonal_sums, votes
 from tests.tiny import prompt, tiny
 
-SIZES = [(50, 4, 2, 8), (97, 6, 2, 16), (64, 2, 2, 64), (130, 3, 1, 32), (20, 2, 1, 64), (33, 1, 1, 1)]  # fmt: skip
+SIZES = [(50, 4, 2, 8), (97, 6, 2, 16), (64, 2, 2, 64), (130, 3, 1, 32), (20, 2, 1, 64), (33, 1, 1, 1)]
 
 
 def pattern(n_vertical: Any = 7, n_slash: Any = 9, **changes: int) -> VerticalSlash:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attend import Part
-from engine.blocks import BlockCacheSpec
+from engine.caches.blocks import BlockCacheSpec
 from engine.prefill import Trace
 from engine.store import Store
 from kernels.gather import gather_tokens

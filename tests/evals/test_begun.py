@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import digests
+from engine.checkpoints import digests
 from engine.errors import ConfigError
 from evals import models
 from evals.runner import run_cells

@@ -136,7 +136,7 @@ def test_a_file_with_several_methods_is_asked_for_one(tmp_path: Path) -> None:
         ("import nothing_of_the_kind\n", r"line 1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
         ("x = 1\nraise SystemExit(3)\n", r"line 2: SystemExit: 3"),
         ("x = 1\n", r"mine\.py holds no method; write a class"),
-        ("from methods.snapkv import SnapKV\n", r"holds no method"),
+        ("from methods.dropping.snapkv import SnapKV\n", r"holds no method"),
         ("class Mine(SelectiveAttention):\n    title, drops = 'Mine', True\n", r"Mine of .*mine\.py has no arrange"),
         ("class Mine(SelectiveAttention):\n    def arrange(self, layer): ...\n", r"has no title and no drops"),
         ("class Mine(SelectiveAttention):\n    class Params:\n        a = 1\n" + BODY, r"Params of .* is no dataclass"),

@@ -13,7 +13,7 @@ from evals.overrides import CONF, check_overrides
 from evals.results import RunResult, SampleRow, run_name
 from evals.settings import Settings, settings
 from evals.table import table
-from methods.pyramidinfer import PyramidInfer
+from methods.dropping.pyramidinfer import PyramidInfer
 from tests.tiny_run import cell, run, save_tiny, sweep
 
 SPARSE = [

@@ -24,10 +24,10 @@ from evals import loop, models, runner
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
 from evals.tasks.needle.task import Needle
-from methods import xkv
-from methods.oracle import Oracle
-from methods.pyramidinfer import PyramidInfer
-from methods.snapkv import SnapKV
+from methods.dropping import xkv
+from methods.dropping.pyramidinfer import PyramidInfer
+from methods.dropping.snapkv import SnapKV
+from methods.retrieving.oracle import Oracle
 from tests.tiny import COMMON
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 

@@ -36,7 +36,7 @@ def refused(call: Callable[[], Any]) -> str:
 def test_the_defaults_are_a_whole_run() -> None:
     run = composed()
     assert (run.method.name, run.task.name, run.model.name) == ("oracle", "needle", "smollm2-135m")
-    assert run.method.target == "methods.oracle.Oracle"
+    assert run.method.target == "methods.retrieving.oracle.Oracle"
     assert "_target_" not in run.method.params
     assert run.budget.ratio == Fraction(1, 5)
     assert run.budget.tokens is None

@@ -13,9 +13,9 @@ from engine.budget import BudgetRequest
 from engine.prefill import prefill
 from evals import width
 from evals.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.oracle import Oracle
 from tests.tiny import prompt, tiny
 from tests.vectors import built, row_for
 

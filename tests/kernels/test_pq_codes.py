@@ -60,7 +60,7 @@ def test_codes_are_those_of_the_authors(path: str) -> None:
 @pytest.mark.parametrize(
     ("h_kv", "n", "m", "c", "d_m"),
     [(2, 600, 2, 64, 32), (3, 1, 2, 16, 32), (1, 9, 4, 256, 8), (2, 50, 1, 300, 20), (2, 40, 3, 5, 7)],
-)  # fmt: skip
+)
 def test_every_part_goes_to_a_nearest_centroid(
     path: str, dtype: torch.dtype, h_kv: int, n: int, m: int, c: int, d_m: int
 ) -> None:

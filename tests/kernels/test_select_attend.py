@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import build
 from kernels.jit import triton
 from kernels.select_attend import (
-    Rows,
+    Tokens,
     attend_parts_native,
     attend_parts_ref,
     native,
@@ -38,7 +38,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 def problem(
     shape: tuple[int, int, int, int, int], per_query_head: bool, dtype: torch.dtype
-) -> tuple[Tensor, Rows, float]:
+) -> tuple[Tensor, Tokens, float]:
     """A query and chosen rows, some of them late, some of them no token."""
     h, h_kv, d_h, s, n = shape
     draws = torch.Generator().manual_seed(7)
@@ -48,15 +48,15 @@ def problem(
         idx[0, -1, -2:] = -1
     k, v = (draw(1, h_kv, s, d_h, seed=i, dtype=dtype) for i in (1, 2))
     late = (draw(1, h_kv, 8, d_h, seed=3, dtype=dtype), draw(1, h_kv, 8, d_h, seed=4, dtype=dtype))
-    return draw(1, h, 1, d_h, seed=5, dtype=dtype), Rows(k, v, idx, late), d_h**-0.5
+    return draw(1, h, 1, d_h, seed=5, dtype=dtype), Tokens(k, v, idx, late), d_h**-0.5
 
 
-def doubled(part: Rows) -> Rows:
+def doubled(part: Tokens) -> Tokens:
     late = part.late and (part.late[0].double(), part.late[1].double())
-    return Rows(part.k.double(), part.v.double(), part.idx, late)
+    return Tokens(part.k.double(), part.v.double(), part.idx, late)
 
 
-def exact(q: Tensor, parts: list[Rows], scale: float) -> tuple[Tensor, Tensor]:
+def exact(q: Tensor, parts: list[Tokens], scale: float) -> tuple[Tensor, Tensor]:
     """A softmax over the union head by head in float64, token by token from where it lies."""
     h, outs, lses = q.shape[1], [], []
     for head in range(h):
@@ -80,7 +80,7 @@ def exact(q: Tensor, parts: list[Rows], scale: float) -> tuple[Tensor, Tensor]:
     return torch.stack(outs).view(1, h, 1, -1), torch.stack(lses).view(1, h, 1)
 
 
-def plain(q: Tensor, part: Rows, scale: float) -> Tensor:
+def plain(q: Tensor, part: Tokens, scale: float) -> Tensor:
     """What torch makes of it in the tensors' own dtype."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in part.gathered())
     assert part.idx is not None
@@ -88,7 +88,7 @@ def plain(q: Tensor, part: Rows, scale: float) -> Tensor:
     return ((q @ k.mT) * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
-def check(run: Callable[[Tensor, Rows, float], tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+def check(run: Callable[[Tensor, Tokens, float], tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
     """Error at most twice that of plain torch in the same dtype, both against float64, plus a floor."""
     for shape in SHAPES:
         for per_query_head in (False, True):
@@ -103,7 +103,7 @@ def check(run: Callable[[Tensor, Rows, float], tuple[Tensor, Tensor]], dtype: to
             torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=2e-6)
 
 
-def in_triton(q: Tensor, part: Rows, scale: float) -> tuple[Tensor, Tensor]:
+def in_triton(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
     assert part.idx is not None
     assert part.late is not None
     late = (part.late[0].to(GPU), part.late[1].to(GPU))
@@ -162,8 +162,8 @@ def test_a_gpu_gets_llamas_shape_right(dtype: torch.dtype) -> None:
 def test_parts_are_joined_to_their_union(dtype: torch.dtype) -> None:
     q, part, scale = problem(SHAPES[0], True, dtype)
     whole = draw(1, 2, 30, 16, seed=8, dtype=dtype)
-    stretch = Rows(whole[:, :, 3:23], whole[:, :, 5:25])  # strides of another tensor
-    parts = [stretch, part, Rows(part.k, part.v, torch.full((1, 2, 3), -1)), Rows(part.k, part.v)]
+    stretch = Tokens(whole[:, :, 3:23], whole[:, :, 5:25])  # strides of another tensor
+    parts = [stretch, part, Tokens(part.k, part.v, torch.full((1, 2, 3), -1)), Tokens(part.k, part.v)]
     right, right_lse = exact(q, parts, scale)
     for run in (attend_parts_ref, attend_parts_native):
         out, lse = run(q, parts, scale)

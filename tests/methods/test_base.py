@@ -1,5 +1,6 @@
 """What all methods share: a variant, and when it is full attention itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from engine.budget import BudgetRequest, resolve
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention, Variant, select_alike
 from tests.vectors import built, step, trace_of
 
 SHAPE = ModelShape("vectors", 1, 4, 2, 8, 1 << 20, (0,))
@@ -58,3 +59,21 @@ def test_a_method_that_changes_what_it_keeps_is_asked_even_with_the_whole_prompt
 
     unchanged = type("Unchanged", (Halving,), {"changes": False})
     torch.testing.assert_close(out(Halving), out(unchanged) / 2)
+
+
+def test_rows_with_equal_keys_are_selected_for_together_and_answered_in_their_order() -> None:
+    draw = torch.Generator().manual_seed(0)
+    _, k, v = (torch.randn(1, heads, 61, 8, generator=draw) for heads in (4, 2, 2))
+    trace, q = trace_of(k, v, 4, 60), torch.arange(4.0).view(4, 1, 1, 1).expand(-1, 4, 1, 8)
+    rows = [variant(tokens).row(trace, 4) for tokens in (50, 40, 50, 40)]
+    together: list[list[int]] = []
+
+    def select(alike: Sequence[SelectiveAttention], queries: Tensor) -> list[Tensor | None]:
+        together.append([row.budget.tokens for row in alike])
+        return [None if q[0, 0, 0] == 3 else q[0, 0, 0] for q in queries]
+
+    selections = select_alike(rows, q, lambda row: row.budget.tokens, select)
+    assert together == [[50, 50], [40, 40]]
+    assert [None if idx is None else idx.item() for idx in selections] == [0, 1, 2, None]
+    assert len(select_alike(rows, q, lambda row: 0, select)) == 4
+    assert together[2:] == [[50, 40, 50, 40]]

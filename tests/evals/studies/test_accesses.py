@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from engine.blocks import BlockCacheSpec
+from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from evals.studies.accesses import main, read, replay_blocks, replay_recent
 from tests.tiny_run import run, save_tiny

@@ -26,11 +26,11 @@ from evals.table import table
 from evals.tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
 from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
-from methods.clusterkv import ClusterKV
+from methods.dropping.h2o import H2O
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from methods.h2o import H2O
-from methods.oracle import Oracle
-from methods.streamingllm import StreamingLLM
+from methods.retrieving.clusterkv import ClusterKV
+from methods.retrieving.oracle import Oracle
 from tests.tiny import prompt, tiny
 from tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
 from tests.vectors import built, row_for

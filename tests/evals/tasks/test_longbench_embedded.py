@@ -100,7 +100,7 @@ def test_the_question_can_stand_first_where_there_is_one() -> None:
 def embedded_tokenizer():
     from transformers import AutoTokenizer
 
-    from engine.model import locate
+    from engine.checkpoints.load import locate
 
     try:
         folder = locate("embedded", None, False)[0]

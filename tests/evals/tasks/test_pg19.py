@@ -271,7 +271,7 @@ def test_a_text_has_no_question_to_leave_out(checkpoint: Path, book: Path, tmp_p
 
 def test_the_embedded_model_reads_as_one_plain_pass_does(tmp_path: Path) -> None:
     """Within 1e-3, and compression costs something."""
-    from engine.model import load
+    from engine.checkpoints.load import load
 
     grid = ["task=pg19", "task.source=embedded", "task.lengths=[400]", "task.targets=16"]
     variants = [

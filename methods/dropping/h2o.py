@@ -1,0 +1,182 @@
+"""H2O (Zhang et al., 2023): keep what has received the most attention so far, and the latest tokens; evict as you go.
+
+Every token's score is the attention that it got from all queries since it is there ("heavy hitters" have most). Half
+of a cache of fixed size is for them, half for recent tokens. At each step the newest token comes in, and the lowest
+score among those that are not recent goes.
+
+Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_recent`, `sums`; M = `tokens`.
+Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one included, and 4 * h_kv * (M + 1) bytes of
+          scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.
+Differs   - the authors' class that removes tokens is the reference (not the one that masks them: it hides one token
+            too many for a step), and it has no query groups: here a KV head keeps one set, by its group's sum
+            (`reduce: max` is KVCache-Factory's other choice). Its default is a set per query head, `query_head`, for
+            `on_top` alone: the KV head keeps the union.
+          - scores are float32; the authors round each weight to the model's dtype before they add it up.
+          - `n_sink` protects first tokens, 32 as in all methods with sinks and a window here; PQCache's authors have
+            them on top of the ratio (method=h2o_pqcache), H2O's have none (method=h2o_paper).
+          - `generated: on_top` is KVCache-Factory's form: chosen once, nothing is evicted while decoding.
+          - of equal scores the higher position goes.
+Fails     where an answer needs what the prompt did not look at. Sums over the whole prompt are far above what a few
+          steps can add, so generated tokens leave as soon as they are no longer recent, and early tokens, which more
+          queries saw, are favoured over late ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from engine.budget import Budget, split
+from engine.checks import each_one_of, share, tokens
+from engine.errors import ConfigError
+from engine.observe import ColumnSums, Observation
+from engine.shapes import ModelShape
+from methods.base import ScoringMethod
+from methods.dropping.allocators import uniform
+from methods.dropping.scorers import reduce_group
+
+SCORE_BYTES = 4
+
+
+def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
+    """Slot of the lowest score among positions `start` to `stop` (exclusive), (1, h_kv, n) -> (1, h_kv, 1).
+
+    Of equal scores the higher position goes, as lower ones are kept first after the prefill.
+    """
+    outside = (positions < start) | (positions >= stop)
+    scores = scores.masked_fill(outside, torch.inf)
+    lowest = scores == scores.amin(-1, keepdim=True)
+    return positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
+
+
+class H2O(ScoringMethod):
+    title = "H2O"
+    wants_weights = True
+
+    @dataclass(frozen=True)
+    class Params:
+        n_sink: int
+        heavy_share: Fraction
+        reduce: str
+        generated: str
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                reduce=("sum", "max", "query_head"),
+                generated=("inside", "on_top"),
+                budget_rule=("fair", "official"),
+            )
+            if self.reduce == "query_head" and self.generated == "inside":
+                raise ConfigError(
+                    "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"
+                )
+            tokens("method.n_sink", self.n_sink)
+            share("method.heavy_share", self.heavy_share)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided; the current token comes on top."""
+
+        n_sink: int
+        n_heavy: int
+        n_recent: int
+
+        @property
+        def tokens(self) -> int:
+            return self.n_sink + self.n_heavy + self.n_recent
+
+    params: Params
+    plan: Plan
+    sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
+
+    def setup(self) -> None:
+        self.sums = {}
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.budget_rule == "official":
+            return official_shares(params, budget)
+        fair = split(budget.tokens, params.n_sink, 1 - params.heavy_share)
+        return H2O.Plan(fair.n_sink, fair.k, fair.n_local)
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+        return (ColumnSums(),)
+
+    def ends(self) -> tuple[int, int]:
+        return self.plan.n_sink, self.plan.n_recent
+
+    def received(self, layer: int) -> Tensor:
+        """Attention that every token of the prompt received, (1, h_kv or h, s)."""
+        trace = self.trace
+        return reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, self.params.reduce)
+
+    def scores(self, layer: int) -> Tensor:
+        return self.received(layer)[..., self.plan.n_sink : self.trace.s_prompt - self.plan.n_recent]
+
+    def counts(self) -> Sequence[int]:
+        return uniform(self.plan.n_heavy, len(self.trace.shape.attention_layers))
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Keep all chosen tokens alike: recent ones, too, may go while the answer grows."""
+        plan, s, store = self.plan, self.trace.s_prompt, self.store
+        if s <= plan.tokens:
+            every = torch.arange(s, device=best.device)
+            kept = every.expand(1, best.shape[1], -1)
+        else:
+            sinks, recent = torch.arange(plan.n_sink), torch.arange(s - plan.n_recent, s)
+            ends = [x.to(best.device).expand(1, best.shape[1], -1) for x in (sinks, recent)]
+            kept = torch.cat([ends[0], best, ends[1]], -1)
+        room = store.n_new
+        if self.params.generated == "inside":
+            room = min(room, plan.tokens + 1 - kept.shape[-1])
+        store.keep(layer, kept, capacity=room)
+        self.sums[layer] = self.received(layer).gather(-1, kept)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Add up what each token got; once the cache is full, the lowest score leaves it."""
+        if self.variant.is_full or self.params.generated == "on_top":
+            return out
+        assert weights is not None, "H2O learns from the weights"
+        scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
+        scores[..., :-1] += self.sums[layer]
+        self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
+        if scores.shape[-1] > self.plan.tokens:
+            stop = self.store[layer].n_seen - self.plan.n_recent
+            slots = weakest(scores, self.store[layer].positions(), self.plan.n_sink, stop)
+            self.store[layer].evict(slots)
+            scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
+        self.sums[layer] = scores
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store[layer].n_seen
+        if self.variant.is_full:
+            return range(n)
+        past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1
+        start = max(0, past - self.plan.n_recent)
+        return sorted({*range(min(self.plan.n_sink, n)), *range(start, n)})
+
+
+def official_shares(params: H2O.Params, budget: Budget) -> H2O.Plan:
+    """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them.
+
+    They compensate by calling with a larger ratio.
+    """
+    paid = budget.tokens > budget.nominal_tokens
+    ratio = float(budget.ratio + (budget.comm / 2 if paid else 0))
+    n_sink = min(params.n_sink, budget.s_prompt)
+    besides = budget.s_prompt - n_sink
+    n_heavy = int(ratio * float(params.heavy_share) * besides)
+    n_recent = int(ratio * float(1 - params.heavy_share) * besides)
+    if n_sink + n_heavy + n_recent < 1:
+        raise ConfigError(
+            f"a share of {ratio:.3g} keeps no token of a prompt of {budget.s_prompt} with "
+            "method.budget_rule=official; raise ratio or budget"
+        )
+    return H2O.Plan(n_sink, n_heavy, n_recent)

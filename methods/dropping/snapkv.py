@@ -1,0 +1,96 @@
+"""SnapKV (Li et al., 2024): keep what the end of the prompt looks at, drop the rest once and for good.
+
+The last queries of the prompt ("observation window") vote with their attention weights for the tokens before them. The
+votes are smoothed along the sequence, so that a winner's neighbours win with it. Every KV head keeps its winners and
+the window; nothing is dropped while decoding.
+
+Symbols   paper L_obs, kernel size, max_capacity_prompt = `window`, `kernel`, `cap` (window included).
+Per step  moved: nothing; resident: h_kv * (cap + t) tokens at step t, the current one included.
+Differs   K and V are not repeated to the query heads first, which costs the authors g times the memory: a KV head keeps
+          one set, from its group's mean score, as KVCache-Factory and kvpress do. `reduce: query_head` gives every
+          query head the authors' own set; the KV head keeps their union, and the ledger counts that. Votes stay in
+          float32; the authors round them to the model's dtype, and many become equal. Equal scores: the lower
+          position is kept.
+          A window that would fill the budget shrinks to half of it; `method_report` says so.
+Fails     where the question comes after the compression, or later text needs what the window did not look at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.budget import Budget
+from engine.checks import each_one_of
+from engine.errors import ConfigError
+from engine.observe import LastQueries, Observation
+from engine.prefill import Trace
+from engine.shapes import ModelShape
+from methods.base import ScoringMethod
+from methods.dropping.allocators import uniform
+from methods.dropping.scorers import POOLINGS, REDUCTIONS, pool_scores, reduce_group, window_votes
+
+
+def fit_window(cap: int, window: int) -> int:
+    """The observation window within `cap` tokens; it must leave some of them for the past."""
+    return window if cap > window else max(1, cap // 2)
+
+
+def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int) -> Tensor:
+    """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
+    votes = window_votes(trace, LastQueries(params.window), window, layer)
+    return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+
+
+class SnapKV(ScoringMethod):
+    title = "SnapKV"
+
+    @dataclass(frozen=True)
+    class Params:
+        window: int
+        kernel: int
+        pooling: str
+        reduce: str
+
+        def __post_init__(self) -> None:
+            if self.window < 1:
+                raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
+            if self.kernel < 1 or self.kernel % 2 == 0:
+                raise ConfigError(
+                    f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
+                )
+            each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """What a layer keeps of the prompt."""
+
+        cap: int  # tokens per KV head, the window included
+        window: int  # the prompt's last tokens
+
+    params: Params
+    plan: Plan
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return SnapKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+        return (LastQueries(params.window),)
+
+    def scores(self, layer: int) -> Tensor:
+        return voted_scores(self.trace, self.params, self.plan.window, layer)
+
+    def counts(self) -> Sequence[int]:
+        return uniform(self.plan.cap - self.plan.window, len(self.trace.shape.attention_layers))
+
+    def report(self) -> dict[str, Any]:
+        return shrunk_window(self)
+
+
+def shrunk_window(method: ScoringMethod) -> dict[str, Any]:
+    """For the sample's `method_report`: the window, where the budget left room for a shorter one than was asked for."""
+    wanted, window = method.params.window, method.plan.window
+    return {"window": window} if window < wanted and not method.variant.is_full else {}

@@ -1,0 +1,387 @@
+"""ClusterKV (Liu et al., 2024): keys that point the same way form a cluster, and each query recalls whole clusters.
+
+Once per prompt the keys of every KV head behind the sinks are clustered by k-means over their directions. At each step
+a query head ranks the clusters by the inner product with their mean keys and fetches their tokens, best cluster first,
+until the budget is used up; the last cluster gives its first tokens. Generated tokens are always attended to, until
+`decode_period` of them have come: these become clusters of their own and leave the device.
+
+Symbols   paper B, C0, C+, m = budget, `n_clusters`, `n_decode_clusters`, `decode_period`; L, R = `s_prompt`,
+          `cache_steps`.
+Per step  moved: K and V of the chosen k = B - n_sink tokens per query head that the last R steps did not bring,
+          4 * d_h bytes each, a token of a KV head once; to find them nothing moves, so any `comm` is met. Resident:
+          sinks, unclustered tokens and the last R selections, and h_kv * (C * (2 * d_h + 8) + 4 * n) bytes of metadata:
+          centroids, sizes, their sums, and the ids of the n clustered tokens.
+Differs   - authors' two code paths differ from the paper and from each other. Here: `s_prompt // 80` clusters as in the
+            paper, random initial keys, at most 20 rounds; sinks inside the budget and selections cut to exactly B as in
+            the path that made their accuracy figures. That path never clusters generated tokens: decode_clusters=0.
+          - at most half of a budget is sinks, so that the smallest ones select something.
+          - `comm_mode: matched` gives as many clusters as `comm` would let another method read, though none move.
+          - the first `full_layers` layers of the model stay whole, as published. A budget is that of the other layers;
+            `method_report` has the share over all of them as `overall_ratio`.
+          - the cache holds tokens once per KV head; the authors' holds them once per query head.
+Fails     where the key that matters sits in a cluster whose mean points elsewhere, above all with few clusters. The
+          prompt's last tokens have no privilege.
+
+Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds of k-means (`kernels/kmeans.py`).
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fractions import Fraction
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.budget import Budget, BudgetRequest
+from engine.caches.blocks import BlockCacheSpec
+from engine.checks import each_one_of, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from engine.spans import following, span
+from kernels.clusters import cluster_tokens
+from kernels.kmeans import METRICS, draw_points, kmeans
+from methods.base import SelectiveAttention, select_alike
+
+TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
+FOLD_STEPS = 16  # steps whose hits are counted together: 5 us a step against 35 one by one
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The clusters of one layer; tokens are numbered from the first one behind the sinks."""
+
+    centroids: Tensor  # (h_kv, c, d_h) float32, rounded to the model's dtype
+    sizes: Tensor  # (h_kv, c) int64
+    ends: Tensor  # (h_kv, c) int64, sizes summed up in the order of ids
+    tokens: Tensor  # (h_kv, n) int64, by cluster and then by position
+    seconds: float = 0.0  # that clustering took
+    rounds: float = 0.0  # of k-means, mean over KV heads
+
+    def nbytes(self) -> int:
+        """As counted: 16-bit centroids, 32-bit integers."""
+        h_kv, c, d_h = self.centroids.shape
+        return h_kv * (c * (2 * d_h + 8) + 4 * self.tokens.shape[-1])
+
+
+def cluster_keys(keys: Tensor, c: int, metric: str, n_rounds: int, generator: torch.Generator) -> Clusters:
+    """The clusters of keys (h_kv, n, d_h), each KV head apart, from `c` initial keys that are drawn without repeats."""
+    start = perf_counter()
+    done = kmeans(keys, draw_points(keys, c, generator), n_rounds, metric)
+    return Clusters(
+        done.centroids.to(keys.dtype).float(),
+        done.sizes,
+        done.sizes.cumsum(-1),
+        done.labels.sort(dim=-1, stable=True).indices,
+        perf_counter() - start,
+        float(done.rounds.float().mean()),
+    )
+
+
+def append_clusters(old: Clusters, new: Clusters) -> Clusters:
+    """`new` behind `old`: ids of clusters and tokens go on where those of `old` end."""
+    n = old.tokens.shape[-1]
+    return Clusters(
+        torch.cat([old.centroids, new.centroids], 1),
+        torch.cat([old.sizes, new.sizes], 1),
+        torch.cat([old.ends, new.ends + n], 1),
+        torch.cat([old.tokens, new.tokens + n], 1),
+        old.seconds,
+        old.rounds,
+    )
+
+
+def cluster_order(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
+    """Clusters by falling inner product with queries (n, h, 1, d_h): (n, h, c), or (n, h_kv, c) for `group_mean`."""
+    h_kv, _, d_h = centroids.shape
+    n, h = q.shape[:2]
+    grouped = q.view(n, h_kv, h // h_kv, d_h).float().transpose(0, 1)  # (h_kv, n, g, d_h)
+    if agg == "group_mean":
+        grouped = grouped.mean(2, keepdim=True)  # the mean of scores is the score of the mean
+    scores = grouped.flatten(1, 2) @ centroids.mT  # (h_kv, n * g, c)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order.view(h_kv, n, -1, centroids.shape[1]).transpose(0, 1).flatten(1, 2)
+
+
+def touched(order: Tensor, sizes: Tensor, k: int) -> Tensor:
+    """Which clusters the first `k` tokens come from, by id: (..., heads, c) bool from order and sizes (heads, c)."""
+    sizes = sizes.expand(order.shape).gather(-1, order)
+    before = sizes.cumsum(-1) - sizes
+    return torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, (before < k) & (sizes > 0))
+
+
+def hit_rates(flags: Tensor, n_steps: int) -> Tensor:
+    """Share of each step's clusters that the `n_steps` steps before it had: (steps, heads, c) -> (steps - n_steps,).
+
+    Mean over heads, float64.
+    """
+    if len(flags) <= n_steps:
+        return flags.new_empty(0, dtype=torch.float64)
+    now = flags[n_steps:]
+    recent = torch.zeros_like(now)
+    for age in range(1, n_steps + 1):
+        recent |= flags[n_steps - age : len(flags) - age]
+    return ((now & recent).sum(-1).double() / now.sum(-1)).mean(-1)
+
+
+@dataclass
+class Hits:
+    """Counts a layer's cluster hits, some steps at a time."""
+
+    n_steps: int  # R
+    rates: list[float] = field(default_factory=list)
+    orders: list[Tensor] = field(default_factory=list)  # (heads, c) int32, not yet counted
+    last: Tensor | None = None  # (<= R, heads, c) bool
+
+    def fold(self, sizes: Tensor, k: int) -> None:
+        """Count what has come, with the sizes (heads, c) that held all the while."""
+        flags = touched(torch.stack(self.orders).long(), sizes, k)
+        self.orders.clear()
+        if self.last is not None:
+            missing = flags.shape[-1] - self.last.shape[-1]  # clusters were appended since
+            last = torch.nn.functional.pad(self.last, (0, missing)) if missing else self.last
+            flags = torch.cat([last, flags])
+        self.rates += hit_rates(flags, self.n_steps).tolist()
+        self.last = flags[-self.n_steps :]
+
+
+class ClusterKV(SelectiveAttention):
+    title = "ClusterKV"
+    drops = False
+    skips = True
+
+    @dataclass(frozen=True)
+    class Params:
+        comm_mode: str
+        num_clusters: int | None
+        metric: str
+        max_rounds: int
+        n_sink: int
+        agg: str
+        decode_period: int
+        decode_clusters: int | None
+        full_layers: int
+        cache_steps: int
+        overlap: bool
+        seed: int
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method", self, comm_mode=("native", "matched"), metric=METRICS, agg=("query_head", "group_mean")
+            )
+            whole_numbers("method", self, num_clusters=1, max_rounds=1, n_sink=0, decode_period=1)
+            whole_numbers("method", self, decode_clusters=0, full_layers=0, cache_steps=0, seed=0)
+            if (self.decode_clusters or 0) > self.decode_period:
+                raise ConfigError(
+                    f"method.decode_clusters={self.decode_clusters} is more than the "
+                    f"method.decode_period={self.decode_period} tokens that they are made of; use fewer"
+                )
+            if self.comm_mode == "matched" and (self.num_clusters or self.decode_clusters):
+                raise ConfigError(
+                    "method.comm_mode=matched makes as many clusters as comm says; leave "
+                    "method.num_clusters and method.decode_clusters at null, or use comm_mode=native"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and the clusters that are made of a prompt and of generated tokens."""
+
+        n_sink: int
+        k: int  # tokens that a query head selects
+        n_clusters: int
+        n_decode_clusters: int  # of every `decode_period` generated tokens; 0: they stay as they are
+
+    params: Params
+    plan: Plan
+    clusters: dict[int, Clusters]  # per layer, once its clustering was waited for
+    pending: dict[int, "Future[Clusters]"]
+    hits: dict[int, Hits]
+    n_appended: dict[int, int]  # how often generated tokens became clusters
+
+    def setup(self) -> None:
+        if self.variant.cache is not None:
+            self.check_cache(self.params, self.variant.cache)
+        self.clusters, self.pending, self.hits, self.n_appended = {}, {}, {}, {}
+
+    @classmethod
+    def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:
+        if cache.tokens and params.cache_steps:
+            raise ConfigError(
+                f"cache.tokens={cache.tokens} and method.cache_steps={params.cache_steps} are two caches for the "
+                "same tokens; set one of them to 0"
+            )
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        n_sink = min(params.n_sink, budget.tokens // 2)
+        n, period = budget.s_prompt - n_sink, params.decode_period
+        if params.comm_mode == "matched":
+            n_clusters, decode = round(budget.comm * budget.s_prompt), round(budget.comm * period)
+        else:
+            n_clusters, decode = budget.s_prompt // TOKENS_PER_CLUSTER, period // TOKENS_PER_CLUSTER
+        decode = max(1, decode) if params.decode_clusters is None else params.decode_clusters
+        return ClusterKV.Plan(n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or n_clusters)), decode)
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        period = self.params.decode_period if self.plan.n_decode_clusters else self.store.n_new
+        self.store.offload(layer, self.plan.n_sink, 0, min(period, self.store.n_new))
+        if self.params.cache_steps:
+            self.store.keep_recent(layer, self.params.cache_steps)
+            self.hits[layer] = Hits(self.params.cache_steps)
+        self.pending[layer] = self.start_clustering(layer)
+        if not self.params.overlap:
+            self.pending[layer].result()
+
+    def start_clustering(self, layer: int) -> "Future[Clusters]":
+        """Cluster the prompt's keys on a thread beside the prefill; variants that would get the same share the work.
+
+        One thread for all layers: it works through them while the prefill goes on above.
+        """
+        trace, params, plan = self.trace, self.params, self.plan
+        keys = trace.keys(layer)[0, :, plan.n_sink :]  # (h_kv, n, d_h)
+        what = (plan.n_clusters, params.metric, params.max_rounds)
+
+        def start() -> "Future[Clusters]":
+            worker = trace.once("ClusterKV's thread", one_thread)
+            written = torch.cuda.Event() if keys.is_cuda else None
+            if written is not None:
+                written.record()
+            draw = generator_for(params.seed, layer, 0)
+            return worker.submit(following(lambda: beside(layer, written, keys, *what, draw)))
+
+        return trace.once(("ClusterKV", layer, plan.n_sink, *what, params.seed), start)
+
+    # A decode step.
+
+    def ready(self, layer: int) -> Clusters:
+        """The layer's clusters; waits for them at the first step."""
+        if layer not in self.clusters:
+            with span("wait", layer):
+                self.clusters[layer] = self.pending.pop(layer).result()
+        return self.clusters[layer]
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
+
+        def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Tensor]:
+            clusters = alike[0].clusters[layer]
+            order = cluster_order(q, clusters.centroids, alike[0].params.agg)  # (n, heads, c)
+            k = max(row.plan.k for row in alike)
+            tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k)  # (n, heads, k)
+            short = order.to(torch.int32)
+            for i, row in enumerate(alike):
+                row.note(layer, clusters, short[i])
+            return [tokens[i : i + 1, :, : row.plan.k] + row.plan.n_sink for i, row in enumerate(alike)]
+
+        clusterkvs = cast("Sequence[ClusterKV]", rows)
+        return select_alike(clusterkvs, q, lambda row: (id(row.ready(layer)), row.params.agg), select)
+
+    def note(self, layer: int, clusters: Clusters, order: Tensor) -> None:
+        """Keep the books of one selection."""
+        self.store[layer].meter.count("resident_meta_bytes", clusters.nbytes())
+        if layer in self.hits:
+            hits = self.hits[layer]
+            hits.orders.append(order)
+            if len(hits.orders) == FOLD_STEPS:
+                self.fold_hits(layer)
+
+    def fold_hits(self, layer: int) -> None:
+        """Count the hits of the steps since the last time."""
+        hits = self.hits[layer]
+        if hits.orders:
+            sizes = self.clusters[layer].sizes
+            heads = hits.orders[0].shape[0]
+            hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Once `decode_period` tokens have come, they become clusters and leave the device."""
+        if (
+            self.plan.n_decode_clusters
+            and self.store[layer].can_fetch
+            and self.store[layer].n_window == self.params.decode_period
+        ):
+            if layer in self.hits:
+                self.fold_hits(layer)
+            self.n_appended[layer] = self.n_appended.get(layer, 0) + 1
+            keys = self.store[layer].kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
+            generator = generator_for(self.params.seed, layer, self.n_appended[layer])
+            late = cluster_keys(
+                keys,
+                self.plan.n_decode_clusters,
+                self.params.metric,
+                self.params.max_rounds,
+                generator,
+            )
+            self.clusters[layer] = append_clusters(self.clusters[layer], late)
+            self.store[layer].release()
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        report: dict[str, Any] = {
+            "comm_mode": self.params.comm_mode,
+            "n_clusters": self.plan.n_clusters,
+            "overall_ratio": self.overall_ratio(Fraction(self.budget.tokens, self.budget.s_prompt)),
+        }
+        for layer in self.hits:
+            self.fold_hits(layer)
+        rates = [np.mean(hits.rates) for hits in self.hits.values() if hits.rates]
+        if rates:
+            report["cluster_hit_rate"] = float(np.mean(rates))
+        clusters = list(self.clusters.values())
+        if clusters:
+            report["clustering_s"] = sum(layer.seconds for layer in clusters)
+            report["kmeans_rounds"] = sum(layer.rounds for layer in clusters) / len(clusters)
+            # Of one layer: every round, and the labels at the end, compare all keys with all centroids.
+            n, shape = self.budget.s_prompt - self.plan.n_sink, self.trace.shape
+            one_round = 2 * n * self.plan.n_clusters * shape.h_kv * shape.d_h
+            report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
+        return report
+
+
+def one_thread() -> ThreadPoolExecutor:
+    """A thread that computes alone: a team of its own beside the prefill's would make both wait for each other."""
+    return ThreadPoolExecutor(1, "clusters", torch.set_num_threads, (1,))
+
+
+def generator_for(seed: int, layer: int, n_before: int) -> torch.Generator:
+    """What draws a layer's initial keys; of the prompt with 0, then of each batch of generated tokens."""
+    state = np.random.SeedSequence([seed, layer, n_before]).generate_state(1)[0]
+    return torch.Generator().manual_seed(int(state))
+
+
+def beside(
+    layer: int,
+    written: "torch.cuda.Event | None",
+    keys: Tensor,
+    c: int,
+    metric: str,
+    n_rounds: int,
+    generator: torch.Generator,
+) -> Clusters:
+    """`cluster_keys` on a thread; on an accelerator behind `written`, on a stream of its own, and done on return."""
+    with torch.inference_mode(), span("cluster", layer):
+        if written is None:
+            return cluster_keys(keys, c, metric, n_rounds, generator)
+        stream = torch.cuda.Stream(keys.device)
+        stream.wait_event(written)
+        with torch.cuda.stream(stream):
+            clusters = cluster_keys(keys, c, metric, n_rounds, generator)
+        stream.synchronize()
+        for x in (clusters.centroids, clusters.sizes, clusters.ends, clusters.tokens):
+            x.record_stream(torch.cuda.default_stream(keys.device))
+        return clusters

@@ -1,0 +1,273 @@
+"""InfiniGen (Lee et al., 2024): fetch the tokens that the input of the layer below says this layer will attend to.
+
+The inputs of neighbouring layers are alike, so a layer's own projection of the layer below's input is nearly its query,
+and its keys can be on their way before it runs. That query meets a few channels of every key: a rotation A, made from
+the prompt's queries, first turns most of their energy into few channels.
+
+Symbols   paper A, alpha, K = `basis`, `alpha`, tokens per head; r, d', T = `partial_ratio`, `n_channels`, `k_most`; x =
+          input of a layer's attention, behind its norm; q~ = `q_ahead`; S = tokens that compete, D = `d_model`.
+Per step  moved: K and V of K tokens per query head, 4 * d_h bytes each, a token of a KV head once, nothing of it left
+          from the step before; to find them nothing moves, so any `comm` is met. Read to find: partial keys,
+          2 * h_kv * S * d' bytes, resident as are 2 * h * d' * D bytes of query weights (with `lookahead: 1`) and
+          2 * h_kv * d_h ** 2 of A (with `skew`).
+Differs   - the prefill is exact; the authors' accuracy path masks every query of the whole sequence.
+          - A and channels come from the prompt at hand, A after rotation. The authors make A of 2,048 tokens of a book,
+            and their accuracy path takes the union of the query's and the key's channels of fixed sentences, up to
+            2 * d'. `channels: query`, `skew: false` is their serving code with nothing folded into its weights.
+          - under GQA, which they do not have: A, channels and partial keys once per KV head, from all queries of its
+            group; tokens per query head, or with `agg` per group.
+          - without `alpha` the number of tokens is the budget's. With it the budget is the cap, and `method_report`
+            says how often which of the two bound. Published: 4 for OPT, 5 for Llama-2.
+          - generated tokens stay on the device; `generated: compete` treats them like the prompt's, as published. The
+            current one is always attended to, as in the authors' serving code.
+          - q~ is computed when its layer selects, from the stored input of the layer below: the same numbers, without
+            the overlap that they are for. With rotary positions it takes the whole projection, not only the rows that
+            are counted, since rotation and A lie between it and the channels.
+          - no pool of limited size on the host, so no eviction from it.
+          - `comm_mode: matched` takes comm * d_h channels, at least one: at d_h = 64 and comm=1/128 twice what comm
+            says. `native` has the published fifth. `proxy_ratio` of `method_report` has the real share.
+          - the first `full_layers` layers stay whole, as published. A budget is that of the other layers;
+            `method_report` has the share over all of them as `overall_ratio`.
+Fails     where a layer changes its input much, as the first do, and where so few channels carry too little of q·k.
+          `lookahead: 0` asks with the layer's true query and shows what that costs. A published `alpha` need not suit
+          another model: with 4 the embedded one took some 30 of 83 tokens and found few needles, with all 83 most. The
+          cost of finding grows with the prompt.
+
+Not here: how the model makes q~ (`engine/model.py`), the basis (`engine/observe.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.checks import each_one_of, whole_number
+from engine.errors import ConfigError
+from engine.observe import ChannelSums, Observation
+from engine.shapes import ModelShape
+from kernels.topk import top_stable
+from methods.base import SelectiveAttention, select_alike
+
+CHOICES = {
+    "comm_mode": ("native", "matched"),
+    "channels": ("query_key", "query"),
+    "agg": ("query_head", "group_max", "group_mean"),
+    "generated": ("stay", "compete"),
+    "lookahead": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The few channels of one layer, the same for all variants that ask for as many."""
+
+    chosen: Tensor  # (h_kv, n_channels) int64, the heaviest first
+    basis: Tensor  # (h_kv, d_h, n_channels) float32, their columns of A
+    keys: Tensor  # (h_kv, s_prompt, n_channels) float32, rounded to the model's dtype
+
+
+def make_proxy(sums: Tensor, keys: Tensor, n_channels: int, channels: str) -> Proxy:
+    """Take the heaviest channels of `ChannelSums` (h_kv, d_h + 2, d_h), and with them the keys (1, h_kv, s, d_h)."""
+    basis, of_q, of_k = sums[:, :-2], sums[:, -2], sums[:, -1]
+    weight = of_q if channels == "query" else of_q + of_k  # (h_kv, d_h)
+    chosen = weight.topk(n_channels).indices
+    columns = basis.gather(2, chosen.unsqueeze(1).expand(-1, basis.shape[1], -1))
+    return Proxy(chosen, columns, partial_keys(keys, columns))
+
+
+def partial_keys(keys: Tensor, columns: Tensor) -> Tensor:
+    """Keys (1, h_kv, s, d_h) times columns (h_kv, d_h, n_channels); a head at a time, since float copies are large."""
+    heads = zip(keys[0], columns, strict=True)
+    return torch.stack([(head.float() @ some).to(keys.dtype).float() for head, some in heads])
+
+
+def foretold_logits(q: Tensor, proxy: Proxy, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries (n, h, 1, d_h) in the proxy's channels, (n, h_kv, g, n_channels), and their logits (n, h_kv, g, s)."""
+    h_kv = len(proxy.keys)
+    n, h = q.shape[:2]
+    grouped = q.reshape(n, h_kv, h // h_kv, -1).float().transpose(0, 1).flatten(1, 2)
+    partial = grouped @ proxy.basis * scale  # (h_kv, n * g, n_channels); the scale is that of whole queries
+    logits = partial @ proxy.keys.mT  # all rows at once: the keys are read once
+    return tuple(x.view(h_kv, n, h // h_kv, -1).transpose(0, 1) for x in (partial, logits))  # type: ignore[return-value]
+
+
+def merged(logits: Tensor, agg: str) -> Tensor:
+    """What ranks tokens, from logits (h_kv, g, s): (h, s) per query head, else (h_kv, s) per group."""
+    if agg == "query_head":
+        return logits.flatten(0, 1)
+    return logits.amax(1) if agg == "group_max" else logits.mean(1)
+
+
+def common_count(logits: Tensor, alpha: float) -> int:
+    """How many tokens come within `alpha` of their head's best, as a mean over the heads (heads, s), rounded down."""
+    near = logits > logits.amax(-1, keepdim=True) - alpha
+    # The best itself counts even where alpha is lost in rounding.
+    return int(near.sum(-1).clamp(min=1).sum()) // len(logits)
+
+
+class InfiniGen(SelectiveAttention):
+    title = "InfiniGen"
+    drops = False
+    skips = True
+
+    @dataclass(frozen=True)
+    class Params:
+        comm_mode: str
+        partial_ratio: Fraction
+        skew: bool
+        channels: str
+        alpha: float | None
+        agg: str
+        generated: str
+        lookahead: int
+        full_layers: int
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, **CHOICES)
+            if not 0 < self.partial_ratio <= 1:
+                raise ConfigError(
+                    f"method.partial_ratio={show(self.partial_ratio)} is out of range; it is a share of the "
+                    "channels above 0 and at most 1, like 0.2"
+                )
+            if self.alpha is not None and not 0 < self.alpha < float("inf"):
+                raise ConfigError(
+                    f"method.alpha={self.alpha} is out of range; use a number above 0, such as 4, or null for "
+                    "as many tokens as the budget has"
+                )
+            whole_number("method.full_layers", self.full_layers, 0)
+            if self.lookahead and self.full_layers == 0:
+                raise ConfigError(
+                    "method.full_layers=0 has a first layer without a layer below to look ahead from; use "
+                    "method.full_layers=1 or more, or method.lookahead=0"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        n_channels: int
+        k_most: int  # tokens that a head may select
+
+    params: Params
+    plan: Plan
+    proxies: dict[int, Proxy]
+    late: dict[int, Tensor]  # per layer, partial keys of generated tokens (h_kv, n_new, n_channels)
+
+    def setup(self) -> None:
+        self.wants_lookahead = self.params.lookahead == 1 and not self.variant.is_full
+        self.proxies, self.late = {}, {}
+        self.n_selections = self.n_selected = self.n_capped = 0
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        if params.comm_mode == "native" and int(params.partial_ratio * shape.d_h) < 1:
+            raise ConfigError(
+                f"method.partial_ratio={show(params.partial_ratio)} is no channel of the {shape.d_h} of "
+                f"{shape.name}; use method.partial_ratio=1/{shape.d_h} or more"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.comm_mode == "native":
+            return InfiniGen.Plan(int(params.partial_ratio * shape.d_h), budget.tokens)
+        return InfiniGen.Plan(max(1, round(budget.comm * shape.d_h)), budget.tokens)
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+        return (ChannelSums(params.skew),)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        notes = ["matched"] if params.comm_mode == "matched" else []
+        notes += [] if params.alpha is None else [f"alpha={params.alpha:g}"]
+        notes += [] if params.lookahead else ["lookahead=0"]
+        return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        trace, store, plan = self.trace, self.store, self.plan
+        competes = self.params.generated == "compete"
+        store.offload(layer, 0, 0, capacity=1 if competes else None)
+        what = (self.params.skew, plan.n_channels, self.params.channels)
+
+        def make() -> Proxy:
+            sums = trace.observed(ChannelSums(self.params.skew), layer)
+            return make_proxy(sums, trace.keys(layer), plan.n_channels, self.params.channels)
+
+        self.proxies[layer] = trace.once(("InfiniGen's partial keys", layer, *what), make)
+        if competes:
+            room = (trace.shape.h_kv, store.n_new, plan.n_channels)
+            self.late[layer] = self.proxies[layer].keys.new_empty(room)
+
+    # A decode step.
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with the same partial keys are foretold in one product."""
+        infinigens = cast("Sequence[InfiniGen]", rows)
+        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
+
+        def select(alike: Sequence[InfiniGen], q: Tensor) -> list[Tensor]:
+            partial, logits = foretold_logits(q, alike[0].proxies[layer], alike[0].trace.scales[layer])
+            return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(alike)]
+
+        return select_alike(infinigens, torch.cat(queries), lambda row: id(row.proxies[layer]), select)
+
+    def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Tensor:
+        """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""
+        if layer in self.late:
+            late = self.take_in(layer)
+            if late.shape[1]:
+                logits = torch.cat([logits, partial @ late.mT], -1)
+        ranking, k = merged(logits, self.params.agg), self.plan.k_most
+        if self.params.alpha is not None:
+            k = min(common_count(ranking, self.params.alpha), k)
+        self.n_selections += 1
+        self.n_selected += k
+        self.n_capped += k == self.plan.k_most
+        self.count_resident(layer)
+        return top_stable(ranking, k).unsqueeze(0)  # (1, h or h_kv, k)
+
+    def take_in(self, layer: int) -> Tensor:
+        """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
+        late, proxy = self.late[layer], self.proxies[layer]
+        t = self.store[layer].n_seen - self.trace.s_prompt
+        key = self.store[layer].generated()[0][:, :, -1:].to(late.device)
+        late[:, t - 1 : t] = partial_keys(key, proxy.basis)
+        return late[:, : t - 1]
+
+    def count_resident(self, layer: int) -> None:
+        """Count what stays on the device: partial keys, the projection's part for the channels, A."""
+        shape, n_channels = self.trace.shape, self.plan.n_channels
+        n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
+        elements = shape.h_kv * n_keys * n_channels
+        if self.params.lookahead:
+            elements += shape.h * n_channels * shape.d_model
+        if self.params.skew:
+            elements += shape.h_kv * shape.d_h**2
+        self.store[layer].meter.count("resident_meta_bytes", ELEMENT_BYTES * elements)
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer)
+
+    def report(self) -> dict[str, Any]:
+        """Tokens selected, as a mean over steps and layers, and how often the budget bound and not `alpha`."""
+        if self.variant.is_full:
+            return {}
+        n = max(1, self.n_selections)
+        k_mean = self.n_selected / n if self.n_selections else float(self.plan.k_most)
+        share = k_mean / self.trace.s_prompt
+        return {
+            "comm_mode": self.params.comm_mode,
+            "n_channels": self.plan.n_channels,
+            "proxy_ratio": self.plan.n_channels / self.trace.shape.d_h,
+            "k_most": self.plan.k_most,
+            "k_mean": k_mean,
+            "budget_bound_share": self.n_capped / n if self.n_selections else 1.0,
+            "achieved_ratio": share,
+            "overall_ratio": self.overall_ratio(share),
+        }

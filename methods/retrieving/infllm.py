@@ -1,0 +1,375 @@
+"""InfLLM (Xiao et al., 2024): fetch whole blocks of the past, found by a few of each block's tokens.
+
+A block's representatives are the tokens that were attended to most while they were among the latest. A step compares
+its query with the mean of each block's representatives, fetches the best blocks, and attends to them beside the sinks,
+the latest tokens and those that do not fill a block yet.
+
+Symbols   paper: initial tokens, l_L, l_bs, r_k = `n_sink`, `n_local` (current token included), `block_len`, `n_repr`;
+          blocks per step = `k`, blocks that there are = n_blocks.
+Per step  moved: K and V of k blocks, 4 * h_kv * k * block_len * d_h bytes; read in order to find them: representatives,
+          resident, 2 * h * n_blocks * d_h bytes (h_kv with `repr_granularity: kv_head`), whatever `n_repr` is. What
+          `comm` prices, n_repr / block_len of the keys, is in `report`. Resident: sinks, window, unfilled block.
+Differs   - the prefill is exact and shared, so that scores are normalised over all tokens; the authors' pass over the
+            prompt sees chosen blocks only (`prefill: streaming`, not built).
+          - keys keep their positions (`position: true`), the only form that equals full attention. The authors place
+            all tokens but local ones at one distance, n_local - 1 (`position: fixed`). Where a model scales its rotary
+            embedding, far logits are scaled as near ones; with the whole budget positions are true.
+          - 32 sinks, as all methods with sinks and a window have here; n_local is half of what is left and k what
+            fits, rounded down. `budget_rule: official` rounds up and has the sinks on top, as PQCache's authors do. The
+            paper's numbers are absolute: 128 sinks, 4,096 local tokens and 16 blocks.
+          - of equal scores the earlier token or block is chosen.
+          - weights that decode steps add are normalised over what the step attended to, as the authors' are.
+          - the block cache is the store's; the authors' holds at most 32 blocks by last use.
+Fails     where an answer's tokens are few and apart: a block is fetched for one token and brings its neighbours. Small
+          ratios of a few thousand tokens need shorter blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil, floor
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
+from engine.checks import tokens
+from engine.errors import ConfigError
+from engine.observe import BandLogits, BandSums, Observation
+from engine.shapes import ModelShape
+from kernels.gather import gather_tokens
+from kernels.topk import top_stable
+from methods.base import SelectiveAttention
+
+CHOICES = (
+    ("repr_score", ("prob", "logit")),
+    ("repr_granularity", ("query_head", "kv_head")),
+    ("position", (True, "true", "fixed")),  # YAML reads true as a boolean
+    ("budget_rule", ("fair", "official")),
+)
+
+
+def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_repr: int) -> tuple[Tensor, Tensor]:
+    """The best-scored keys of each block: (heads, n_blocks, n_repr, d_h) float32, and their positions without d_h.
+
+    `scores` (heads, n_blocks * block_len) are those of the tokens from `start` on; `keys` (1, h_kv, s, d_h).
+    """
+    heads, n = scores.shape
+    blocks = scores.reshape(heads, n // block_len, block_len)
+    chosen = top_stable(blocks, n_repr)  # (heads, n_blocks, n_repr)
+    first = torch.arange(start, start + n, block_len, device=scores.device)
+    positions = chosen + first.unsqueeze(-1)
+    picked = gather_tokens(keys, positions.flatten(1).unsqueeze(0))[0].float()
+    return picked.view(*positions.shape, keys.shape[-1]), positions
+
+
+def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
+    """Query (1, h, 1, d_h) times the means of blocks (n_blocks, heads, d_h): (1, n_blocks), or (h, n_blocks)."""
+    n_blocks, heads, d_h = means.shape
+    grouped = q.float().view(heads, -1, d_h)  # (heads, h // heads, d_h)
+    if per_head:
+        return (grouped @ means.permute(1, 2, 0)).flatten(0, 1)
+    return (means.view(n_blocks, -1) @ grouped.sum(1).flatten()).unsqueeze(0)
+
+
+class InfLLM(SelectiveAttention):
+    title = "InfLLM"
+    drops = False
+
+    @dataclass(frozen=True)
+    class Params:
+        block_len: int
+        n_sink: int
+        repr_score: str
+        repr_granularity: str
+        per_head: bool
+        position: bool | str
+        grow_blocks: bool
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            for key, allowed in CHOICES:
+                if getattr(self, key) not in allowed:
+                    raise ConfigError(
+                        f"method.{key}={getattr(self, key)} is unknown; use {allowed[-2]} or {allowed[-1]}"
+                    )
+            if self.block_len < 1:
+                raise ConfigError(
+                    f"method.block_len={self.block_len} is out of range; it is a number of tokens, at least 1"
+                )
+            tokens("method.n_sink", self.n_sink)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a prompt is divided; k = 0 where the budget is the whole prompt."""
+
+        n_sink: int
+        n_local: int  # latest tokens that are always attended to, the current one included
+        block_len: int
+        k: int  # blocks fetched per step
+        n_repr: int  # representatives of a block, per head
+
+        def n_blocks(self, n: int) -> int:
+            """Blocks for the query behind `n` tokens: none of their tokens is among its local ones."""
+            return max(0, (n - self.n_sink - self.n_local) // self.block_len)
+
+    params: Params
+    plan: Plan
+    n_blocks: dict[int, int]  # per layer, formed so far
+    means: dict[int, Tensor]  # per layer (n_blocks and those to come, h or h_kv, d_h) float32
+    scores: dict[int, Tensor]  # per layer that forms blocks (h, slots of the window) float32
+
+    def setup(self) -> None:
+        self.n_blocks, self.means, self.scores = {}, {}, {}
+        params, plan, s = self.params, self.plan, self.trace.s_prompt
+        last = s + self.store.n_new - 1  # the last query stands behind all tokens but one
+        self.grows = params.grow_blocks and plan.n_blocks(last) > plan.n_blocks(s)
+        self.wants_weights = self.grows and params.repr_score == "prob"
+        self.turns = params.position == "fixed" and not self.variant.is_full
+        self.q_far: Tensor | None = None  # this step's query, at the distance of all far tokens
+        self.selected: Tensor | None = None  # positions fetched in this step, (1 or h, n)
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        if request.ratio is not None and request.ratio < 1:
+            n_representatives(params, request.comm)
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.attends_all:
+            return InfLLM.Plan(0, budget.s_prompt, params.block_len, 0, 0)
+        n_repr = n_representatives(params, budget.comm)
+        divide = fair_layout if params.budget_rule == "fair" else official_layout
+        return divide(params, budget, n_repr)
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+        return (observed_band(params, plan),) if plan.k else ()
+
+    def arrange(self, layer: int) -> None:
+        if self.turns and self.trace.turn is None:
+            raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
+        trace, plan, s = self.trace, self.plan, self.trace.s_prompt
+        n_blocks = plan.n_blocks(s)
+        n_middle = n_blocks * plan.block_len
+        n_past = s - plan.n_sink - n_middle
+        room = plan.n_local + plan.block_len if self.grows else n_past + self.store.n_new
+        self.store.offload(layer, plan.n_sink, n_past, room)
+        scores = trace.observed(observed_band(self.params, plan), layer)[0]  # (h, s)
+        means = trace.once(
+            ("InfLLM", layer, replace(plan, k=0), self.params.repr_score, self.params.repr_granularity, self.turns),
+            lambda: self.means_of(scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink),
+        )
+        self.n_blocks[layer], self.means[layer] = n_blocks, means
+        if self.grows:
+            most = plan.n_blocks(s + self.store.n_new)
+            self.means[layer] = means.new_empty(most, *means.shape[1:])
+            self.means[layer][:n_blocks] = means
+            self.scores[layer] = scores.new_zeros(len(scores), room)
+            self.scores[layer][:, :n_past] = scores[:, s - n_past :]
+
+    def means_of(self, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None) -> Tensor:
+        """Mean of each block's representatives, (n_blocks, h or h_kv, d_h), by scores (h, n) of tokens from `start`.
+
+        `keys` (1, h_kv, s, d_h) has the first of these tokens at `key_start`, at `start` where that is not given.
+        """
+        if self.params.repr_granularity == "kv_head":
+            scores = scores.unflatten(0, (self.trace.shape.h_kv, -1)).sum(1)
+        at = start if key_start is None else key_start
+        picked, positions = representatives(scores, keys, at, self.plan.block_len, self.plan.n_repr)
+        if self.turns:
+            where = positions.flatten(1) + (start - at)
+            picked = self.to_zero(picked.flatten(1, 2).unsqueeze(0), where)[0].view_as(picked)
+        return picked.mean(2).transpose(0, 1).contiguous()
+
+    def to_zero(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (1, heads, n, d_h) as at position 0; `positions` are (1, n) or (heads, n)."""
+        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        if len(positions) == 1:
+            return self.trace.turn(keys, -positions)
+        return self.trace.turn(keys.transpose(0, 1), -positions).transpose(0, 1).contiguous()
+
+    def resident(self, layer: int, q: Tensor) -> list[Part]:
+        parts = self.store[layer].resident()
+        if layer in self.scores and self.params.repr_score == "logit":
+            self.add_logits(layer, q, parts[0].k)
+        if not self.turns:
+            return parts
+        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        self.q_far = self.trace.turn(q, self.plan.n_local - self.store[layer].n_seen)
+        whole = parts[0]
+        n_far = whole.k.shape[2] - self.plan.n_local  # sinks and what fills no block yet
+        if n_far <= 0:
+            return parts
+        where = self.store[layer].positions()[0, :1, :n_far]
+        far = Part(self.to_zero(whole.k[:, :, :n_far], where), whole.v[:, :, :n_far], q=self.q_far)
+        return [far, Part(whole.k[:, :, n_far:], whole.v[:, :, n_far:])]
+
+    def add_logits(self, layer: int, q: Tensor, keys: Tensor) -> None:
+        """Add what the current query gives to the tokens behind it; `keys` are those of sinks and window."""
+        last = self.store[layer].n_window - 1
+        band = slice(max(0, last - self.plan.n_local), last)
+        window = keys[0, :, self.plan.n_sink :][:, band].float()  # (h_kv, n, d_h)
+        logits = q.float().view(len(window), -1, q.shape[-1]) @ window.mT
+        self.scores[layer][:, band] += logits.flatten(0, 1) * self.trace.scales[layer]
+
+    def select(self, layer: int, q: Tensor) -> Tensor | None:
+        n_blocks, plan, shape = self.n_blocks[layer], self.plan, self.trace.shape
+        means = self.means[layer][:n_blocks]
+        self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
+        if n_blocks == 0:
+            return None
+        if n_blocks <= plan.k:
+            blocks = torch.arange(n_blocks, device=q.device).unsqueeze(0)
+        else:
+            query = q if self.q_far is None else self.q_far
+            blocks = top_stable(block_scores(query, means, self.params.per_head), plan.k)
+        within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
+        tokens = (blocks.unsqueeze(-1) * plan.block_len + within).flatten(1)  # (1 or h, n)
+        self.selected = tokens
+        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, shape.h_kv, -1)
+
+    @classmethod
+    def step_rows(
+        cls,
+        rows: Sequence[SelectiveAttention],
+        layer: int,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+    ) -> list[list[Part]]:
+        """Where far tokens are at one distance, those that were fetched come there too."""
+        parts = super().step_rows(rows, layer, q, k_new, v_new)
+        for row, own_parts in zip(cast("Sequence[InfLLM]", rows), parts, strict=True):
+            if row.turns and row.selected is not None:
+                fetched = own_parts[-1].gathered()
+                own_parts[-1] = replace(fetched, k=row.to_zero(fetched.k, row.selected), q=row.q_far)
+            row.selected = None
+        return parts
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Add up what local tokens got; where as many tokens as a block has are no longer local, they become one."""
+        if layer not in self.scores:
+            return out
+        plan, stop = self.plan, self.store[layer].n_window
+        if weights is not None:  # (1, h, n): sinks, window, what was fetched
+            start = max(0, stop - plan.n_local)
+            local = weights[0, :, plan.n_sink + start : plan.n_sink + stop]
+            self.scores[layer][:, start:stop] += local
+        if plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
+            self.form_block(layer)
+        return out
+
+    def form_block(self, layer: int) -> None:
+        """Make the window's oldest tokens a block on the host, for the next step on."""
+        plan, n_blocks, scores = self.plan, self.n_blocks[layer], self.scores[layer]
+        keys = self.store[layer].resident()[0].k
+        start = plan.n_sink + n_blocks * plan.block_len
+        mean = self.means_of(scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
+        self.means[layer][n_blocks] = mean[0]
+        self.n_blocks[layer] += 1
+        scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
+        scores[:, -plan.block_len :] = 0
+        self.store[layer].release(plan.block_len)
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    def report(self) -> dict[str, Any]:
+        """Per layer: what the prompt's representatives take as they are kept, and as `comm` prices them."""
+        if self.variant.is_full:
+            return {}
+        plan, shape = self.plan, self.trace.shape
+        n_blocks = plan.n_blocks(self.trace.s_prompt)
+        heads = shape.h_kv if self.params.repr_granularity == "kv_head" else shape.h
+        return {
+            "n_blocks": n_blocks,
+            "k_blocks": min(plan.k, n_blocks),
+            "n_local": plan.n_local,
+            "n_repr": plan.n_repr,
+            "repr_bytes": heads * n_blocks * shape.d_h * ELEMENT_BYTES,
+            "repr_nominal_bytes": shape.h_kv * n_blocks * plan.n_repr * shape.d_h * ELEMENT_BYTES,
+        }
+
+
+def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:
+    """What tokens are scored by: attention received while local, or logits of the queries behind (the paper's text).
+
+    The paper takes the mean of logits. All tokens of a block have as many, so their sums choose the same.
+    """
+    return (BandSums if params.repr_score == "prob" else BandLogits)(plan.n_local)
+
+
+def n_representatives(params: InfLLM.Params, comm: Fraction) -> int:
+    """How many representatives of a block `comm` pays for."""
+    n_repr = floor(comm * params.block_len)
+    if n_repr < 1:
+        raise ConfigError(
+            f"comm={show(comm)} pays for no representative of a block of method.block_len={params.block_len} tokens; "
+            f"use comm=1/{params.block_len} or more"
+        )
+    return n_repr
+
+
+def fair_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLLM.Plan:
+    """Half of the budget is local; which other tokens are blocks follows, and how many blocks cannot be attended to.
+
+    Whatever the split, sinks, window and unfilled block are what k of n_blocks blocks leave, so the attended tokens are
+    s_prompt - (n_blocks - k) * block_len. Where half of the budget leaves no block to fetch, fewer tokens are local.
+    """
+    s, block_len = budget.s_prompt, params.block_len
+    n_sink = split(budget.tokens, params.n_sink).n_sink
+    n_left_out = ceil((s - budget.tokens) / block_len)  # blocks
+    plan = InfLLM.Plan(n_sink, max(1, (budget.tokens - n_sink) // 2), block_len, 0, n_repr)
+    k = plan.n_blocks(s) - n_left_out
+    if k >= 1:
+        return replace(plan, k=k)
+    n_local = s - n_sink - (n_left_out + 1) * block_len
+    if n_local >= 1:
+        return replace(plan, n_local=n_local, k=1)
+    raise ConfigError(too_small(budget, block_len, params.n_sink))
+
+
+def too_small(budget: Budget, block_len: int, n_sink: int) -> str:
+    """What to say where no block fits in beside sinks and one local token."""
+    s = budget.s_prompt
+
+    def left(n_blocks: int) -> int:
+        """Local tokens where one of so many blocks is attended to."""
+        least = s - (n_blocks - 1) * block_len
+        return s - split(least, n_sink).n_sink - n_blocks * block_len
+
+    most_blocks = next((n for n in range(s // block_len, 0, -1) if left(n) >= 1), 0)
+    what = (
+        f"a budget of {budget.tokens} tokens for a prompt of {s} has no room for a block of "
+        f"method.block_len={block_len} tokens beside sinks and the current one"
+    )
+    if most_blocks < 2:
+        return f"{what}, nor has any budget below the whole prompt; use a smaller method.block_len or ratio=1"
+    smallest = s - (most_blocks - 1) * block_len
+    digits = 2
+    while floor(rounded_up(smallest, s, digits) * s) > smallest:
+        digits += 1
+    ratio = show_decimal(rounded_up(smallest, s, digits), digits)
+    return f"{what}; use ratio={ratio} or more (budget={smallest}), or a smaller method.block_len"
+
+
+def rounded_up(part: int, whole: int, digits: int) -> Fraction:
+    """part / whole in so many decimals, the last one rounded up."""
+    return Fraction(ceil(Fraction(part * 10**digits, whole)), 10**digits)
+
+
+def show_decimal(value: Fraction, digits: int) -> str:
+    """A share in so many decimals."""
+    return f"{float(value):.{digits}f}"
+
+
+def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLLM.Plan:
+    """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them."""
+    n_sink = min(params.n_sink, budget.s_prompt)
+    besides = (budget.s_prompt - n_sink) * float(budget.ratio)
+    n_local = max(1, int(besides * 0.5))
+    k = max(1, ceil((besides - n_local) / params.block_len))
+    return InfLLM.Plan(n_sink, n_local, params.block_len, k, n_repr)

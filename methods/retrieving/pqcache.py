@@ -1,0 +1,404 @@
+"""PQCache (Zhang et al., 2025): a product quantiser of the prompt's keys finds the tokens that are then read in full.
+
+Every key is cut into `m` parts, and each part is replaced by the nearest of 2^b centroids: k-means over the prompt, per
+layer, KV head and part, while the prefill goes on. At a step inner products of the query with all centroids are looked
+up by the tokens' codes and added up; K and V of the tokens with the largest sums are fetched. Nothing is dropped.
+
+Symbols   paper m, b, h, d_h, s, k, T = `m`, `b`, `h_kv`, `d_h`, `s_prompt`, `k`, `iterations`; candidates = tokens that
+          are neither sink nor in the window, n of them.
+Per step  moved to find: ceil(h_kv * m * n * b / 8) bytes of codes; fetched: K and V of k tokens per KV head,
+          4 * h_kv * k * d_h bytes less what a block cache has; to the host: the token that leaves the window, of
+          4 * h_kv * d_h bytes, and its code. Resident: sinks, window, centroids of 2 * h_kv * 2^b * d_h bytes. A
+          token's codes are m * b / (16 * d_h) of its key.
+Differs   - sinks and window are inside the budget; `budget_rule: official` has the authors' integers, sinks on top.
+          - a token leaves the window for the host with its own K, V and code. The authors' code loses it, shifts all
+            layers but the first by a slot, and clusters old contents of a buffer in place of the prompt's last tokens.
+          - codes of generated tokens count as well, and where `comm` is filled by the prompt's, long answers would
+            exceed it. The window then has room for as many generated tokens as keep the last step within `comm`; with
+            `official` it slides from the first step on, and results may be marked.
+          - scores and softmax are float32, lower positions first among equals; theirs are float16, ties arbitrary.
+          - `m`, `b` follow from `comm` unless given: 32 bits 4x8, 12 bits 2x6, 8 bits 2x4, 4 bits 2x2 per token and KV
+            head. At d_h = 64, comm=1/128 pays for 8 bits only: 2x4, not the published 2x6.
+          - a prompt with fewer tokens than centroids has its keys as centroids; theirs then attends to one token.
+          - `iterations: auto` is their adaptive bound, with times of this machine in place of built-in ones, so that
+            answers depend on the machine: for latency only.
+          - `rebuild_every` is only proposed in the paper. Each new quantiser starts from the old centroids and replaces
+            centroids and codes of a layer at once, at the same step whether it was made beside the model or not.
+Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
+          coded by centroids of the prompt.
+
+Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `pq_codes.py`, `pq_scores.py`), a layer's quantiser
+(`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/caches/blocks.py`), and a
+quantiser per turn of a conversation: every sample here is one prompt and one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil, floor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
+from engine.caches.blocks import BlockCacheSpec
+from engine.checks import each_one_of, share, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from engine.spans import following, span
+from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
+from kernels.pq_fit import EMPTY
+from kernels.pq_scores import MERGES, pq_top
+from methods.base import SelectiveAttention
+from methods.retrieving.pqcache_quantiser import (
+    Lane,
+    Quantiser,
+    first_centroids,
+    n_threads,
+    quantise,
+    threads,
+    with_room,
+)
+from methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
+
+PAIRS = ((4, 8), (2, 6), (2, 4), (2, 2))  # m x b, the first that `comm` pays for
+MOST_BITS = 8  # of one code
+
+
+class PQCache(SelectiveAttention):
+    title = "PQCache"
+    drops = False
+
+    @dataclass(frozen=True)
+    class Params:
+        m: int | str
+        b: int | str
+        n_sink: int
+        local_share: Fraction
+        budget_rule: str
+        fit: str
+        iterations: int | str
+        tol: float
+        empty: str
+        group_merge: str
+        rebuild_every: int
+        overlap: bool
+        cache_includes_centroids: bool
+        seed: int
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                budget_rule=("fair", "official"),
+                fit=("all_but_sinks", "middle"),
+                empty=EMPTY,
+                group_merge=MERGES,
+            )
+            for key in ("m", "b", "iterations"):
+                value = getattr(self, key)
+                if isinstance(value, str) and value != "auto":
+                    raise ConfigError(f"method.{key}={value} is not a number; use a whole number from 1, or auto")
+            whole_numbers("method", self, m=1, b=1, n_sink=0, iterations=1, rebuild_every=0, seed=0)
+            if isinstance(self.b, int) and self.b > MOST_BITS:
+                raise ConfigError(f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits")
+            share("method.local_share", self.local_share)
+            if not 0 <= self.tol < float("inf"):
+                raise ConfigError(f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more")
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and the quantiser's shape."""
+
+        n_sink: int
+        n_local: int  # past tokens of the window; the current one comes on top
+        k: int  # tokens that are selected
+        m: int
+        b: int
+        n_paid: int | None = None  # candidates whose codes `comm` pays for; None: no limit
+
+    params: Params
+    plan: Plan
+    pending: dict[int, Future[Quantiser]]
+    quantisers: dict[int, Quantiser]  # per layer, once its clustering was waited for
+    own_layers: set[int]  # layers whose codes no other variant reads
+    rounds: dict[int, int]  # per layer, most rounds of k-means
+
+    def setup(self) -> None:
+        cache, device = self.variant.cache, self.trace.device
+        if cache is not None and cache.tokens and self.params.cache_includes_centroids:
+            self.check_cache(self.params, cache)
+            tokens = cache.tokens - centroid_tokens(self.plan.b)
+            self.store.cache_spec = replace(cache, tokens=tokens)
+        self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
+        self.seconds, self.n_rebuilds = 0.0, 0
+        self.lane = Lane(device) if device.type == "cuda" else None
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        if request.ratio != 1:
+            code_shape(params, request.comm, shape.d_h)
+
+    @classmethod
+    def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:
+        least = cache.block_len + centroid_tokens(params.b if isinstance(params.b, int) else MOST_BITS)
+        if params.cache_includes_centroids and 0 < cache.tokens < least:
+            raise ConfigError(
+                f"cache.tokens={cache.tokens} has no room for a block beside centroids; use {least} or more, or "
+                "method.cache_includes_centroids=false"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.attends_all:
+            return PQCache.Plan(0, budget.s_prompt, 0, 1, 1)
+        m, b = code_shape(params, budget.comm, shape.d_h)
+        if params.budget_rule == "fair":
+            parts = split(budget.tokens, params.n_sink, params.local_share)
+            n_paid = 8 * find_bytes(shape, budget) // (shape.h_kv * m * b)
+            return PQCache.Plan(parts.n_sink, parts.n_local, parts.k, m, b, n_paid)
+        # As the authors compute them, in double precision; sinks are on top.
+        n_sink, share = min(params.n_sink, budget.s_prompt), float(params.local_share)
+        besides = (budget.s_prompt - n_sink) * float(budget.ratio)
+        return PQCache.Plan(n_sink, int(besides * share), int(besides * (1 - share)), m, b)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        notes = ["official"] if params.budget_rule == "official" else []
+        given = [(key, getattr(params, key)) for key in ("m", "b") if getattr(params, key) != "auto"]
+        notes += [f"{params.m}x{params.b}"] if len(given) == 2 else [f"{x}={y}" for x, y in given]
+        notes += [] if params.group_merge == "softmax_sum" else [params.group_merge]
+        return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        trace, plan, params = self.trace, self.plan, self.params
+        if params.iterations == "auto":
+            self.clock.enter(layer)
+        self.store.offload(layer, plan.n_sink, plan.n_local, self.window())
+        n_fit = trace.s_prompt - plan.n_sink - (plan.n_local if params.fit == "middle" else 0)
+        if plan.k:
+            self.rounds[layer] = self.most_rounds(layer, n_fit)
+            what = (plan.n_sink, n_fit, plan.m, plan.b, self.rounds[layer])
+            self.pending[layer] = trace.once(
+                ("PQCache", layer, *what, params.tol, params.empty, params.seed),
+                lambda: self.start(layer, n_fit),
+            )
+        if params.iterations == "auto":
+            self.clock.leave()
+
+    def window(self) -> int:
+        """Slots of the window, so that the codes of all candidates of the last step are paid for."""
+        plan, n = self.plan, self.trace.s_prompt + self.store.n_new
+        slides_at = plan.n_local + 1
+        if plan.n_paid is None:
+            return slides_at
+        return max(slides_at, n - plan.n_sink - plan.n_paid)
+
+    def start(self, layer: int, n: int, old: Quantiser | None = None) -> Future[Quantiser]:
+        """Cluster the `n` tokens behind the sinks, on a thread beside the model or at once."""
+        trace, plan, params = self.trace, self.plan, self.params
+        keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
+        first, begin = first_centroids(params.seed, n, 1 << plan.b), None
+        if old is not None and old.centroids.shape[2] == 1 << plan.b:
+            begin = old.centroids
+        written = torch.cuda.Event() if trace.device.type == "cuda" else None
+        if written is not None:
+            written.record()  # behind the copy of the keys to the host
+
+        def work() -> Quantiser:
+            if written is not None:
+                written.synchronize()
+            with torch.inference_mode(), span("cluster", layer):
+                return quantise(
+                    keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, trace.device
+                )
+
+        if params.overlap:
+            return trace.once("PQCache's threads", lambda: threads(trace)).submit(following(work))
+        done: Future[Quantiser] = Future()
+        done.set_result(work())
+        return done
+
+    def keys(self, layer: int, start: int, stop: int) -> Tensor:
+        """Keys of the tokens at these positions on the host, (h_kv, n, d_h)."""
+        s = self.trace.s_prompt
+        prompt = self.trace.host(layer)[0][0, :, start : min(stop, s)]
+        if stop <= s:
+            return prompt
+        late = self.store[layer].generated()[0][0, :, max(0, start - s) : stop - s]
+        return late if start >= s else torch.cat([prompt, late], 1)
+
+    # The adaptive bound.
+
+    @property
+    def clock(self) -> Clock:
+        return self.trace.once("PQCache's clock", lambda: Clock(self.trace.device))
+
+    @property
+    def profile(self) -> Profile:
+        trace, plan = self.trace, self.plan
+
+        def read() -> Profile:
+            with threads(trace) as pool:  # measured where clustering is done
+                ask: Callable[[], Profile] = lambda: profile_of(  # noqa: E731
+                    trace.shape, trace.device, plan.m, plan.b, n_threads(trace)
+                )
+                return pool.submit(ask).result()
+
+        return trace.once(("PQCache's profile", plan.m, plan.b), read)
+
+    def most_rounds(self, layer: int, n: int) -> int:
+        if isinstance(self.params.iterations, int):
+            return self.params.iterations
+        two_lines = self.params.budget_rule == "official"
+        return self.trace.once(
+            ("PQCache's rounds", layer, n, self.plan.m, self.plan.b, two_lines),
+            lambda: self.profile.rounds(n, self.clock.latest(), two_lines),
+        )
+
+    def arrange_rest(self) -> None:
+        """What a layer of this prompt took belongs to the profile."""
+        if self.params.iterations == "auto" and self.plan.k:
+            seconds = self.clock.middle()
+            if seconds is not None:
+                self.profile.add_layer(self.trace.s_prompt - self.plan.n_sink, seconds)
+
+    # A decode step.
+
+    def select(self, layer: int, q: Tensor) -> Tensor | None:
+        plan, store, shape = self.plan, self.store, self.trace.shape
+        n = store[layer].n_seen - plan.n_sink - store[layer].n_window
+        if n <= 0 or plan.k == 0:
+            return None
+        quantiser = self.with_codes(layer, n)
+        centroids = quantiser.resident
+        codes = quantiser.codes if self.lane is None else self.bring(layer, n)
+        store[layer].meter.count("moved_meta_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, n))
+        store[layer].meter.count("resident_meta_bytes", centroids.numel() * ELEMENT_BYTES)
+        if n > quantiser.n_fit:  # this step's newest candidate was coded when it left the window
+            store[layer].meter.count("released_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, 1))
+        if n <= plan.k:
+            every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
+            return every.expand(1, shape.h_kv, n)
+        scale, merge = self.trace.scales[layer], self.params.group_merge
+        idx = pq_top(q[0, :, 0], centroids, codes, n, plan.k, scale, merge)
+        return (idx + plan.n_sink).unsqueeze(0)
+
+    def with_codes(self, layer: int, n: int) -> Quantiser:
+        """The layer's quantiser with codes of `n` candidates; waits for it at the first step."""
+        if layer in self.pending:
+            with span("wait", layer):
+                self.quantisers[layer] = self.pending.pop(layer).result()
+            self.seconds += self.quantisers[layer].seconds
+            self.own_layers.discard(layer)
+        quantiser = self.quantisers[layer]
+        return quantiser if quantiser.codes.n >= n else self.code_late(layer)
+
+    def code_late(self, layer: int) -> Quantiser:
+        """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
+        quantiser, n_sink = self.quantisers[layer], self.plan.n_sink
+        if layer not in self.own_layers:
+            room = self.trace.s_prompt + self.store.n_new - n_sink
+            quantiser = self.quantisers[layer] = with_room(quantiser, room)
+            self.own_layers.add(layer)
+        keys = self.keys(layer, n_sink + quantiser.codes.n, self.store[layer].n_seen)
+        quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
+        return quantiser
+
+    def bring(self, layer: int, n: int) -> PackedCodes:
+        """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
+        assert self.lane is not None
+        here = self.lane.take(layer, self.quantisers[layer].codes)
+        layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
+        above = layers[(layers.index(layer) + 1) % len(layers)]
+        if above not in self.pending or self.pending[above].done():
+            # Behind the last layer comes the first one of the next step, which has a candidate more.
+            ready = self.with_codes(above, n + (above <= layer))
+            self.lane.request(above, ready.codes)
+        return here
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
+        every = self.params.rebuild_every
+        if every and self.plan.k and self.store[layer].can_fetch:
+            n = self.store[layer].n_seen
+            if (n - self.trace.s_prompt) % every == 0:
+                if self.params.fit == "middle":
+                    n -= self.store[layer].n_window
+                old = self.with_codes(layer, 0)
+                self.pending[layer] = self.start(layer, n - self.plan.n_sink, old)
+                self.n_rebuilds += 1
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        plan, d_h = self.plan, self.trace.shape.d_h
+        report: dict[str, Any] = {
+            "m": plan.m,
+            "b": plan.b,
+            "comm_nominal": plan.m * plan.b / (16 * d_h),
+            "n_local": plan.n_local,
+            "n_window": self.window(),
+            "k": plan.k,
+            "iterations": [self.rounds[layer] for layer in sorted(self.rounds)],
+        }
+        if self.quantisers:
+            report["clustering_s"] = self.seconds
+            report["kmeans_rounds"] = float(np.mean([x.rounds for x in self.quantisers.values()]))
+            # Of one layer: every round, and the codes at the end, compare all keys with all centroids.
+            n_fit = float(np.mean([x.n_fit for x in self.quantisers.values()]))
+            one_round = 2 * n_fit * (1 << plan.b) * self.trace.shape.h_kv * d_h
+            report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
+        if self.n_rebuilds:
+            report["n_rebuilds"] = self.n_rebuilds
+        warm = [entry for entry in self.store.ledger.entries if entry.step > 1]
+        lookups = sum(entry.cache_lookups for entry in warm)
+        if lookups:
+            report["cache_hit_rate_warm"] = sum(entry.cache_hits for entry in warm) / lookups
+        return report
+
+
+def code_shape(params: PQCache.Params, comm: Fraction, d_h: int) -> tuple[int, int]:
+    """(m, b) that `comm` pays for: m * b bits per token and KV head, of 16 * d_h; `ConfigError` where there is none."""
+    bits = floor(comm * 16 * d_h)
+    m, b = (x if isinstance(x, int) else None for x in (params.m, params.b))  # None: auto
+    if m is not None and d_h % m:
+        divisors = [str(x) for x in range(1, d_h + 1) if d_h % x == 0]
+        raise ConfigError(f"method.m={m} does not divide d_h={d_h}; use {', '.join(divisors[:-1])} or {divisors[-1]}")
+    fitting = [(x, y) for x, y in PAIRS if x * y <= bits and d_h % x == 0]
+    if m is None and b is None:
+        if fitting:
+            return fitting[0]
+        least = min(x * y for x, y in PAIRS)
+        raise ConfigError(
+            f"comm={show(comm)} pays for {bits} of the 16 x {d_h} bits of a key; "
+            f"use comm={show(Fraction(least, 16 * d_h))} or more, or give method.m and method.b"
+        )
+    if m is None:
+        b = int(params.b)
+        m = max((x for x in (1, 2, 4, 8, 16) if d_h % x == 0 and x * b <= bits), default=1)
+    elif b is None:
+        b = min(MOST_BITS, max(1, bits // m))
+    if m * b > bits:
+        instead = f", or a smaller pair such as {fitting[0][0]}x{fitting[0][1]}" if fitting else ""
+        raise ConfigError(
+            f"method.m={m}, method.b={b} are {m * b} bits per key, of which comm={show(comm)} pays for {bits} "
+            f"at d_h={d_h}; use comm={show(Fraction(m * b, 16 * d_h))} or more{instead}"
+        )
+    return m, b
+
+
+def centroid_tokens(b: int) -> int:
+    """Tokens whose K and V take as much room as the centroids."""
+    return ceil((1 << b) / 2)

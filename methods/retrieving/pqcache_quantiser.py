@@ -1,0 +1,122 @@
+"""A layer's product quantiser as PQCache keeps it: centroids, packed codes, and how codes get to an accelerator.
+
+Shapes    keys (h_kv, n, d_h), centroids (h_kv, m, c, d_m). Codes are those of tokens behind the sinks, in order.
+
+Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), when any of it is done
+(`methods/retrieving/pqcache.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.prefill import Trace
+from kernels.pq_codes import PackedCodes
+from kernels.pq_fit import pq_fit
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """Centroids of one layer, and codes of its tokens from the first one behind the sinks."""
+
+    centroids: Tensor  # (h_kv, m, c, d_m) float32, on the host
+    resident: Tensor  # the same on the model's device
+    codes: PackedCodes
+    n_fit: int  # tokens that were clustered
+    rounds: float = 0.0  # of k-means, mean over problems
+    seconds: float = 0.0  # that clustering took
+
+
+def quantise(
+    keys: Tensor, m: int, b: int, first: Tensor, n_rounds: int, tol: float, empty: str,
+    start: Tensor | None, device: torch.device,
+) -> Quantiser:  # fmt: skip
+    """Cluster keys (h_kv, n, d_h) from the keys at `first` as centroids, or from centroids `start`."""
+    began = perf_counter()
+    h_kv, n, d_h = keys.shape
+    points = keys.float().view(h_kv, n, m, d_h // m).transpose(1, 2)  # (h_kv, m, n, d_m)
+    if n <= 1 << b:
+        centroids, rounds = points.contiguous(), 0.0
+        ids = torch.arange(n, dtype=torch.uint8).expand(h_kv, m, n)
+    else:
+        flat = None if start is None else start.flatten(0, 1)
+        points = points.reshape(h_kv * m, n, -1)
+        fit = pq_fit(points, first, n_rounds, tol=tol, empty=empty, start=flat)
+        centroids, ids = fit.centroids.view(h_kv, m, -1, d_h // m), fit.codes.view(h_kv, m, n)
+        rounds = float(fit.n_iter.float().mean())
+    codes = PackedCodes(h_kv, m, b, n)
+    codes.extend(ids)
+    if device.type == "cuda":
+        codes.data = codes.data.pin_memory()
+    return Quantiser(centroids, centroids.to(device), codes, n, rounds, perf_counter() - began)
+
+
+def with_room(quantiser: Quantiser, capacity: int) -> Quantiser:
+    """A copy whose codes have room for so many tokens."""
+    old = quantiser.codes
+    h_kv, m, _ = old.data.shape
+    codes = PackedCodes(h_kv, m, old.b, capacity)
+    codes.extend(old.codes())
+    if old.data.is_pinned():
+        codes.data = codes.data.pin_memory()
+    return replace(quantiser, codes=codes)
+
+
+def first_centroids(seed: int, n: int, c: int) -> Tensor:
+    """Of `n` keys those that are the first centroids: the same for all layers, heads and parts."""
+    state = np.random.SeedSequence([seed, n, c]).generate_state(1)[0]
+    return torch.randperm(n, generator=torch.Generator().manual_seed(int(state)))[:c]
+
+
+class Lane:
+    """Codes on their way from the host to an accelerator, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.coming: dict[int, tuple[PackedCodes, int, PackedCodes]] = {}  # source, tokens, copy
+
+    def request(self, layer: int, codes: PackedCodes) -> None:
+        """Begin to copy."""
+        with torch.cuda.stream(self.stream):
+            self.coming[layer] = (codes, codes.n, copy_of(codes, self.device))
+
+    def take(self, layer: int, codes: PackedCodes) -> PackedCodes:
+        """The copy, once it is there; made anew where the codes are others by now."""
+        source, n, _ = self.coming.get(layer, (None, 0, None))
+        if source is not codes or n != codes.n:
+            self.request(layer, codes)
+        copy = self.coming.pop(layer)[2]
+        self.wait_for(copy)
+        return copy
+
+    def wait_for(self, copy: PackedCodes) -> None:
+        """Let the current stream go on behind the copy."""
+        here = torch.cuda.current_stream(self.device)
+        here.wait_stream(self.stream)
+        copy.data.record_stream(here)
+
+
+def copy_of(codes: PackedCodes, device: torch.device) -> PackedCodes:
+    """The same codes elsewhere, without waiting for them."""
+    h_kv, m, _ = codes.data.shape
+    copy = PackedCodes(h_kv, m, codes.b, codes.capacity, device)
+    copy.data.copy_(codes.data, non_blocking=True)
+    copy.n = codes.n
+    return copy
+
+
+def n_threads(trace: Trace) -> int:
+    """Threads that cluster: one beside a prefill on the same processor, else all that are idle but two."""
+    return 1 if trace.device.type == "cpu" else max(1, min(16, (os.cpu_count() or 1) - 2))
+
+
+def threads(trace: Trace) -> ThreadPoolExecutor:
+    """They compute alone: teams of their own would make each other and the prefill wait."""
+    return ThreadPoolExecutor(n_threads(trace), "quantiser", torch.set_num_threads, (1,))

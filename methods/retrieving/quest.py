@@ -1,0 +1,289 @@
+"""Quest (Tang et al., 2024): fetch the pages whose upper bound on q·k is largest.
+
+Consecutive tokens form pages of one length. Of each page the smallest and the largest value of every channel of its
+keys are kept, and with them no key of the page can score higher than the sum of max(q * kmin, q * kmax) over channels.
+Every query head attends to all tokens of the pages with the highest bounds.
+
+Symbols   paper p, K, P = `page_len`, `k`, `n_pages`; B = budget.
+Per step  read to find: bounds of the P pages, 4 * h_kv * P * d_h bytes, resident; moved: K and V of k * page_len tokens
+          per query head, 4 * d_h bytes each, a token of a KV head once; resident besides: generated tokens.
+Differs   - `comm_mode: matched` makes pages as long as `comm` asks: 2 / comm tokens, and as many more as it takes that
+            the last, short page is paid for too. `native` has the published 16 tokens, which cost comm=1/8.
+          - pages are the prompt's, and generated tokens all stay (`page_generated: true` pages them like the others).
+            Then no page is special. Where they are paged, `harness` and `serving` always attend to the current page,
+            as one of k; its bounds are not needed. With more pages the bounds read grow beyond the prompt's.
+          - authors' two code paths differ. `eval`, which made their accuracy figures, takes at least three pages
+            whatever the budget and lets the current page compete: it may lose, and then not even the current token is
+            attended to. `serving` is their CUDA code. `harness` refuses budgets that have no room for a page, and
+            `comm` that does not pay for the bounds; the other two go on, and results are marked.
+          - pages per query head under GQA; `agg` makes a group share them. The published models have no groups.
+          - the first `full_layers` layers stay whole, as published. A budget is that of the other layers;
+            `method_report` has the share over all of them as `overall_ratio`.
+          - of equal bounds the earlier page is chosen.
+Fails     where keys of one page point apart: the bound is loose and ranks pages badly, the longer they are the more.
+
+Not here: bounds and scores (`kernels/pages.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.checks import each_one_of, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from kernels.pages import page_bounds, page_scores
+from kernels.topk import top_stable
+from methods.base import SelectiveAttention, select_alike
+
+AGGREGATES = ("query_head", "group_mean", "group_max")
+
+
+@dataclass
+class Bounds:
+    """Of every page the smallest and largest keys, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
+
+    The keys' own values, held in float32: to convert them at every step took longer than to score them.
+    """
+
+    kmin: Tensor
+    kmax: Tensor
+
+    def longer(self, n_pages: int) -> "Bounds":
+        """A copy with room for so many pages."""
+        copies = []
+        for old in (self.kmin, self.kmax):
+            copy = old.new_empty(*old.shape[:2], n_pages, old.shape[3])
+            copy[:, :, : old.shape[2]] = old
+            copies.append(copy)
+        return Bounds(*copies)
+
+    def take_in(self, key: Tensor, page: int, is_new: bool) -> None:
+        """Widen the page by a key (1, h_kv, 1, d_h), in place."""
+        kmin, kmax = self.kmin[:, :, page : page + 1], self.kmax[:, :, page : page + 1]
+        if is_new:
+            kmin.copy_(key)
+            kmax.copy_(key)
+        else:
+            torch.minimum(kmin, key, out=kmin)
+            torch.maximum(kmax, key, out=kmax)
+
+
+def scores_of_rows(q: Tensor, bounds: Bounds, n_pages: int) -> Tensor:
+    """Scores of the first pages for queries (n, h, 1, d_h) that share bounds: (n, h_kv, g, n_pages) float32."""
+    kmin, kmax = bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages]
+    (n, h, _, d_h), h_kv = q.shape, kmin.shape[1]
+    # Rows become query heads of the same KV head, so that the bounds are read once.
+    folded = q.reshape(n, h_kv, h // h_kv, d_h).transpose(0, 1).reshape(1, n * h, 1, d_h)
+    scores = page_scores(folded, kmin, kmax)  # (1, n * h, n_pages)
+    return scores.view(h_kv, n, h // h_kv, n_pages).transpose(0, 1)
+
+
+def select_pages(scores: Tensor, k: int, agg: str) -> Tensor:
+    """The `k` best by scores (n, h_kv, g, n_pages), ascending: (n, h, k), or (n, h_kv, k) where a group shares."""
+    if agg == "query_head":
+        scores = scores.flatten(1, 2)
+    else:
+        scores = scores.mean(2) if agg == "group_mean" else scores.amax(2)
+    return top_stable(scores, k).sort(-1).values
+
+
+def tokens_of(pages: Tensor, page_len: int, n: int) -> Tensor:
+    """Positions of the pages' tokens (n_rows, heads, k * page_len), -1 where the last page has none: `n` there are."""
+    within = torch.arange(page_len, device=pages.device)
+    tokens = (pages.unsqueeze(-1) * page_len + within).flatten(2)
+    return tokens.masked_fill(tokens >= n, -1) if n % page_len else tokens
+
+
+class Quest(SelectiveAttention):
+    title = "Quest"
+    drops = False
+    skips = True
+    pads = True
+
+    @dataclass(frozen=True)
+    class Params:
+        comm_mode: str
+        page_len: int
+        variant: str
+        page_generated: bool
+        agg: str
+        full_layers: int
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method", self, comm_mode=("native", "matched"), variant=("harness", "eval", "serving"), agg=AGGREGATES
+            )
+            whole_numbers("method", self, page_len=1, full_layers=0)
+
+    @dataclass(frozen=True)
+    class Plan:
+        page_len: int
+        tokens: int  # budget
+
+        def k(self, n: int, variant: str) -> int:
+            """Plan that a query attends to of `n` tokens."""
+            n_pages = ceil(n / self.page_len)
+            if variant == "eval":
+                return min(max(3, min(self.tokens, n) // self.page_len), n_pages)
+            return min(max(1, self.tokens // self.page_len), n_pages)
+
+    params: Params
+    plan: Plan
+    bounds: dict[int, Bounds]  # per layer; a variant's own where generated tokens are paged
+
+    def setup(self) -> None:
+        self.bounds = {}
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        if request.ratio == 1 or params.variant != "harness":
+            return
+        if params.comm_mode == "native" and request.comm * params.page_len < 2:
+            raise ConfigError(
+                f"comm={show(request.comm)} does not pay for bounds of pages of method.page_len={params.page_len} "
+                f"tokens; use comm={show(Fraction(2, params.page_len))} or more, or method.comm_mode=matched"
+            )
+        if request.comm == 0:
+            raise ConfigError("comm=0 pays for no page; use 2 / tokens of the prompt or more")
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.comm_mode == "native" or budget.attends_all:
+            plan = Quest.Plan(params.page_len, budget.tokens)
+        else:
+            plan = Quest.Plan(matched_page_len(budget), budget.tokens)
+        if params.variant == "harness" and not budget.attends_all:
+            refuse_unaffordable(plan, budget)
+        return plan
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        trace, store, page_len = self.trace, self.store, self.plan.page_len
+        if not self.params.page_generated:
+            store.offload(layer, 0, 0)
+        elif self.keeps_current:
+            started = trace.s_prompt % page_len
+            store.offload(layer, 0, started, min(page_len, started + store.n_new))
+        else:
+            store.offload(layer, 0, 0, capacity=0)  # the current token has to be selected, too
+        shared = trace.once(
+            ("Quest's bounds", layer, page_len),
+            lambda: Bounds(*(x.float() for x in page_bounds(trace.keys(layer), page_len))),
+        )
+        most = ceil((trace.s_prompt + store.n_new) / page_len)
+        self.bounds[layer] = shared.longer(most) if self.params.page_generated else shared
+
+    @property
+    def keeps_current(self) -> bool:
+        """Whether the current page is always attended to, where generated tokens are paged."""
+        return self.params.variant != "eval"
+
+    # A decode step.
+
+    def candidates(self, layer: int) -> tuple[int, int]:
+        """The first how many tokens are in pages that compete, and how many of these pages are fetched."""
+        n, variant = self.store[layer].n_seen, self.params.variant
+        if not self.params.page_generated:
+            return self.trace.s_prompt, self.plan.k(self.trace.s_prompt, variant)
+        k = self.plan.k(n, variant)
+        return ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1) if self.keeps_current else (n, k)
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with the same pages score them in one product."""
+        quests = cast("Sequence[Quest]", rows)
+        for row in quests:
+            if row.params.page_generated:
+                row.take_in(layer)
+
+        def select(alike: Sequence[Quest], q: Tensor) -> list[Tensor | None]:
+            n = alike[0].candidates(layer)[0]
+            scores = scores_of_rows(q, alike[0].bounds[layer], ceil(n / alike[0].plan.page_len))
+            return [row.choose(layer, scores[i : i + 1], n) for i, row in enumerate(alike)]
+
+        return select_alike(quests, q, lambda row: (id(row.bounds[layer].kmin), row.candidates(layer)[0]), select)
+
+    def take_in(self, layer: int) -> None:
+        """Widen the current page by the current token."""
+        bounds = self.bounds[layer]
+        key = self.store[layer].generated()[0][:, :, -1:].to(bounds.kmin)
+        page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
+        bounds.take_in(key, page, place == 0)
+
+    def choose(self, layer: int, scores: Tensor, n: int) -> Tensor | None:
+        """Tokens of the best pages by scores (1, h_kv, g, n_pages), of the first `n` tokens."""
+        shape, n_pages, page_len = self.trace.shape, scores.shape[-1], self.plan.page_len
+        of_page = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES  # bounds
+        paged = self.store[layer].n_seen if self.params.page_generated else n
+        self.store[layer].meter.count("resident_meta_bytes", of_page * ceil(paged / page_len))
+        self.store[layer].meter.count("moved_meta_bytes", of_page * n_pages)
+        k = min(self.candidates(layer)[1], n_pages)
+        if k == 0:
+            return None
+        return tokens_of(select_pages(scores, k, self.params.agg), page_len, n)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """A full page leaves the window, and competes with the others from now on."""
+        paged = self.params.page_generated and self.keeps_current
+        if paged and self.store[layer].can_fetch and self.store[layer].n_seen % self.plan.page_len == 0:
+            self.store[layer].release()
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        s, page_len = self.trace.s_prompt, self.plan.page_len
+        k = self.plan.k(s, self.params.variant)
+        share = min(k * page_len, s) / s
+        return {
+            "comm_mode": self.params.comm_mode,
+            "page_len": page_len,
+            "n_pages": ceil(s / page_len),
+            "k_pages": k,
+            "achieved_ratio": share,
+            "overall_ratio": self.overall_ratio(share),
+        }
+
+
+def matched_page_len(budget: Budget) -> int:
+    """The shortest pages whose bounds `comm` pays for, a short last one included."""
+    most = floor(budget.comm * budget.s_prompt / 2)  # pages
+    if most < 1:
+        raise ConfigError(
+            f"comm={show(budget.comm)} pays for no page of a prompt of {budget.s_prompt} tokens; "
+            f"use comm=2/{budget.s_prompt} or more"
+        )
+    return max(round(2 / budget.comm), ceil(budget.s_prompt / most))
+
+
+def refuse_unaffordable(plan: Quest.Plan, budget: Budget) -> None:
+    """`ConfigError` where `comm` does not pay for the bounds, or the budget for no page."""
+    s, page_len = budget.s_prompt, plan.page_len
+    n_pages = ceil(s / page_len)
+    if 2 * n_pages > budget.comm * s:
+        raise ConfigError(
+            f"comm={show(budget.comm)} does not pay for bounds of the {n_pages} pages of {page_len} tokens of a prompt "
+            f"of {s}; use comm={ceil(1000 * Fraction(2 * n_pages, s)) / 1000} or more, or method.comm_mode=matched"
+        )
+    if budget.tokens < page_len:
+        raise ConfigError(
+            f"a budget of {budget.tokens} tokens for a prompt of {s} has no room for a page of {page_len}, as long as "
+            f"comm={show(budget.comm)} makes it; use ratio={ceil(Fraction(1000 * page_len, s)) / 1000} or more "
+            f"(budget={page_len}), or more comm"
+        )

@@ -1,0 +1,265 @@
+"""SparQ (Ribar et al., 2024): a few components of the query find the tokens that are then read in full.
+
+At each step the `r` largest components of |q| approximate all logits, reading `r` of `d_h` columns of K. The tokens
+with the largest approximate logits are fetched; the attention mass that they lack, as approximated, goes to the mean
+of V. K is kept twice for this, by tokens and by components, so that a component is contiguous over tokens.
+
+Symbols   paper r, k, l = `r`, k + n_window - 1, n_window - 1 (local tokens are inside the paper's k); i, alpha =
+          `components`, `covered`; components are one set per KV head.
+Per step  moved to find: r columns of the n tokens that are neither sink nor local, 2 * h_kv * r * n bytes; fetched: K
+          and V of k tokens per KV head, 4 * h_kv * k * d_h bytes; resident: sinks and window. The host holds half as
+          much again as a plain cache (`method_report` has it).
+Differs   - sinks, inside the budget; the authors have none (n_sink=0, local_share=0.25: method=sparq_paper). PQCache's
+            authors put 32 on top of the ratio and reallocate nothing: method=sparq_pqcache.
+          - generated tokens all stay local by default, so that the share of the prompt and the bytes moved are the same
+            at every step. `inside` is the published form: the window slides, and once more tokens than it holds were
+            generated, the columns are longer than the prompt's and may cost more than `comm`.
+          - sinks and local tokens are on the device, so their columns are not counted.
+          - sums of |q| and of logits are float32; of equal scores the lower position is chosen.
+          - `layout: rows` keeps K once. A component then costs whole cache lines, and whole keys are counted: no `comm`
+            below 1 pays for them, and results are marked.
+Fails     where few components do not stand for the product, as with one of 64; the group's heads share them.
+
+Not here: an exact search (`methods/retrieving/oracle.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
+from engine.checks import each_one_of, share, tokens
+from engine.errors import ConfigError
+from engine.prefill import Trace
+from engine.shapes import ModelShape
+from kernels.topk import top_stable
+from methods.base import SelectiveAttention, select_alike
+
+
+def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
+    """The `r` components with the largest sum of |q| over a group: (n, h, 1, d_h) -> (n, h_kv, r), best first.
+
+    Sums of 16-bit queries are often equal: then the first ones.
+    """
+    grouped = q.reshape(len(q), h_kv, -1, q.shape[-1]).float()  # (n, h_kv, g, d_h)
+    return grouped.abs().sum(2).sort(descending=True, stable=True).indices[..., :r]
+
+
+def query_weights(q: Tensor, components: Tensor, scale: float) -> Tensor:
+    """What the components (n, h_kv, r) of keys are multiplied with for approximate logits: (n, h_kv, g, r) float32.
+
+    A head's scale rises with the share of its |q| that the components lack: between too flat, as if all were there, and
+    too sharp, as if there were no others.
+    """
+    grouped = q.reshape(len(q), components.shape[1], -1, q.shape[-1]).float()  # (n, h_kv, g, d_h)
+    chosen = grouped.gather(-1, components.unsqueeze(2).expand(-1, -1, grouped.shape[2], -1))
+    share = chosen.abs().sum(-1, keepdim=True) / grouped.abs().sum(-1, keepdim=True).clamp(min=TINY)
+    return chosen * (scale * share.clamp(min=TINY).rsqrt())
+
+
+def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int) -> Tensor:
+    """Share of the softmax over all tokens, (n, h_kv, g, s), on `idx` (n, h_kv, k) and outside `start` to `stop`.
+
+    (n, h_kv, g) float32.
+    """
+    fetched = logits.gather(-1, idx.unsqueeze(2).expand(-1, -1, logits.shape[2], -1))
+    attended = torch.cat([logits[..., :start], fetched, logits[..., stop:]], -1)
+    return (attended.logsumexp(-1) - logits.logsumexp(-1)).exp().clamp(max=1.0)
+
+
+class SparQ(SelectiveAttention):
+    title = "SPARQ"
+    drops = False
+
+    @dataclass(frozen=True)
+    class Params:
+        n_sink: int
+        local_share: Fraction
+        reallocate: bool
+        layout: str
+        generated: str
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                layout=("columns", "rows"),
+                generated=("on_top", "inside"),
+                budget_rule=("fair", "official"),
+            )
+            tokens("method.n_sink", self.n_sink)
+            share("method.local_share", self.local_share)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided, and how many components find the selected tokens."""
+
+        n_sink: int
+        n_window: int  # latest tokens that are always attended to, the current one included
+        k: int  # tokens that a KV head selects
+        r: int
+
+    params: Params
+    plan: Plan
+    late: dict[int, Tensor]  # per layer the generated tokens' columns (h_kv, d_h, n_new)
+    means: dict[int, Tensor]  # per layer the mean of V over all tokens so far (1, h_kv, 1, d_h)
+    covered: Tensor | None  # (1, h_kv, g) of the present step and layer; None: nothing is missing
+
+    def setup(self) -> None:
+        self.late, self.means, self.covered = {}, {}, None
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        if request.ratio != 1:
+            n_components(request.comm, shape.d_h)
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        r = 0 if budget.attends_all else n_components(budget.comm, shape.d_h)
+        if params.budget_rule == "fair":
+            fair = split(budget.tokens, params.n_sink, params.local_share)
+            return SparQ.Plan(fair.n_sink, fair.n_local + 1, fair.k, r)
+        # As PQCache's authors compute them, in double precision; sinks are on top.
+        share = budget.s_prompt * float(budget.ratio)
+        n_local = int(share * float(params.local_share))
+        n_sink = min(params.n_sink, budget.s_prompt)
+        return SparQ.Plan(n_sink, n_local + 1, int(share) - n_local, r)
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        trace, store, plan = self.trace, self.store, self.plan
+        n_past = min(plan.n_window - 1, trace.s_prompt - plan.n_sink)
+        slides = self.params.generated == "inside"
+        store.offload(layer, plan.n_sink, n_past, plan.n_window if slides else None)
+        if self.params.layout == "columns":
+            columns = prompt_columns(trace, layer)
+            self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
+        if self.params.reallocate:
+            self.means[layer] = trace.once(
+                ("SPARQ's mean of V", layer),
+                lambda: trace.values(layer).mean(2, keepdim=True, dtype=torch.float32),
+            )
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    # A decode step.
+
+    def take_in(self, layer: int) -> None:
+        """Add the current token to the columns and to the mean of V."""
+        keys, values = self.store[layer].generated()  # (1, h_kv, t, d_h)
+        if layer in self.late:
+            self.late[layer][:, :, keys.shape[2] - 1] = keys[0, :, -1]
+        if layer in self.means:
+            mean = self.means[layer]
+            newest = values[:, :, -1:].to(mean)
+            self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with as many components read their columns together."""
+        sparqs = cast("Sequence[SparQ]", rows)
+        for row in sparqs:
+            row.take_in(layer)
+
+        def select(alike: Sequence[SparQ], q: Tensor) -> list[Tensor]:
+            plan, params, trace = alike[0].plan, alike[0].params, alike[0].trace
+            components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
+            read = read_columns if params.layout == "columns" else read_rows
+            keys = read(alike, layer, components).to(q.device).float()  # (n, h_kv, r, s)
+            weights = query_weights(q, components, trace.scales[layer])
+            scores = (weights.sum(2, keepdim=True) @ keys).split(1)  # n of (1, h_kv, 1, s)
+            logits = (weights @ keys).split(1) if params.reallocate else [None] * len(alike)  # n of (1, h_kv, g, s)
+            return [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
+
+        return select_alike(sparqs, q, lambda row: (row.plan.r, row.params.layout, row.params.reallocate), select)
+
+    def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
+        """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
+        shape = self.trace.shape
+        start, stop = self.plan.n_sink, scores.shape[-1] - self.store[layer].n_window
+        line = self.plan.r if self.params.layout == "columns" else shape.d_h
+        self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
+        idx = top_stable(scores[..., start:stop], self.plan.k) + start
+        # With everything selected nothing is missing, which sums in half precision would not quite say.
+        if logits is None or idx.shape[-1] == stop - start:
+            self.covered = None
+        else:
+            self.covered = covered_mass(logits, idx, start, stop)
+        return idx
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """The mean of V takes the place of what was not attended to."""
+        if self.covered is None:
+            return out
+        mean = self.means[layer].repeat_interleave(self.trace.shape.g, 1)  # (1, h, 1, d_h)
+        return torch.lerp(mean, out.float(), self.covered.view(1, -1, 1, 1)).to(out.dtype)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        shape = self.trace.shape
+        twice = self.params.layout == "columns"
+        return {
+            "n_components": self.plan.r,
+            "columns_host_bytes": twice
+            * len(shape.attention_layers)
+            * key_bytes(shape, self.trace.s_prompt + self.store.n_new),
+        }
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def n_components(comm: Fraction, d_h: int) -> int:
+    """How many of `d_h` components `comm` pays for."""
+    r = floor(comm * d_h)
+    if r < 1:
+        raise ConfigError(f"comm={show(comm)} pays for none of the {d_h} components of a key; use comm=1/{d_h} or more")
+    return r
+
+
+def prompt_columns(trace: Trace, layer: int) -> Tensor:
+    """The prompt's keys by components, (h_kv, d_h, s_prompt) on the host: once for all variants of a sample."""
+
+    def turn() -> Tensor:
+        columns = trace.keys(layer)[0].mT.contiguous()
+        if trace.device == trace.host_device:
+            return columns
+        home = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
+        return home.copy_(columns, non_blocking=True)
+
+    return trace.once(("SPARQ's columns", layer), turn)
+
+
+def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
+    """Of each row's tokens its components (n, h_kv, r), from a cache by components: (n, h_kv, r, s)."""
+    columns = prompt_columns(rows[0].trace, layer)  # the same for all rows
+    (h_kv, d_h, s), (n, _, r) = columns.shape, components.shape
+    heads = torch.arange(0, h_kv * d_h, d_h).unsqueeze(1)
+    where = (components.to(columns.device) + heads).view(n, -1)  # (n, h_kv * r)
+    of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
+    t = rows[0].store[layer].n_seen - s  # all rows are at the same position
+    late = [
+        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, at) for row, at in zip(rows, where, strict=True)
+    ]
+    return torch.cat([of_prompt, torch.stack(late)], -1).view(n, h_kv, r, s + t)
+
+
+def read_rows(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
+    """The same from a plain cache, where a component lies apart from token to token."""
+    keys = rows[0].trace.host(layer)[0]  # (1, h_kv, s_prompt, d_h), the same for all rows
+    late = torch.cat([row.store[layer].generated()[0] for row in rows])  # (n, h_kv, t, d_h)
+    of = components.to(keys.device).unsqueeze(2)  # (n, h_kv, 1, r)
+    head = torch.arange(keys.shape[1]).view(-1, 1, 1)
+    row = torch.arange(len(rows)).view(-1, 1, 1, 1)
+    token, late_token = (torch.arange(x.shape[2]).view(-1, 1) for x in (keys, late))
+    parts = [keys[0][head, token, of], late[row, head, late_token, of]]
+    return torch.cat(parts, 2).mT

@@ -1,0 +1,197 @@
+"""A GGUF file is converted once, whole or not at all, whoever else converts it."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoints import conversion
+from engine.checkpoints.digests import cache_home
+from engine.errors import ConfigError
+from tests.tiny_gguf import save_tiny_gguf
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "some.gguf"
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(conversion, "check_gguf", lambda file: 0)  # it is none
+    return file
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small GGUF file that can be converted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return save_tiny_gguf(tmp_path / "tiny.gguf")
+
+
+def converter(calls: list[Path], seconds: float = 0.2) -> object:
+    """Stands in for a conversion: the folder is incomplete for a while."""
+
+    def convert(file: Path, folder: Path) -> None:
+        calls.append(folder)
+        (folder / "model.safetensors").write_text("half")
+        time.sleep(seconds)
+        (folder / "model.safetensors").write_text("whole")
+        (folder / "config.json").write_text("{}")
+
+    return convert
+
+
+def test_two_at_once_convert_a_file_once_and_see_it_whole(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+    monkeypatch.setattr(conversion, "_convert_gguf", converter(calls))
+    seen: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: seen.append((conversion.from_gguf(gguf) / "model.safetensors").read_text()))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["whole"] * 3
+    assert len(calls) == 1
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(file: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(conversion, "_convert_gguf", broken)
+    with pytest.raises(ConfigError, match=r"models cannot be .*No space left.* XDG_CACHE_HOME"):
+        conversion.from_gguf(gguf)
+    assert [path for path in (cache_home() / "models").iterdir() if path.is_dir()] == []
+    calls: list[Path] = []
+    monkeypatch.setattr(conversion, "_convert_gguf", converter(calls, 0))
+    folder = conversion.from_gguf(gguf)
+    assert (folder / "model.safetensors").read_text() == "whole"
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
+
+
+def test_another_file_under_the_same_name_is_converted_anew(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+    monkeypatch.setattr(conversion, "_convert_gguf", converter(calls, 0))
+    first = conversion.from_gguf(gguf)
+    gguf.write_bytes(b"WEIGHTS")
+    assert conversion.from_gguf(gguf) != first
+    assert len(calls) == 2
+
+
+def test_a_disk_that_fills_while_safetensors_writes_is_a_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.modeling_utils  # noqa: F401 - which would keep the function of the test
+    from safetensors import SafetensorError
+
+    def full(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ConfigError, match=r"No space left.*XDG_CACHE_HOME"):
+        conversion.from_gguf(tiny)
+    assert [path for path in (cache_home() / "models").iterdir() if path.is_dir()] == []
+
+
+def test_a_conversion_that_will_not_fit_is_not_begun(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tiny.parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(conversion, "_convert_gguf", lambda *_: pytest.fail("begun"))
+    with pytest.raises(ConfigError, match=r"takes 0\.0 GB .* are free"):
+        conversion.from_gguf(tiny)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        conversion.from_gguf(tiny)
+
+
+def test_all_who_can_read_the_cache_folder_can_read_a_conversion(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = cache_home() / "models"
+    models.mkdir(parents=True)
+    models.chmod(0o755)
+    before = os.umask(0o077)
+    try:
+        folder = conversion.from_gguf(tiny)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+    folder.chmod(0o700)  # as conversions were
+    (folder / "model.safetensors").chmod(0o600)
+    assert conversion.from_gguf(tiny) == folder
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    models.chmod(0o700)
+    conversion.from_gguf(tiny)
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_files_with_equal_ends_do_not_share_a_conversion(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.checkpoints.digests.END", 2)
+    calls: list[Path] = []
+    monkeypatch.setattr(conversion, "_convert_gguf", converter(calls, 0))
+    other = gguf.with_name("other") / gguf.name
+    other.parent.mkdir()
+    other.write_bytes(b"weXghts")
+    assert conversion.from_gguf(gguf) != conversion.from_gguf(other)
+
+
+def test_a_killed_conversion_is_taken_over_by_who_waits_for_it(tiny: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from engine.checkpoints import conversion
+convert = conversion._convert_gguf
+def slow(file, folder):
+    (folder / "model.safetensors").write_text("half")
+    time.sleep(600)
+if sys.argv[2] == "slow":
+    conversion._convert_gguf = slow
+print(conversion.from_gguf(Path(sys.argv[1])))
+"""
+    command = [sys.executable, "-c", code, str(tiny)]
+    first = subprocess.Popen([*command, "slow"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert first.stderr is not None
+    models = cache_home() / "models"
+    while not list(models.glob("*.making/*")):
+        assert first.poll() is None
+        time.sleep(0.05)
+    second = subprocess.Popen([*command, "quick"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert second.stderr is not None
+    said = second.stderr.readline()
+    assert "waiting" in said
+    assert list(models.glob("*.making/*"))  # of a process that lives
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 0
+    assert (Path(out.strip()) / "model.safetensors").stat().st_size > 1000
+    assert [path for path in models.iterdir() if path.is_dir()] == [Path(out.strip())]
+
+
+def test_what_dead_conversions_left_is_removed_and_nothing_else(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_convert_gguf", converter([], 0))
+    models = cache_home() / "models"
+    for name in ("dead.making", "alive.making", "mine", "x.making.kept"):
+        (models / name).mkdir(parents=True)
+        (models / name / "file").write_text("")
+    (models / "link.making").symlink_to(models / "mine")
+    with conversion.FileLock(models / "alive.lock"):
+        folder = conversion.from_gguf(gguf)
+    assert {path.name for path in models.iterdir() if path.is_dir()} == {
+        "alive.making", "mine", "x.making.kept", "link.making", folder.name,
+    }  # fmt: skip
+    assert (models / "mine" / "file").exists()

@@ -1,0 +1,170 @@
+"""Whole files name a checkpoint, each is read once, and nobody else's note about one is believed."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoints import digests
+from engine.errors import ConfigError
+
+LONG_AGO = time.time() - 3600
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose weights are larger than the two ends that were read once, and an hour old."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "END", 16)
+    monkeypatch.setattr(digests, "SETTLED_S", -1.0)  # the times of inodes cannot be set back
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write(folder / "model.safetensors", b"a" * 100)
+    return folder
+
+
+def write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    os.utime(file, (LONG_AGO, LONG_AGO))
+
+
+def digest(where: Path) -> str:
+    return digests.digest_of(str(where), None)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that are read from end to end."""
+    names: list[str] = []
+    hash_file = digests.hashlib.file_digest
+
+    def file_digest(handle, kind):
+        names.append(Path(handle.name).name)
+        return hash_file(handle, kind)
+
+    monkeypatch.setattr(digests.hashlib, "file_digest", file_digest)
+    return names
+
+
+def test_a_change_between_the_ends_is_another_checkpoint(checkpoint: Path) -> None:
+    before = digest(checkpoint)
+    first = digests.first_digest_of(str(checkpoint))
+    write(checkpoint / "model.safetensors", b"a" * 50 + b"b" + b"a" * 49)  # its old time and size
+    assert digest(checkpoint) != before
+    assert digests.first_digest_of(str(checkpoint)) == first  # which is why it is not enough
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.model", "modeling.py"])
+def test_templates_tokenizers_and_code_belong_to_the_checkpoint(checkpoint: Path, name: str) -> None:
+    seen = {digest(checkpoint)}
+    for content in (b"one", b"two"):
+        write(checkpoint / name, content)
+        seen.add(digest(checkpoint))
+    assert len(seen) == 3
+
+
+def test_files_are_read_once(checkpoint: Path, reads: list[str]) -> None:
+    first = digest(checkpoint)
+    assert sorted(reads) == ["config.json", "model.safetensors"]
+    assert digest(checkpoint) == first
+    assert len(reads) == 2
+    (checkpoint / "config.json").write_text("[]")
+    digest(checkpoint)
+    assert reads[2:] == ["config.json"]
+
+
+def test_a_file_written_a_moment_ago_is_read_again(
+    checkpoint: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", 60.0)
+    digest(checkpoint)
+    digest(checkpoint)
+    assert len(reads) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"sha256": 5}'])
+def test_a_damaged_note_is_made_again(checkpoint: Path, reads: list[str], content: bytes) -> None:
+    before = digest(checkpoint)
+    notes = list((digests.cache_home() / f"digests-{os.geteuid()}").iterdir())
+    assert len(notes) == 2
+    for note in notes:
+        note.write_bytes(content)
+    assert digest(checkpoint) == before
+    assert digest(checkpoint) == before
+    assert len(reads) == 4
+
+
+@pytest.mark.parametrize("how", ["writable by all", "a link"])
+def test_a_note_that_others_could_have_written_is_not_believed(checkpoint: Path, how: str, tmp_path: Path) -> None:
+    before = digest(checkpoint)
+    for note in (digests.cache_home() / f"digests-{os.geteuid()}").iterdir():
+        planted = json.loads(note.read_text()) | {"sha256": "0" * 64}
+        if how == "a link":
+            note.replace(tmp_path / note.name)
+            note.symlink_to(tmp_path / note.name)
+        note.write_text(json.dumps(planted))
+        if how != "a link":
+            note.chmod(0o666)
+    assert digest(checkpoint) == before
+
+
+def test_without_a_cache_folder_digests_are_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(checkpoint)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert digest(checkpoint) == before
+
+
+def test_a_file_that_is_still_being_copied_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_file = digests.hashlib.file_digest
+
+    def file_digest(handle, kind):
+        found = hash_file(handle, kind)
+        with Path(handle.name).open("ab") as other:
+            other.write(b"more")
+        return found
+
+    monkeypatch.setattr(digests.hashlib, "file_digest", file_digest)
+    with pytest.raises(ConfigError, match="changes while it is read"):
+        digest(checkpoint)
+
+
+def test_small_files_and_known_ones_keep_the_digest_that_runs_recorded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = digests.first_digest_of(str(checkpoint))
+    assert digest(checkpoint) != first
+    known = {digests.hashlib.sha256(b"a" * 100).hexdigest()}
+    monkeypatch.setattr(digests, "KNOWN", known)
+    assert digest(checkpoint) == first
+    monkeypatch.setattr(digests, "KNOWN", set())
+    monkeypatch.setattr(digests, "END", 1 << 20)
+    assert digest(checkpoint) == digests.first_digest_of(str(checkpoint))
+
+
+def test_a_folder_or_pipe_named_like_weights_is_not_read(checkpoint: Path) -> None:
+    before = digest(checkpoint)
+    (checkpoint / "odd.bin").mkdir()
+    os.mkfifo(checkpoint / "pipe.bin")  # reading it would wait for ever
+    assert digest(checkpoint) == before
+
+
+def test_hashing_that_takes_long_is_said_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(digests, "LONG", 50)
+    digest(checkpoint)
+    assert "Hashing" in capsys.readouterr().err
+    digest(checkpoint)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.checkpoints.load import embedded_file
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert digest(embedded_file()) == digests.first_digest_of(str(embedded_file())) == "f398b721a399"
