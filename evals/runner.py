@@ -7,7 +7,7 @@ the same as if the cell had run alone.
 Everything that can be wrong with a cell is found before a model is loaded, and what only the prompts can tell before
 the first prefill.
 
-Not here: what a folder is (`evals/results.py`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
+Not here: what a folder is (`evals/results/`), what a sample is (`evals/tasks/base.py`), how a row decodes (`engine`).
 """
 
 from array import array
@@ -47,7 +47,7 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
-from evals.files import file_stem
+from evals.results.files import file_stem
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.results import (

@@ -4,7 +4,7 @@ A run may hold several datasets: its samples say which in `dataset`; without tha
 
 A run that is damaged is named on standard error and left out.
 
-Not here: checks of a folder (`evals/results.py` refuses a damaged one), statistics (`plots/stats.py`).
+Not here: checks of a folder (`evals/results/` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
 import json

@@ -5,7 +5,7 @@
 - What is read may hold anything: `parse_json` and `read_yaml` raise `ValueError` and nothing else.
 - A sealed text starts with the CRC of what follows, so a byte that changed is noticed.
 
-Not here: what the files mean (`evals/results.py`).
+Not here: what the files mean (`evals/results/`).
 """
 
 import errno

@@ -12,7 +12,7 @@ functions on them (`summarise`, `config_hash`), and `RunFolder`, the only writer
 runs/README.md describes every file and key. Nothing here imports torch, and only ledgers import
 pyarrow, so that a table can be made on a laptop and a finished run be recognised at once.
 
-Not here: how files are written, sealed and told from others' (`evals/files.py`), the loop over samples
+Not here: how files are written, sealed and told from others' (`evals/results/files.py`), the loop over samples
 (`evals/runner.py`), statistics over runs (`plots/stats.py`).
 """
 
@@ -43,7 +43,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from engine.errors import ConfigError, RunError
-from evals.files import (
+from evals.results.files import (
     FILES,
     HOLDER,
     LOCK,
@@ -1158,7 +1158,7 @@ def versions() -> dict[str, str]:
 
 def git_sha() -> str | None:
     """Commit of this checkout, "-dirty" where code or conf/ differ; None outside a checkout."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]

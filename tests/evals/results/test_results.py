@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, RunError
-from evals import results
+from evals.results import folder as results
 from evals.results import (
     LEDGER_MEANS,
     Holder,
@@ -40,7 +40,7 @@ from evals.results import (
     summarise,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
     "method": {"name": "snapkv", "params": {"window": 32}},
     "task": {"name": "needle", "params": {"lengths": [1024, 2048]}},
@@ -640,7 +640,7 @@ def test_samples_out_of_memory_stay_until_they_are_to_be_run_again(tmp_path: Pat
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
     """A Python process in the repository's root that has this file's names."""
-    head = "import sys; sys.path.insert(0, 'tests/evals'); from test_results import *\n"
+    head = "import sys; sys.path.insert(0, 'tests/evals/results'); from test_results import *\n"
     command = [sys.executable, "-c", head + code, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
@@ -804,7 +804,7 @@ def commit(root: Path) -> None:
 
 
 def test_the_commit_is_marked_when_code_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "repo" / "evals" / "results.py"
+    module = tmp_path / "repo" / "evals" / "results" / "machine.py"
     module.parent.mkdir(parents=True)
     module.write_text("")
     monkeypatch.setattr(results, "__file__", str(module))
@@ -820,7 +820,7 @@ def test_the_commit_is_marked_when_code_differs_from_it(tmp_path: Path, monkeypa
 
 
 def test_a_copy_within_another_checkout_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "lib" / "evals" / "results.py"
+    module = tmp_path / "lib" / "evals" / "results" / "machine.py"
     module.parent.mkdir(parents=True)
     module.write_text("")
     commit(tmp_path)
