@@ -47,7 +47,6 @@ from engine.prefill import Thinning, Trace, prefill
 from engine.shapes import ModelShape
 from engine.spans import recording
 from engine.sparse import VerticalSlash
-from evals.results.files import file_stem
 from evals.logger import Copies
 from evals.progress import Progress, Standing
 from evals.results import (
@@ -65,6 +64,7 @@ from evals.results import (
     run_name,
     summarise,
 )
+from evals.results.files import file_stem
 from evals.settings import ModelSpec, Settings, build, build_params, load_class
 from evals.studies import accesses
 from evals.tasks.base import Sample, Task

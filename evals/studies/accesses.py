@@ -3,8 +3,8 @@
     python run.py method=pqcache task=needle accesses=true out=runs/study
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
-A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/results/files.py`); a replay
-needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
+A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/results/files.py`); a
+replay needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
 (`engine/blocks.py`, `engine/recent.py`), look-up by look-up in the order of the run, each sample and layer from an
 empty cache, and gives the counts of its ledger.
 

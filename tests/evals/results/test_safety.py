@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import run as run_py
 from engine.errors import ConfigError, RunError
-from evals.results import folder as results
-from evals.results.files import file_stem, sealed, temporary
 from evals.foreign import printable
 from evals.progress import Progress
 from evals.results import RunResult, SampleRow, read_ledger, read_runs, read_samples, summarise
+from evals.results import folder as results
+from evals.results.files import file_stem, sealed, temporary
 from evals.studies.accesses import read as read_accesses
-from tests.evals.results.test_results import CONFIG, FACTS, contents, ledger_of, ok_row, open_folder, run
+from tests.evals.results.made_rows import CONFIG, FACTS, contents, ledger_of, ok_row, open_folder, run
 from tests.tiny_run import save_tiny
 
 Make = Callable[[Path], Any]
