@@ -630,7 +630,7 @@ class Group:
             generated_tokens=len(answer.ids),
             prediction=text,
             references=list(sample.references),
-            score=cell.task.score(sample, text) if mark is None else mark.score,
+            score=cell.task.score_now(sample, text) if mark is None else mark.score,
             status="ok",
             error=None,
             prefill_s=prefill_s,
@@ -641,6 +641,7 @@ class Group:
             fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
             | ({} if mark is None else mark.fields)
             | ({"metric": cell.task.metric} if cell.task.metric else {})
+            | ({"scores_later": True} if cell.task.scores_later else {})
             | ({} if share is None else {"prefill_share": share})
             | ({"method_report": report} if report else {}),
         )
@@ -679,7 +680,7 @@ class Group:
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
     score = combined(rows, cell.task.metric)
-    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
+    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score, cell.task.scores_later)
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:

@@ -130,6 +130,8 @@ def read_all(root: Path) -> tuple[list[Run], list[str]]:
 def read_one(folder: Path) -> Run:
     """One finished run; ValueError with the name of a file that is damaged."""
     result, rows = read_run(folder)
+    if result.waits_for_scores:
+        raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
     for share in (result.comm_exact, result.ratio_exact or "0"):
         if not SHARE.fullmatch(share):
             raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
@@ -163,6 +165,7 @@ class Conditions:
     device: str
     task_version: int
     prefill: str = ""  # with its parameters; "" where it is exact
+    score_version: int = 0  # of the task that scored the answers again; 0: `task_version`
 
     def __str__(self) -> str:
         parts = [
@@ -191,6 +194,7 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         device=result.device,
         task_version=result.task_version,
         prefill="" if run.is_exact else prefill_words(run),
+        score_version=result.score_version or 0,
     )
 
 

@@ -2,6 +2,7 @@
 
     schema.py    the rows: SampleRow, RunFacts, RunResult, checked whenever one is made or read
     summary.py   from rows to a result: means, intervals
+    scores.py    scores.jsonl: scores given after the answers
     config.py    config.yaml, the hash and the name of a run
     read.py      finished runs: read_run, read_runs, read_samples
     folder.py    RunFolder, the only writer

@@ -5,7 +5,7 @@
 - What is read may hold anything: `parse_json` and `read_yaml` raise `ValueError` and nothing else.
 - A sealed text starts with the CRC of what follows, so a byte that changed is noticed.
 
-Not here: what the files mean (`evals/results/`).
+Not here: what the files mean (`evals/results/schema.py`, `scores.py`).
 """
 
 import errno
@@ -27,7 +27,7 @@ from evals.foreign import refuse_depth
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 FILES = (
-    *("config.yaml", "samples.jsonl", "ledger.parquet", "env.json"),
+    *("config.yaml", "samples.jsonl", "scores.jsonl", "scores.jsonl.part", "ledger.parquet", "env.json"),
     *("result.json", "result.json.corrupt", LOCK, HOLDER),
 )
 FOLDERS = ("ledger", "shards")

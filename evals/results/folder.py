@@ -55,7 +55,8 @@ from evals.results.ledger import ledger_damage, merge, sample_of, write_part
 from evals.results.lock import Holder, acquire
 from evals.results.read import parse_samples
 from evals.results.schema import OtherSchemaError, RunResult, SampleRow
-from evals.results.summary import disagreement
+from evals.results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
+from evals.results.summary import disagreement, scored_again
 
 
 class RunFolder:
@@ -73,7 +74,8 @@ class RunFolder:
         self.notes: list[str] = []
         self._lock = lock
         self._n_bytes = 0  # of samples.jsonl
-        self._rows: dict[str, SampleRow] = {}
+        self._rows: dict[str, SampleRow] = {}  # as in samples.jsonl
+        self._scores: Scores | None = None  # of all answers among them
         self._finished: RunResult | None = None
 
     @classmethod
@@ -131,8 +133,9 @@ class RunFolder:
 
     @property
     def rows(self) -> list[SampleRow]:
-        """The completed samples, in the order of their lines."""
-        return list(self._rows.values())
+        """The completed samples, in the order of their lines, with the scores that count."""
+        rows = list(self._rows.values())
+        return rows if self._scores is None else self._scores.laid_over(rows)
 
     @property
     def finished(self) -> RunResult | None:
@@ -189,6 +192,7 @@ class RunFolder:
             sync_folder(self.path)
         self._n_bytes += len(line)
         self._rows[row.id] = row
+        self._check_scores([row])
 
     @contextmanager
     def placing(self) -> Generator[Path]:
@@ -203,7 +207,9 @@ class RunFolder:
         of are removed last. Killed while they are removed, the next `open` removes the others.
         """
         assert result.config_hash == self.config_hash, f"{result.config_hash} {self.config_hash}"
-        said = disagreement(result, self._rows.values())
+        if self._scores is not None:
+            result = scored_again(result, self.rows, self._scores)
+        said = disagreement(result, self.rows)
         assert said is None, f"the result says {said}"
         with going_on(self.path):
             target = self.path / "ledger.parquet"
@@ -215,6 +221,57 @@ class RunFolder:
             write(self.path / "result.json", sealed(result.to_json()))
             self._finished = result
             self._remove_parts()
+
+    # Scores that are given later: see evals/results/scores.py.
+
+    def judged(self) -> dict[str, Score]:
+        """The scores that a scorer gave before it was killed."""
+        path = self.path / PART
+        if not path.exists():
+            return {}
+        content = path.read_bytes()
+        scores, n_bytes = parse_scores(content)
+        if n_bytes < len(content):
+            with going_on(self.path), open_own(path, 0) as file:
+                file.truncate(n_bytes)
+        return {score.id: score for score in scores}
+
+    def keep_score(self, score: Score) -> None:
+        """Keep one score for `judged` until all are given."""
+        path = self.path / PART
+        with going_on(self.path), naming(path), open_own(path, os.O_APPEND) as file:
+            file.write(score.to_line().encode())
+
+    def put_scores(self, scores: Sequence[Score]) -> RunResult:
+        """Let these scores of all answers count: first scores.jsonl is replaced, then result.json.
+
+        Killed between the two, readers make the new result for themselves, and the next `open` writes it.
+        """
+        assert self._finished is not None, f"{self.path} is not finished"
+        new = Scores.of(scores)
+        rows = new.laid_over(self._rows.values())
+        result = scored_again(self._finished, rows, new)
+        with going_on(self.path):
+            write(self.path / SCORES, to_text(scores))
+            self._scores = new
+            write(self.path / "result.json", sealed(result.to_json()))
+            self._finished = result
+            (self.path / PART).unlink(missing_ok=True)
+        return result
+
+    def _check_scores(self, rows: Sequence[SampleRow]) -> None:
+        """Where these have an answer that was not judged, no score counts; all are kept for the next `judged`."""
+        try:
+            if self._scores is not None:
+                self._scores.laid_over(rows)
+        except ValueError as error:
+            self._scores = None
+            (self.path / SCORES).replace(self.path / PART)
+            sync_folder(self.path)
+            self.notes.append(
+                f"{self.path / SCORES} does not count any more ({error}); score the run again with "
+                "`python -m evals.rescore --write`"
+            )
 
     # Samples that other processes answer, in folders of their own below this one.
 
@@ -306,6 +363,7 @@ class RunFolder:
             assert config_hash(yaml.safe_load(config_yaml)) == self.config_hash, "another config_yaml"
             write(self.path / "config.yaml", config_yaml)
         self._prepare_samples()
+        self._prepare_scores()
         if retry_oom and any(row.status == "oom" for row in self._rows.values()):
             # First the result: it must not stand beside fewer lines than it counted.
             (self.path / "result.json").unlink(missing_ok=True)
@@ -337,6 +395,13 @@ class RunFolder:
                 os.fsync(file.fileno())
             self.notes.append(f"{path} ended within a line, which is cut off and run again")
 
+    def _prepare_scores(self) -> None:
+        try:
+            self._scores = read_scores(self.path)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._check_scores(list(self._rows.values()))
+
     def _prepare_result(self) -> None:
         """Read result.json; one that is damaged is moved aside, to be made again from samples."""
         path = self.path / "result.json"
@@ -346,13 +411,19 @@ class RunFolder:
             result = RunResult.from_json(path.read_bytes().decode())
             if result.config_hash != self.config_hash:
                 raise ValueError(f"it says config_hash {result.config_hash}")
-            if said := disagreement(result, self._rows.values()):
+            is_old = result.scores_crc32 != (None if self._scores is None else self._scores.crc32)
+            if is_old:  # `put_scores` was killed, or scores.jsonl was removed
+                result = scored_again(result, self.rows, self._scores)
+            if said := disagreement(result, self.rows):
                 raise ValueError(f"it says {said}")
         except ValueError as error:
             path.replace(path.with_name("result.json.corrupt"))
             sync_folder(self.path)
             self.notes.append(f"{path} was damaged ({error}) and is made again")
             return
+        if is_old:
+            write(path, sealed(result.to_json()))
+            self.notes.append(f"{path} was of other scores than {SCORES} and is made again")
         self._finished = result
         if damage := ledger_damage(self.path / "ledger.parquet", result):
             self.notes.append(f"{self.path / 'ledger.parquet'} is {damage} and is not used; only a new run can make it")

@@ -11,7 +11,8 @@ from engine.errors import ConfigError
 from evals.foreign import read_bytes
 from evals.results.files import parse_json, unsealed
 from evals.results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
-from evals.results.summary import disagreement
+from evals.results.scores import REMAKE, SCORES, Scores, read_scores
+from evals.results.summary import disagreement, scored_again
 
 LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 
@@ -54,7 +55,12 @@ def taken_off(line: str, data: Any) -> dict[str, Any]:
 
 
 def read_samples(folder: Path) -> list[SampleRow]:
-    """The rows of a finished run; ValueError with the file's name if one of them is not whole."""
+    """The rows of a finished run with the scores that count; ValueError with the name of a damaged file."""
+    return read_scored(folder)[0]
+
+
+def read_scored(folder: Path) -> tuple[list[SampleRow], Scores | None]:
+    """The rows of a finished run, and the scores.jsonl that was laid over them."""
     path = folder / "samples.jsonl"
     try:
         content = read_bytes(path, LARGEST_SAMPLES)
@@ -63,7 +69,13 @@ def read_samples(folder: Path) -> list[SampleRow]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if n_bytes < len(content):
         raise ValueError(f"{path} ends within a line; run the same command again to complete it")
-    return list(rows.values())
+    scores = read_scores(folder)
+    if scores is None:
+        return list(rows.values()), None
+    try:
+        return scores.laid_over(rows.values()), scores
+    except ValueError as error:
+        raise ValueError(f"{folder / SCORES} cannot be believed ({error}); {REMAKE}") from None
 
 
 def read_runs(root: Path) -> list[tuple[Path, RunResult]]:
@@ -83,7 +95,13 @@ def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
         raise ValueError(f"{path}: {error}; read it with the code that wrote it") from None
     except (ValueError, ConfigError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from None
-    rows = read_samples(folder)
+    rows, scores = read_scored(folder)
+    if scores is None and result.scores_crc32 is not None:
+        raise ValueError(
+            f"{path} is of scores in {SCORES}, which is lost; make it again with `python -m evals.rescore --write`"
+        )
+    if scores is not None and result.scores_crc32 != scores.crc32:
+        result = scored_again(result, rows, scores)  # which `put_scores` was killed before
     if said := disagreement(result, rows):
         raise ValueError(f"{path} says {said}; run the same command again to repair it")
     return result, rows

@@ -143,7 +143,7 @@ class SampleRow:
     generated_tokens: int
     prediction: str
     references: list[str]
-    score: float | None  # 0 to 1, or as METRICS says; null where the sample ran out of memory
+    score: float | None  # 0 to 1, or as METRICS says; null out of memory, and until the task's scorer has run
     status: str  # "ok" or "oom"
     error: str | None
     prefill_s: float | None
@@ -156,7 +156,8 @@ class SampleRow:
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("status", self.status, ("ok", "oom"))
-        if (self.score is not None) != (self.status == "ok"):
+        may_wait = self.status == "ok" and self.fields.get("scores_later") is True
+        if (self.score is not None) != (self.status == "ok") and not may_wait:
             raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
         metric = METRICS.get(str(self.fields.get("metric")), SCORE)
         top = metric.highest
@@ -259,6 +260,8 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "ledger_crc32": None,
+    "score_version": None,
+    "scores_crc32": None,
 }
 
 
@@ -295,6 +298,8 @@ class RunResult(RunFacts):
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
+    score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
+    scores_crc32: str | None = field(default=None, compare=False)  # of the scores.jsonl that the score is from
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -303,6 +308,11 @@ class RunResult(RunFacts):
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:
             check_choice("metric", self.metric, tuple(METRICS))
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether the answers are there and their task's scorer has not run yet."""
+        return self.score is None and self.n_samples > 0
 
     def to_json(self) -> str:
         versioned = {"schema_version": self.schema_version} | asdict(self)

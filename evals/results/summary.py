@@ -6,12 +6,14 @@ Not here: statistics over runs (`plots/stats.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from math import exp, fsum, log
 from typing import Any, cast
 
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
+from evals.results.scores import Scores, describe
 
 N_RESAMPLES = 10_000
 BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
@@ -113,10 +115,24 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
     )
 
 
+def scored_again(result: RunResult, rows: Sequence[SampleRow], scores: Scores | None) -> RunResult:
+    """The result of a run whose rows have other scores now; `scores` are laid over the rows already."""
+    ok = [row for row in rows if row.status == "ok"]
+    metric = next((row.fields.get("metric") for row in ok), result.metric)
+    return replace(
+        result,
+        score=combined(ok, metric),
+        score_ci95=combined_ci95(ok, metric),
+        metric=metric,
+        measures=means_of_measures(ok),
+        **describe(scores),
+    )
+
+
 def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     """What a result says that its samples do not, or None."""
-    scores = [row.score for row in rows]
-    counts = len(scores) - scores.count(None), scores.count(None)
+    n_oom = sum(row.status == "oom" for row in rows)
+    counts = len(rows) - n_oom, n_oom
     if (result.n_samples, result.n_oom) != counts:
         return "{} samples and {} oom, samples.jsonl {} and {}".format(result.n_samples, result.n_oom, *counts)
     same = result.score == combined(rows, result.metric)

@@ -3,6 +3,10 @@
 A task is data and two pure functions: where samples come from, and what one answer is worth. Tokenising, chat
 templates and the split of a prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/runner.py`.
 
+An answer is scored when it is given. A scorer that takes minutes, such as another model, runs later instead: a task
+with `scores_later = True` leaves its answers without a score, and `python -m evals.rescore --write RUN…` calls
+`verdict` for each of them. There a task has its `params`, and nothing else that `__init__` or `samples` would set.
+
 Not here: averages over samples with their intervals (`plots/stats.py` and the runner's result).
 """
 
@@ -46,6 +50,7 @@ class Task(ABC):
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
     metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
     alone: ClassVar[bool] = False  # times its cells, one after another; such a task is a `Latency`
+    scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
     teaches: ClassVar[bool] = False  # feeds a given continuation; such a task is a `Taught`
 
     @abstractmethod
@@ -60,5 +65,16 @@ class Task(ABC):
     def score(self, sample: Sample, prediction: str) -> float:
         """What this answer is worth, 0 to 1."""
 
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        """The score, and other figures by name that the same look at the answer gives; the run averages both."""
+        return self.score(sample, prediction), {}
+
+    def score_now(self, sample: Sample, prediction: str) -> float | None:
+        """The score of an answer that was just given; None where it is given later."""
+        return None if self.scores_later else self.score(sample, prediction)
+
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
-        """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.jsonl."""
+        """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.
+
+        They are made again when the answers are scored again, from `rows` and `params` alone.
+        """
