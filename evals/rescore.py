@@ -32,18 +32,18 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a fo
 Pairs = list[tuple[SampleRow, Score]]  # answered samples, and their scores by the code of today
 
 
-def rescored(folder: Path) -> Pairs:
+def new_scores(folder: Path) -> Pairs:
     """Every answered sample of a run with its score by the code of today."""
     task, _ = judge_of(folder)
     try:
-        rows = answered(read_samples(folder))
+        rows = answers_of(read_samples(folder))
     except DAMAGE as error:
         raise unreadable(folder, error) from None
-    return list(judged(folder, task, rows, {}))
+    return list(scores_of(folder, task, rows, {}))
 
 
-def written(folder: Path) -> Pairs:
-    """As `rescored`; the scores are the run's from now on."""
+def write_scores(folder: Path) -> Pairs:
+    """As `new_scores`; the scores are the run's from now on."""
     task, config = judge_of(folder)
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     with RunFolder.open(folder, config, text, on_wait=waiting(folder)) as run:
@@ -52,7 +52,7 @@ def written(folder: Path) -> Pairs:
         if run.finished is None:
             raise ConfigError(f"{folder} is not finished; give its own command again, and score its answers then")
         pairs: Pairs = []
-        for row, score in judged(folder, task, answered(run.rows), run.judged()):
+        for row, score in scores_of(folder, task, answers_of(run.rows), run.scores_so_far()):
             run.keep_score(score)
             pairs.append((row, score))
         if pairs:
@@ -72,7 +72,7 @@ def put(run: RunFolder, scores: Sequence[Score]) -> RunResult:
         ) from None
 
 
-def judged(
+def scores_of(
     folder: Path, task: Task, rows: Sequence[SampleRow], before: dict[str, Score]
 ) -> Iterator[tuple[SampleRow, Score]]:
     """Each row with its score: that of an earlier process, where it judged the same answer in the same version."""
@@ -120,7 +120,7 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{folder} is no folder of a run that can be read ({error!r})")
 
 
-def answered(rows: Sequence[SampleRow]) -> list[SampleRow]:
+def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
     return [row for row in rows if row.status == "ok"]
 
 
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     n_changed = 0
     try:
         for folder in folders:
-            n_changed += report(folder, written(folder) if writes else rescored(folder))
+            n_changed += report(folder, write_scores(folder) if writes else new_scores(folder))
     except (ConfigError, RunError) as error:
         sys.stderr.write(f"{error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -56,7 +56,7 @@ from evals.results.lock import Holder, acquire
 from evals.results.read import parse_samples
 from evals.results.schema import OtherSchemaError, RunResult, SampleRow
 from evals.results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
-from evals.results.summary import disagreement, scored_again
+from evals.results.summary import disagreement, with_scores
 
 
 class RunFolder:
@@ -135,7 +135,7 @@ class RunFolder:
     def rows(self) -> list[SampleRow]:
         """The completed samples, in the order of their lines, with the scores that count."""
         rows = list(self._rows.values())
-        return rows if self._scores is None else self._scores.laid_over(rows)
+        return rows if self._scores is None else self._scores.lay_over(rows)
 
     @property
     def finished(self) -> RunResult | None:
@@ -208,9 +208,9 @@ class RunFolder:
         """
         assert result.config_hash == self.config_hash, f"{result.config_hash} {self.config_hash}"
         if self._scores is not None:
-            result = scored_again(result, self.rows, self._scores)
-        said = disagreement(result, self.rows)
-        assert said is None, f"the result says {said}"
+            result = with_scores(result, self.rows, self._scores)
+        difference = disagreement(result, self.rows)
+        assert difference is None, f"the result says {difference}"
         with going_on(self.path):
             target = self.path / "ledger.parquet"
             crc, n_lost = merge(target, self._rows, self._part)
@@ -224,7 +224,7 @@ class RunFolder:
 
     # Scores that are given later: see evals/results/scores.py.
 
-    def judged(self) -> dict[str, Score]:
+    def scores_so_far(self) -> dict[str, Score]:
         """The scores that a scorer gave before it was killed."""
         path = self.path / PART
         if not path.exists():
@@ -237,7 +237,7 @@ class RunFolder:
         return {score.id: score for score in scores}
 
     def keep_score(self, score: Score) -> None:
-        """Keep one score for `judged` until all are given."""
+        """Keep one score for `scores_so_far` until all are given."""
         path = self.path / PART
         with going_on(self.path), naming(path), open_own(path, os.O_APPEND) as file:
             file.write(score.to_line().encode())
@@ -249,8 +249,8 @@ class RunFolder:
         """
         assert self._finished is not None, f"{self.path} is not finished"
         new = Scores.of(scores)
-        rows = new.laid_over(self._rows.values())
-        result = scored_again(self._finished, rows, new)
+        rows = new.lay_over(self._rows.values())
+        result = with_scores(self._finished, rows, new)
         with going_on(self.path):
             write(self.path / SCORES, to_text(scores))
             self._scores = new
@@ -260,10 +260,10 @@ class RunFolder:
         return result
 
     def _check_scores(self, rows: Sequence[SampleRow]) -> None:
-        """Where these have an answer that was not judged, no score counts; all are kept for the next `judged`."""
+        """Where one of these has an answer without a score, none counts; all are kept for `scores_so_far`."""
         try:
             if self._scores is not None:
-                self._scores.laid_over(rows)
+                self._scores.lay_over(rows)
         except ValueError as error:
             self._scores = None
             (self.path / SCORES).replace(self.path / PART)
@@ -280,7 +280,7 @@ class RunFolder:
         folder = self.path / "shards"
         if self._finished or not is_folder(folder):
             return []
-        found: list[Path] = []
+        shards: list[Path] = []
         for path in sorted(filter(is_folder, folder.iterdir())):
             try:
                 check_place(path, lambda file: check_config(file, self.config))
@@ -288,8 +288,8 @@ class RunFolder:
                 self.notes.append(f"{path} is no shard of this run and stays as it is: {error}")
                 continue
             if any(path.iterdir()):
-                found.append(path)
-        return found
+                shards.append(path)
+        return shards
 
     def take(self, shard: Path, on_wait: Callable[[Holder], None] | None = None) -> None:
         """Take over what another process completed in `shard`, once it has ended, and remove its files there.
@@ -413,9 +413,9 @@ class RunFolder:
                 raise ValueError(f"it says config_hash {result.config_hash}")
             is_old = result.scores_crc32 != (None if self._scores is None else self._scores.crc32)
             if is_old:  # `put_scores` was killed, or scores.jsonl was removed
-                result = scored_again(result, self.rows, self._scores)
-            if said := disagreement(result, self.rows):
-                raise ValueError(f"it says {said}")
+                result = with_scores(result, self.rows, self._scores)
+            if difference := disagreement(result, self.rows):
+                raise ValueError(f"it says {difference}")
         except ValueError as error:
             path.replace(path.with_name("result.json.corrupt"))
             sync_folder(self.path)

@@ -17,7 +17,7 @@ from evals.results.files import HOLDER, LOCK, parse_json
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a folder's lock, as far as it has said."""
+    """The process that holds a folder's lock; null where it has not written its name yet."""
 
     pid: int | None
     host: str | None

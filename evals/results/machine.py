@@ -34,13 +34,13 @@ def environment() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that can change a number."""
     packages = "torch transformers tokenizers numpy triton datasets gguf hydra-core pyarrow"
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in packages.split():
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_name
 
 
 def git_sha() -> str | None:

@@ -12,14 +12,16 @@ from evals.foreign import read_bytes
 from evals.results.files import parse_json, unsealed
 from evals.results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
 from evals.results.scores import REMAKE, SCORES, Scores, read_scores
-from evals.results.summary import disagreement, scored_again
+from evals.results.summary import disagreement, with_scores
 
 LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 
 
 def parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int]:
-    """The rows of samples.jsonl by id, and how many bytes they take: less than all if the last
-    line is torn. Any other line that is no sample, or one twice, is a ConfigError."""
+    """The rows of samples.jsonl by id, and how many bytes they take: less than all if the last line is torn.
+
+    Raises `ConfigError` for any other line that is no sample, and for a sample that is there twice.
+    """
     rows: dict[str, SampleRow] = {}
     n_bytes = 0
     lines = BytesIO(content).readlines()
@@ -32,7 +34,7 @@ def parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int
                 break
             raise ConfigError(f"{place} is not JSON; delete it to run its sample again") from None
         try:
-            row = SampleRow.from_data(taken_off(line.decode(), data))
+            row = SampleRow.from_data(without_seal(line.decode(), data))
         except ValueError as error:
             raise ConfigError(f"{place} is not a sample ({error}); delete it to run its sample again") from None
         if row.id in rows:
@@ -42,16 +44,16 @@ def parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int
     return rows, n_bytes
 
 
-def taken_off(line: str, data: Any) -> dict[str, Any]:
-    """The object of a line, parsed already, without its seal, which is checked against the text."""
-    found = check_keys(data, ["id"])
+def without_seal(line: str, data: Any) -> dict[str, Any]:
+    """`data`, which is the parsed `line`, without the seal; ValueError where the seal is not that of the text."""
+    row = check_keys(data, ["id"])
     # An older line has no seal and begins with its id; else a seal could be damaged unseen.
-    if next(iter(found)) not in ("crc32", "id"):
+    if next(iter(row)) not in ("crc32", "id"):
         raise ValueError("it does not begin with 'id' or 'crc32'")
     text = line.removesuffix("\n")
     if unsealed(text) is not text:
-        del found["crc32"]
-    return found
+        del row["crc32"]
+    return row
 
 
 def read_samples(folder: Path) -> list[SampleRow]:
@@ -73,7 +75,7 @@ def read_scored(folder: Path) -> tuple[list[SampleRow], Scores | None]:
     if scores is None:
         return list(rows.values()), None
     try:
-        return scores.laid_over(rows.values()), scores
+        return scores.lay_over(rows.values()), scores
     except ValueError as error:
         raise ValueError(f"{folder / SCORES} cannot be believed ({error}); {REMAKE}") from None
 
@@ -101,7 +103,7 @@ def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
             f"{path} is of scores in {SCORES}, which is lost; make it again with `python -m evals.rescore --write`"
         )
     if scores is not None and result.scores_crc32 != scores.crc32:
-        result = scored_again(result, rows, scores)  # which `put_scores` was killed before
-    if said := disagreement(result, rows):
-        raise ValueError(f"{path} says {said}; run the same command again to repair it")
+        result = with_scores(result, rows, scores)  # which `put_scores` was killed before
+    if difference := disagreement(result, rows):
+        raise ValueError(f"{path} says {difference}; run the same command again to repair it")
     return result, rows

@@ -91,11 +91,11 @@ class Scores:
         ((metric, version),) = kinds
         return cls(by_id, f"{zlib.crc32(to_text(scores).encode()):08x}", metric, version)
 
-    def laid_over(self, rows: Iterable[SampleRow]) -> list[SampleRow]:
+    def lay_over(self, rows: Iterable[SampleRow]) -> list[SampleRow]:
         """The rows with these scores; ValueError where an answer has none."""
-        return [self.scored(row) if row.status == "ok" else row for row in rows]
+        return [self.row_with_score(row) if row.status == "ok" else row for row in rows]
 
-    def scored(self, row: SampleRow) -> SampleRow:
+    def row_with_score(self, row: SampleRow) -> SampleRow:
         score = self.by_id.get(row.id)
         if score is None or not score.is_of(row):
             raise ValueError(f"it has no score for the answer to {row.id!r}")

@@ -49,9 +49,9 @@ def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[
 
 def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
     """Means of what a task's samples carry as `measures`, a null being no measurement; None without any."""
-    found = [cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields]
-    names = dict.fromkeys(name for measures in found for name in measures)
-    return {name: mean(measures.get(name) for measures in found) for name in names} or None
+    each = [cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields]
+    names = dict.fromkeys(name for measures in each for name in measures)
+    return {name: mean(measures.get(name) for measures in each) for name in names} or None
 
 
 def bootstrap_ci95(scores: Sequence[float], weights: Sequence[int] | None = None) -> list[float] | None:
@@ -115,7 +115,7 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
     )
 
 
-def scored_again(result: RunResult, rows: Sequence[SampleRow], scores: Scores | None) -> RunResult:
+def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | None) -> RunResult:
     """The result of a run whose rows have other scores now; `scores` are laid over the rows already."""
     ok = [row for row in rows if row.status == "ok"]
     metric = next((row.fields.get("metric") for row in ok), result.metric)

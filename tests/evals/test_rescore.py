@@ -57,7 +57,7 @@ def run_of(folder: Path, task: str, *changes: tuple[str, Any]) -> Path:
 @pytest.mark.parametrize("task", CASES)
 def test_a_folder_is_all_that_a_score_needs(tmp_path: Path, monkeypatch, task: str) -> None:
     monkeypatch.setattr("evals.tasks.sources.find", None)  # whoever looks for data breaks
-    pairs = rescore.rescored(run_of(tmp_path, task))
+    pairs = rescore.new_scores(run_of(tmp_path, task))
     assert len(pairs) == len(CASES[task])
     assert [score.score for _, score in pairs] == [row.score for row, _ in pairs]
     assert rescore.main([str(tmp_path)]) == 0
@@ -71,7 +71,7 @@ def test_a_score_that_has_changed_is_named(tmp_path: Path, capsys) -> None:
 
 def test_what_cannot_be_scored_again_is_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(ConfigError, match="task=pg19 scores what it saw"):
-        rescore.rescored(run_of(tmp_path, "pg19"))
+        rescore.new_scores(run_of(tmp_path, "pg19"))
     (tmp_path / "config.yaml").write_text("[]")
     assert rescore.main([str(tmp_path)]) == 2
     assert "no folder of a run" in capsys.readouterr().err

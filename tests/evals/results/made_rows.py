@@ -19,6 +19,7 @@ from evals.results import (
     prompt_hash,
     summarise,
 )
+from evals.results.scores import Score, crc_of_answer
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
@@ -52,6 +53,7 @@ FACTS = RunFacts(
     peak_rss_bytes=123,
     notes=["own-worded prompts"],
 )
+VERSION = 7  # of a scorer
 FILES = ("config.yaml", "env.json", "ledger.parquet", "result.json", "samples.jsonl")
 
 
@@ -80,6 +82,12 @@ def ok_row(i: int = 0, **changes: Any) -> SampleRow:
 
 def oom_row(i: int) -> SampleRow:
     return ok_row(i, score=None, status="oom", error="out of memory", ledger={})
+
+
+def score_of(row: SampleRow, value: float | None = None, **changes: Any) -> Score:
+    value = 1 / (2 + len(row.prediction)) if value is None else value
+    score = Score(id=row.id, answer_crc32=crc_of_answer(row), score=value, metric=None, task_version=VERSION)
+    return replace(score, **changes)
 
 
 def ledger_of(i: int) -> dict[str, Any]:

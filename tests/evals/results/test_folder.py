@@ -245,7 +245,7 @@ def test_a_changed_prompt_is_refused(copied: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "run", tmp_path / "file"):
+    for path in (tmp_path / "file" / "run", tmp_path / "file", Path("/dev/null"), Path("/dev/null/x")):
         with pytest.raises(ConfigError, match=r"cannot be used .*; choose another one with out=DIR"):
             open_folder(path)
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)

@@ -12,16 +12,18 @@ import pytest
 
 from engine.errors import ConfigError
 from evals.results import RunResult, SampleRow, read_run, read_samples, summarise
-from evals.results.scores import PART, SCORES, Score, crc_of_answer
-from tests.evals.results.made_rows import FACTS, contents, ledger_of, ok_row, oom_row, open_folder, run
-
-VERSION = 7
-
-
-def score_of(row: SampleRow, value: float | None = None, **changes: Any) -> Score:
-    value = 1 / (2 + len(row.prediction)) if value is None else value
-    score = Score(id=row.id, answer_crc32=crc_of_answer(row), score=value, metric=None, task_version=VERSION)
-    return replace(score, **changes)
+from evals.results.scores import PART, SCORES, Score
+from tests.evals.results.made_rows import (
+    FACTS,
+    VERSION,
+    contents,
+    ledger_of,
+    ok_row,
+    oom_row,
+    open_folder,
+    run,
+    score_of,
+)
 
 
 def scores_of(path: Path, **changes: Any) -> list[Score]:
@@ -137,15 +139,15 @@ def remove(path: Path) -> None:
 
 def test_scores_so_far_are_kept_and_half_a_line_is_not(copied: Path) -> None:
     with open_folder(copied) as folder:
-        assert folder.judged() == {}
+        assert folder.scores_so_far() == {}
         for row in folder.rows[:2]:
             folder.keep_score(score_of(row))
     with (copied / PART).open("a") as file:
         file.write('{"crc32": "')
     with open_folder(copied) as folder:
-        assert [*folder.judged()] == ["needle/0", "needle/1"]
+        assert [*folder.scores_so_far()] == ["needle/0", "needle/1"]
         folder.keep_score(score_of(folder.rows[2]))
-        assert [*folder.judged().values()] == [score_of(row) for row in folder.rows[:3]]
+        assert [*folder.scores_so_far().values()] == [score_of(row) for row in folder.rows[:3]]
         folder.put_scores([score_of(row) for row in folder.rows])
     assert not (copied / PART).exists()
 
@@ -193,7 +195,7 @@ def test_scores_that_miss_an_answer_do_not_count(copied: Path) -> None:
         read_run(copied)
     with open_folder(copied) as folder:
         assert folder.finished == old and "does not count any more" in folder.notes[0]
-        assert len(folder.judged()) == 3
+        assert len(folder.scores_so_far()) == 3
 
 
 def test_a_score_of_another_answer_does_not_count(copied: Path) -> None:
@@ -205,7 +207,7 @@ def test_a_score_of_another_answer_does_not_count(copied: Path) -> None:
         folder.append(ok_row(3, prediction="another answer", score=0.5), ledger_of(3))
         assert [row.score for row in folder.rows] == [1, 1 / 2, 1 / 3, 0.5]
         folder.finish(summarise(folder.rows, FACTS), {})
-        assert len(folder.judged()) == 4
+        assert len(folder.scores_so_far()) == 4
     assert read_run(copied)[0].score_version is None
 
 
