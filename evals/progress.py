@@ -40,8 +40,8 @@ class Standing:
     method: str
     budget: str
     n_samples: int  # answered, those that ran out of memory included
-    score: float | None  # None: no answer yet, or all ran out of memory, or
-    scores_later: bool = False
+    score: float | None  # None: no answer yet, or all ran out of memory
+    scores_later: bool = False  # its answers have no scores while the run goes on
 
     @property
     def shown(self) -> str:

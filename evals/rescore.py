@@ -12,7 +12,7 @@ Not here: tasks that score what they saw while they decoded (perplexity, fidelit
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from engine.errors import ConfigError, RunError
 from evals.foreign import printable
 from evals.progress import Progress
 from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
-from evals.results.scores import Score, crc_of_answer
+from evals.results.scores import Score, Scores, crc_of_answer
 from evals.settings import Part, build_params, load_class
 from evals.tasks.base import Sample, Task
 
@@ -52,24 +52,16 @@ def write_scores(folder: Path) -> Pairs:
         if run.finished is None:
             raise ConfigError(f"{folder} is not finished; give its own command again, and score its answers then")
         pairs: Pairs = []
-        for row, score in scores_of(folder, task, answers_of(run.rows), run.scores_so_far()):
-            run.keep_score(score)
+        before = run.scores_so_far()
+        for row, score in scores_of(folder, task, answers_of(run.rows), before):
+            if score != before.get(row.id):
+                run.keep_score(score)
             pairs.append((row, score))
         if pairs:
-            result = put(run, [score for _, score in pairs])
+            result = run.put_scores([score for _, score in pairs])
             with run.placing() as beside:
                 task.artifacts(beside, [row.to_dict() for row in run.rows], title(result))
     return pairs
-
-
-def put(run: RunFolder, scores: Sequence[Score]) -> RunResult:
-    """`ConfigError` for scores that the task's metric does not allow."""
-    try:
-        return run.put_scores(scores)
-    except ValueError as error:
-        raise ConfigError(
-            f"{run.path}: its task gives scores that cannot be kept ({error}); see to its scorer"
-        ) from None
 
 
 def scores_of(
@@ -91,11 +83,13 @@ def judge(folder: Path, task: Task, row: SampleRow) -> Score:
     """One answer's score; this is what may take minutes."""
     sample = Sample(row.id, "", "", references=tuple(row.references), fields=row.fields)  # as far as a score looks
     try:
-        score, measures = task.verdict(sample, row.prediction)
-        return Score(
-            id=row.id, answer_crc32=crc_of_answer(row), score=score, metric=task.metric, task_version=task.version,
+        value, measures = task.verdict(sample, row.prediction)
+        score = Score(
+            id=row.id, answer_crc32=crc_of_answer(row), score=value, metric=task.metric, task_version=task.version,
             measures=measures,
         )  # fmt: skip
+        Scores.of([score]).lay_over([row])  # ValueError for a score that the metric does not allow
+        return score
     except DAMAGE as error:
         raise ConfigError(f"{folder}: the answer to {row.id!r} cannot be scored ({error!r})") from None
 
@@ -130,7 +124,7 @@ def title(result: RunResult) -> str:
     return f"{result.method_label}, {budget}, {result.model}"
 
 
-def waiting(folder: Path) -> Any:
+def waiting(folder: Path) -> Callable[[Holder], None]:
     def on_wait(holder: Holder) -> None:
         say(f"{folder} is in use by {holder}; waiting for it to end")
 

@@ -165,7 +165,7 @@ class Conditions:
     device: str
     task_version: int
     prefill: str = ""  # with its parameters; "" where it is exact
-    score_version: int = 0  # of the task that scored the answers again; 0: `task_version`
+    score_version: int = 0  # of the task that scored the answers again; 0 where that is `task_version`
 
     def __str__(self) -> str:
         parts = [
@@ -174,6 +174,7 @@ class Conditions:
             f"comm {self.comm}" if self.comm else "no comm",
             self.protocol,
             *([f"prefill {self.prefill}"] if self.prefill else []),
+            *([f"scored by version {self.score_version}"] if self.score_version else []),
             f"seed {self.seed}",
             f"first {self.limit} samples" if self.limit else "all samples",
             f"{self.dtype} on {self.device}",
@@ -194,7 +195,7 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         device=result.device,
         task_version=result.task_version,
         prefill="" if run.is_exact else prefill_words(run),
-        score_version=result.score_version or 0,
+        score_version=0 if result.score_version in (None, result.task_version) else result.score_version,
     )
 
 

@@ -209,6 +209,12 @@ def open_own(path: Path, flags: int) -> BinaryIO:
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
+def write_whole(file: BinaryIO, line: bytes) -> None:
+    """Write a line to an unbuffered file; OSError where the disk takes a part of it only."""
+    if file.write(line) != len(line):
+        raise OSError(errno.ENOSPC, "it took only a part of a line")
+
+
 @contextmanager
 def scratch(folder: Path) -> Generator[Path]:
     """A new folder whose files are renamed into `folder` when all are written."""

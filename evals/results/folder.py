@@ -12,7 +12,6 @@ Not here: how files are written, sealed and told from others' (`evals/results/fi
 (`evals/runner.py`).
 """
 
-import errno
 import json
 import os
 import re
@@ -50,6 +49,7 @@ from evals.results.files import (
     sync_folder,
     temporary,
     write,
+    write_whole,
 )
 from evals.results.ledger import ledger_damage, merge, sample_of, write_part
 from evals.results.lock import Holder, acquire
@@ -182,8 +182,7 @@ class RunFolder:
                     "the same command again, which goes on with what it holds"
                 )
             try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, "it took only a part of a line")
+                write_whole(file, line)
                 os.fsync(file.fileno())
             except BaseException:  # a caller that goes on must not append to half a line
                 file.truncate(size)
@@ -240,7 +239,7 @@ class RunFolder:
         """Keep one score for `scores_so_far` until all are given."""
         path = self.path / PART
         with going_on(self.path), naming(path), open_own(path, os.O_APPEND) as file:
-            file.write(score.to_line().encode())
+            write_whole(file, score.to_line().encode())
 
     def put_scores(self, scores: Sequence[Score]) -> RunResult:
         """Let these scores of all answers count: first scores.jsonl is replaced, then result.json.

@@ -48,7 +48,7 @@ class Task(ABC):
     data_source: str  # "embedded", "local" or "hub"
     data_digest: str | None = None  # of files that the user named; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
-    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
+    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of evals/results/schema.py
     alone: ClassVar[bool] = False  # times its cells, one after another; such a task is a `Latency`
     scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
     teaches: ClassVar[bool] = False  # feeds a given continuation; such a task is a `Taught`

@@ -14,6 +14,7 @@ from evals.results import LEDGER_MEANS, SampleRow, read_run, read_samples
 from evals.results.scores import PART, SCORES
 from evals.table import remarks
 from evals.tasks.base import Sample
+from evals.tasks.gsm8k import Gsm8k
 from evals.tasks.longbench.task import LongBench
 from evals.tasks.needle.task import Needle
 from plots.read import conditions, read_all, read_one
@@ -108,11 +109,14 @@ def test_new_scores_count_and_answers_stay(tmp_path: Path, task: str, capsys) ->
     assert {path.name for path in folder.iterdir()} & {"datasets.csv", "heatmap.csv", "gsm8k.json"}
 
 
-def test_runs_that_were_scored_by_two_versions_share_no_table(tmp_path: Path) -> None:
+def test_runs_that_were_scored_by_two_versions_share_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = finished_run(tmp_path, "gsm8k")
     before = conditions(read_one(folder))
     assert rescore.main(["--write", str(folder)]) == 0
-    assert conditions(read_one(folder)) != before
+    assert conditions(read_one(folder)) == before
+    monkeypatch.setattr(Gsm8k, "version", 2)
+    assert rescore.main(["--write", str(folder)]) == 0
+    assert conditions(read_one(folder)) != before and "scored by version 2" in str(conditions(read_one(folder)))
 
 
 class Slow(Needle):
@@ -203,7 +207,7 @@ def test_a_scorer_that_gives_no_score_is_told_so(
     monkeypatch.setattr(LongBench, "verdict", wrong)
     assert rescore.main(["--write", str(folder)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert read_run(folder) == before
+    assert read_run(folder) == before and not (folder / PART).exists()
 
 
 def test_only_finished_runs_are_scored_again(tmp_path: Path, capsys) -> None:
