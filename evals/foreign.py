@@ -4,7 +4,7 @@ Only regular files are read (a pipe would wait for ever), up to the sizes below,
 handle. A file that cannot be used is a `ConfigError` that names it; JSON that cannot be used is a `NoJson` with the
 reason.
 
-    LONGEST_LINE     the longest line of InfiniteBench has about 10 MB; reading one of 32 MB takes a second and 0.2 GB
+    LONGEST_LINE     measured: reading one of 32 MB takes a second and 0.2 GB; published files were not measured
     LARGEST_FILE     of texts and tables read whole: ten times War and Peace, half a minute to tokenise
     DEEPEST          benchmarks nest three deep, and Python's own reader and writer end somewhere below 1000
     MOST_NODES       lists and objects of one level: half a gigabyte of them; rows have some thousands

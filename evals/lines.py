@@ -50,7 +50,7 @@ def answer_line(
         generated_tokens=len(answer.ids),
         prediction=text,
         references=list(sample.references),
-        score=cell.task.score(sample, text) if outcome is None else outcome.score,
+        score=cell.task.score_now(sample, text) if outcome is None else outcome.score,
         status="ok",
         error=None,
         prefill_s=prefill_s,
@@ -61,6 +61,7 @@ def answer_line(
         fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
+        | ({"scores_later": True} if cell.task.scores_later else {})
         | ({} if share is None else {"prefill_share": share})
         | ({"method_report": report} if report else {}),
     )
@@ -96,7 +97,7 @@ def sample_hash(sample: Sample, prompt: Prompt) -> str:
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
     score = combined(rows, cell.task.metric)
-    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score)
+    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score, cell.task.scores_later)
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:

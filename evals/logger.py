@@ -28,6 +28,7 @@ from filelock import FileLock
 from engine.errors import ConfigError
 from evals.progress import Progress
 from evals.results import RunResult, SampleRow, read_config, read_ledger, read_samples
+from evals.results.files import is_file, parse_json, write
 from evals.settings import Settings, build_params, load_class
 
 COLUMNS = (  # of the table of samples, before the task's own
@@ -55,7 +56,7 @@ class Logger(ABC):
 
 
 class Copies:
-    """The copies of one command's runs. What fails is said once, and nothing more is tried then."""
+    """Copies the runs of one command. After a copy that failed it prints one line and copies nothing more."""
 
     def __init__(self, cells: Sequence[Settings], folders: Sequence[Path]) -> None:
         self.logger: Logger | None = None
@@ -209,17 +210,17 @@ def has_account() -> bool:
 
 def read_marker(path: Path) -> dict[str, Any]:
     """{} where there is none that can be read."""
+    if not is_file(path):
+        return {}
     try:
-        found = json.loads(path.read_bytes())
+        note = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 def write_marker(path: Path, note: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(note, indent=2) + "\n")
-    temporary.replace(path)
+    write(path, json.dumps(note, indent=2) + "\n")
 
 
 def remove_offline(folder: Path, note: Mapping[str, Any]) -> None:

@@ -24,11 +24,11 @@ from engine.errors import ConfigError
 from engine.prefill import Thinning, Trace, prefill
 from engine.spans import recording
 from evals.cells import Cell
-from evals.files import file_stem
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
 from evals.models import Models, tokenizer_of
 from evals.progress import Progress, Standing
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
+from evals.results.files import file_stem
 from evals.studies import accesses
 from evals.tasks.base import Sample
 from evals.tasks.forced import ForcedContinuation, ForcedTask

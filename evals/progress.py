@@ -41,11 +41,14 @@ class Standing:
     budget: str
     n_samples: int  # answered, those that ran out of memory included
     score: float | None  # None: no answer yet, or all ran out of memory
+    scores_later: bool = False  # its answers have no scores while the run goes on
 
     @property
     def shown(self) -> str:
         if self.score is not None:
             return f"{self.score:.3f}"
+        if self.scores_later:
+            return "scored later"
         return "out of memory" if self.n_samples else "none"
 
 

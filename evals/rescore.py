@@ -1,74 +1,166 @@
-"""`python -m evals.rescore RUN…`: the answers of runs scored again, from their folders alone.
+"""`python -m evals.rescore [--write] RUN…`: the answers of runs scored again, from their folders alone.
 
 A line of samples.jsonl holds what its score needs: the prediction, the references and the task's own columns;
-config.yaml has the task's parameters. Neither data nor a model is read, and nothing is written. Exit code 1 where a
-score differs from the stored one.
+config.yaml has the task's parameters. Neither data nor a model is read.
+
+Without `--write`, every score that differs from the run's is printed, nothing is written, and the exit code is 1 where
+one differs. With it, the new scores count from then on: they stand in scores.jsonl beside the answers, with the version
+of the task that gave them, and result.json, the task's tables and its pictures are made again from them. The answers
+stay as they are. Killed on the way, the same command goes on behind the last score.
 
 Not here: tasks that score what they saw while they decoded (perplexity, fidelity, latency): that takes the model.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.results import SampleRow, read_config, read_samples
+from evals.progress import Progress
+from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
+from evals.results.scores import Score, Scores, crc_of_answer
 from evals.settings import Choice, build_params, load_class
 from evals.tasks.base import Sample, Task
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a folder or a row may raise
+Pairs = list[tuple[SampleRow, Score]]  # answered samples, and their scores by the code of today
 
 
-def rescored(folder: Path) -> list[tuple[SampleRow, float]]:
+def new_scores(folder: Path) -> Pairs:
     """Every answered sample of a run with its score by the code of today."""
+    task, _ = judge_of(folder)
+    try:
+        rows = answers_of(read_samples(folder))
+    except DAMAGE as error:
+        raise unreadable(folder, error) from None
+    return list(scores_of(folder, task, rows, {}))
+
+
+def write_scores(folder: Path) -> Pairs:
+    """As `new_scores`; the scores are the run's from now on."""
+    task, config = judge_of(folder)
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    with RunFolder.open(folder, config, text, on_wait=waiting(folder)) as run:
+        for note in run.notes:
+            say(note)
+        if run.finished is None:
+            raise ConfigError(f"{folder} is not finished; give its own command again, and score its answers then")
+        pairs: Pairs = []
+        before = run.scores_so_far()
+        for row, score in scores_of(folder, task, answers_of(run.rows), before):
+            if score != before.get(row.id):
+                run.keep_score(score)
+            pairs.append((row, score))
+        if pairs:
+            result = run.put_scores([score for _, score in pairs])
+            with run.placing() as beside:
+                task.artifacts(beside, [row.to_dict() for row in run.rows], title(result))
+    return pairs
+
+
+def scores_of(
+    folder: Path, task: Task, rows: Sequence[SampleRow], before: dict[str, Score]
+) -> Iterator[tuple[SampleRow, Score]]:
+    """Each row with its score: that of an earlier process, where it judged the same answer in the same version."""
+    with Progress(f"scores of {folder.name}", len(rows), 0) as progress:
+        for row in rows:
+            score = before.get(row.id)
+            kind = (task.metric, task.version)
+            if score is None or not score.is_of(row) or (score.metric, score.task_version) != kind:
+                score = judge(folder, task, row)
+            yield row, score
+            if task.scores_later:
+                progress.sample_done(row.id, [])
+
+
+def judge(folder: Path, task: Task, row: SampleRow) -> Score:
+    """One answer's score; this is what may take minutes."""
+    sample = Sample(row.id, "", "", references=tuple(row.references), fields=row.fields)  # as far as a score looks
+    try:
+        value, measures = task.verdict(sample, row.prediction)
+        score = Score(
+            id=row.id, answer_crc32=crc_of_answer(row), score=value, metric=task.metric, task_version=task.version,
+            measures=measures,
+        )  # fmt: skip
+        Scores.of([score]).lay_over([row])  # ValueError for a score that the metric does not allow
+        return score
+    except DAMAGE as error:
+        raise ConfigError(f"{folder}: the answer to {row.id!r} cannot be scored ({error!r})") from None
+
+
+def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
+    """A run's task, able to score and to do nothing else, and the run's configuration."""
     try:
         config = read_config(folder)
-        task = judge_of(config["task"]["name"], config["task"]["params"])
-        rows = [row for row in read_samples(folder) if row.score is not None]
-        return [(row, task.score(answered(row), row.prediction)) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder} is no folder of a run that can be read ({error!r})") from None
+        name, params = config["task"]["name"], config["task"]["params"]
+        target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
+        kind: Any = load_class(Choice("task", name, target, params))
+        if not (kind.is_forced or kind.is_timed):
+            task = object.__new__(kind)  # without its __init__, which looks for data
+            task.params = build_params(kind, params, "task")
+            return task, config
+    except DAMAGE as error:
+        raise unreadable(folder, error) from None
+    raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
 
 
-def judge_of(name: str, params: dict[str, Any]) -> Task:
-    """The task with these parameters, able to score and to do nothing else."""
-    target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
-    kind: Any = load_class(Choice("task", name, target, params))
-    if kind.is_forced or kind.is_timed:
-        raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
-    task = object.__new__(kind)  # without its __init__, which looks for data
-    task.params = build_params(kind, params, "task")
-    return task
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder} is no folder of a run that can be read ({error!r})")
 
 
-def answered(row: SampleRow) -> Sample:
-    """A sample as far as a score looks at it."""
-    return Sample(row.id, "", "", references=tuple(row.references), fields=row.fields)
+def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
+    return [row for row in rows if row.status == "ok"]
+
+
+def title(result: RunResult) -> str:
+    """Of the task's pictures, as the run gave it to them."""
+    budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
+    return f"{result.method_label}, {budget}, {result.model}"
+
+
+def waiting(folder: Path) -> Callable[[Holder], None]:
+    def on_wait(holder: Holder) -> None:
+        say(f"{folder} is in use by {holder}; waiting for it to end")
+
+    return on_wait
+
+
+def say(line: str) -> None:
+    """A line on standard error."""
+    sys.stderr.write(printable(line) + "\n")
+
+
+def report(folder: Path, pairs: Pairs) -> int:
+    """Print the scores that changed; how many."""
+    changed = [(row, score.score) for row, score in pairs if score.score != row.score]
+    for row, score in changed:
+        was = "without a score" if row.score is None else row.score
+        sys.stdout.write(f"{folder}: {printable(row.id)} {was} is now {score}\n")
+    mean = fsum(score.score for _, score in pairs) / len(pairs) if pairs else float("nan")
+    sys.stdout.write(f"{folder}: {mean:.6f} over {len(pairs)}, {len(changed)} differ\n")
+    return len(changed)
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments:
-        sys.stderr.write("usage: python -m evals.rescore RUN..., folders of runs\n")
+    writes = "--write" in arguments
+    folders = [Path(word) for word in arguments if word != "--write"]
+    if not folders or any(str(folder).startswith("--") for folder in folders):
+        sys.stderr.write("usage: python -m evals.rescore [--write] RUN..., folders of runs\n")
         return 2
     n_changed = 0
     try:
-        for folder in map(Path, arguments):
-            pairs = rescored(folder)
-            changed = [(row, score) for row, score in pairs if score != row.score]
-            for row, score in changed:
-                sys.stdout.write(f"{folder}: {printable(row.id)} {row.score} is now {score}\n")
-            mean = fsum(score for _, score in pairs) / len(pairs) if pairs else float("nan")
-            sys.stdout.write(f"{folder}: {mean:.6f} over {len(pairs)}, {len(changed)} differ\n")
-            n_changed += len(changed)
-    except ConfigError as error:
+        for folder in folders:
+            n_changed += report(folder, write_scores(folder) if writes else new_scores(folder))
+    except (ConfigError, RunError) as error:
         sys.stderr.write(f"{error}\n")
-        return 2
-    return int(n_changed > 0)
+        return 2 if isinstance(error, ConfigError) else 1
+    return int(n_changed > 0 and not writes)
 
 
 if __name__ == "__main__":

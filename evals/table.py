@@ -157,6 +157,8 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         lines.append("the first token of an answer comes from the prefill, not from the compressed cache")
     if any(result.within_budget is False for result in results):
         lines.append("! attended to more tokens, or read more to find them, than the budget allows")
+    if any(result.waits_for_scores for result in results):
+        lines.append("answers without a score yet: `python -m evals.rescore --write FOLDER` gives them theirs")
     searching = {result.method_label for result in results if result.bytes_searched_per_step}
     if searching:
         names = ", ".join(sorted(searching))

@@ -4,7 +4,7 @@ A run may hold several datasets: its samples say which in `dataset`; without tha
 
 A run that is damaged is named on standard error and left out.
 
-Not here: checks of a folder (`evals/results.py` refuses a damaged one), statistics (`plots/stats.py`).
+Not here: checks of a folder (`evals/results/` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
 import json
@@ -142,6 +142,8 @@ def read_all(root: Path) -> tuple[list[Run], list[str]]:
 def read_one(folder: Path) -> Run:
     """One finished run; ValueError with the name of a file that is damaged."""
     result, rows = read_run(folder)
+    if result.waits_for_scores:
+        raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
     for share in (result.comm_exact, result.ratio_exact or "0"):
         if not SHARE.fullmatch(share):
             raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
@@ -175,6 +177,7 @@ class Conditions:
     device: str
     task_version: int
     prefill: str = ""  # with its parameters; "" where it is exact
+    score_version: int = 0  # of the task that scored the answers again; 0 where that is `task_version`
 
     def __str__(self) -> str:
         parts = [
@@ -183,6 +186,7 @@ class Conditions:
             f"comm {self.comm}" if self.comm else "no comm",
             self.protocol,
             *([f"prefill {self.prefill}"] if self.prefill else []),
+            *([f"scored by version {self.score_version}"] if self.score_version else []),
             f"seed {self.seed}",
             f"first {self.limit} samples" if self.limit else "all samples",
             f"{self.dtype} on {self.device}",
@@ -203,6 +207,7 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         device=result.device,
         task_version=result.task_version,
         prefill="" if run.is_exact else prefill_words(run),
+        score_version=0 if result.score_version in (None, result.task_version) else result.score_version,
     )
 
 

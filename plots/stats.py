@@ -8,7 +8,7 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
     paired               mean difference, its bootstrap interval, a sign-flip permutation p-value, wins, ties, losses
     holm, benjamini_hochberg   p-values adjusted for how many were looked at
 
-Not here: reading runs (`evals/results.py`), drawing (`plots/*.py`).
+Not here: reading runs (`evals/results/`), drawing (`plots/*.py`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,10 +3,10 @@
     python run.py method=pqcache task=needle accesses=true out=runs/study
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
-A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder (`file_stem` in `evals/files.py`); a replay
-needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
-(`engine/caches/`), look-up by look-up in the order of the run, each sample and layer from an empty cache, and gives the
-counts of its ledger.
+A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder, named by `file_stem` of
+`evals/results/files.py`; a replay needs neither model nor prompt, so a sweep of policies takes seconds. It calls the
+caches that runs use (`engine/caches/`), look-up by look-up in the order of the run, each sample and layer from an empty
+cache, and gives the counts of its ledger.
 
 Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
           tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.

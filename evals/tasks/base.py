@@ -1,7 +1,11 @@
 """`Sample` and `Task`: the interface of a benchmark, which the runner asks and scores through.
 
 A task says where its samples come from and what one answer is worth. Tokenising, chat templates and the split of a
-prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/runner.py`.
+prompt are in `evals/tasks/prompt.py`; the loop over samples is in `evals/loop.py`.
+
+An answer is scored when it is given. A scorer that takes minutes, such as another model, runs later instead: a task
+with `scores_later = True` leaves its answers without a score, and `python -m evals.rescore --write RUN…` calls
+`verdict` for each of them. There a task has its `params`, and nothing else that `__init__` or `samples` would set.
 
 Not here: averages over samples with their intervals (`plots/stats.py` and the runner's result).
 """
@@ -44,9 +48,10 @@ class Task(ABC):
     data_source: str  # "embedded", "local" or "hub"
     data_digest: str | None = None  # hash of the files that were read; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
-    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of results.py
+    metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of evals/results/schema.py
     is_timed: ClassVar[bool] = False  # cells are timed one after another; such a task is a `Latency`
     is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
+    scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
 
     @abstractmethod
     def check(self, shape: ModelShape) -> None:
@@ -60,5 +65,16 @@ class Task(ABC):
     def score(self, sample: Sample, prediction: str) -> float:
         """The score of one answer, 0 to 1."""
 
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        """The score, and other figures by name that the same look at the answer gives; the run averages both."""
+        return self.score(sample, prediction), {}
+
+    def score_now(self, sample: Sample, prediction: str) -> float | None:
+        """The score of an answer that was just given; None where it is given later."""
+        return None if self.scores_later else self.score(sample, prediction)
+
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
-        """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.jsonl."""
+        """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.
+
+        They are made again when the answers are scored again, from `rows` and `params` alone.
+        """

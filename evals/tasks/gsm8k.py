@@ -206,6 +206,7 @@ class Gsm8k(Task):
     name = "gsm8k"
     version = 1
     Params = Params
+    tokenizer: Any = None  # until `samples`; `evals.rescore` has none
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn
@@ -293,7 +294,8 @@ class Gsm8k(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         scored = [row for row in rows if row["score"] is not None]
-        lengths = [len(self.tokenizer.encode(cut(row["prediction"]), add_special_tokens=False)) for row in scored]
+        encode = None if self.tokenizer is None else self.tokenizer.encode
+        lengths = [len(encode(cut(row["prediction"]), add_special_tokens=False)) for row in scored] if encode else []
         summary: dict[str, Any] = {"rows": len(scored)}
         for name, scorer in EXTRACTIONS.items():
             scores = [scorer(row["prediction"], row["references"][0]) for row in scored]

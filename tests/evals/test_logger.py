@@ -12,6 +12,7 @@ import yaml
 
 from engine.errors import ConfigError
 from evals.logger import Copies, Wandb
+from evals.results.files import temporary
 from evals.runner import run_cells
 from tests.plots.report_runs import write_run
 from tests.tiny_run import cell
@@ -115,6 +116,35 @@ def test_a_run_is_copied_once_and_a_copy_that_was_cut_off_is_made_again(
     for _ in range(2):
         logger().copy(folder, result)
     assert read_back(folder)["summary"]["score"] == 1.0  # which finds one folder only
+
+
+@pytest.mark.parametrize("content", ["[" * 3000 + "]" * 3000, "[]", '{"result": 1e999}', "\x00", '{"state": "begun"}'])
+def test_a_damaged_marker_is_as_none(content: str, tmp_path: Path) -> None:
+    folder, result = write_run(tmp_path, "quest", [1.0])
+    (folder / "wandb.json").write_text(content)
+    logger().copy(folder, result)
+    assert json.loads((folder / "wandb.json").read_text())["state"] == "finished"
+
+
+def test_the_marker_follows_no_link(tmp_path: Path) -> None:
+    folder, result = write_run(tmp_path / "runs", "quest", [1.0])
+    (tmp_path / "precious").write_text("do not lose")
+    for name in ("wandb.json", "wandb.json.tmp", temporary(Path("wandb.json")).name):
+        (folder / name).symlink_to(tmp_path / "precious")
+    logger().copy(folder, result)
+    assert (tmp_path / "precious").read_text() == "do not lose"
+    assert json.loads((folder / "wandb.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"PAR1", lambda whole: b""])
+def test_a_cut_ledger_is_no_reason_not_to_copy(damage: Any, tmp_path: Path) -> None:
+    folder, result = write_run(tmp_path, "quest", [1.0])
+    path = folder / "ledger.parquet"
+    path.write_bytes(damage(path.read_bytes()))
+    logger().copy(folder, result)
+    copy = read_back(folder)
+    assert copy["summary"]["score"] == 1.0 and copy["exit"] == 0
+    assert not [row for row in copy["history"] if "ledger/attended" in row]
 
 
 def test_runs_survive_a_logger_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

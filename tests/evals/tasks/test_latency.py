@@ -3,8 +3,8 @@ import json
 import pytest
 
 from engine.errors import ConfigError
-from evals.files import file_stem
 from evals.results import SampleRow
+from evals.results.files import file_stem
 from evals.tasks import latency
 from tests.tiny_run import cell, run, save_tiny, sweep
 

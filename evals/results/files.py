@@ -5,7 +5,7 @@
 - What is read may hold anything: `parse_json` and `read_yaml` raise `ValueError` and nothing else.
 - A sealed text starts with the CRC of what follows, so a byte that changed is noticed.
 
-Not here: what the files mean (`evals/results.py`).
+Not here: what the files mean (`evals/results/schema.py`, `scores.py`).
 """
 
 import errno
@@ -27,7 +27,7 @@ from evals.foreign import refuse_depth
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 FILES = (
-    *("config.yaml", "samples.jsonl", "ledger.parquet", "env.json"),
+    *("config.yaml", "samples.jsonl", "scores.jsonl", "scores.jsonl.part", "ledger.parquet", "env.json"),
     *("result.json", "result.json.corrupt", LOCK, HOLDER),
 )
 FOLDERS = ("ledger", "shards")
@@ -59,11 +59,11 @@ def sealed(text: str) -> str:
 
 def unsealed(text: str) -> str:
     """The object that was sealed, or `text` if it was not; ValueError if it was changed since."""
-    found = re.match(r'\{"crc32": "([0-9a-f]{8})",', text)
-    if found is None:
+    seal = re.match(r'\{"crc32": "([0-9a-f]{8})",', text)
+    if seal is None:
         return text
-    rest = text[found.end() :]
-    if f"{zlib.crc32(rest.encode()):08x}" != found[1]:
+    rest = text[seal.end() :]
+    if f"{zlib.crc32(rest.encode()):08x}" != seal[1]:
         raise ValueError("it was changed after it was written: its crc32 is another one")
     return "{" + rest
 
@@ -71,11 +71,11 @@ def unsealed(text: str) -> str:
 def parse_json(text: str | bytes) -> Any:
     """JSON of ours, ValueError where it is none; quicker than `foreign.parse_json`, which data of others needs."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    refuse_depth(found)
-    return found
+    refuse_depth(value)
+    return value
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
@@ -84,12 +84,12 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         raise ValueError("it is too large")
     content = path.read_bytes()
     try:
-        found: Any = yaml.load(content, Loader=YAML)
+        mapping: Any = yaml.load(content, Loader=YAML)
     except Exception as error:  # PyYAML lets out KeyError, AttributeError, RecursionError and more
         raise ValueError(f"it is no YAML ({type(error).__name__})") from None
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise ValueError("it is no mapping")
-    return cast(dict[Any, Any], found)
+    return cast(dict[Any, Any], mapping)
 
 
 def crc_of(path: Path) -> str:
@@ -115,9 +115,9 @@ def is_folder(path: Path) -> bool:
 
 def check_place(path: Path, check_config: Callable[[Path], None]) -> bool:
     """Refuse a folder that is neither empty nor a run's; whether it has a config.yaml, which `check_config` accepts."""
-    with os.scandir(path) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+    with os.scandir(path) as listing:
+        entries = sorted(listing, key=lambda entry: entry.name)
+    for entry in entries:
         is_right = entry.is_file if entry.name in FILES else entry.is_dir
         if entry.name in (*FILES, *FOLDERS, MARK) and not is_right(follow_symlinks=False):
             kind = "file" if entry.name in FILES else "folder"
@@ -130,7 +130,7 @@ def check_place(path: Path, check_config: Callable[[Path], None]) -> bool:
     if os.path.lexists(path / "config.yaml"):
         check_config(path / "config.yaml")
         return True
-    strange = [entry.name for entry in found if not _has_just_begun(path / entry.name)]
+    strange = [entry.name for entry in entries if not _has_just_begun(path / entry.name)]
     if strange:
         more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
         raise ConfigError(
@@ -207,6 +207,12 @@ def open_own(path: Path, flags: int) -> BinaryIO:
     """A file opened for writing, made where there is none; OSError where it is a link."""
     descriptor = os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def write_whole(file: BinaryIO, line: bytes) -> None:
+    """Write a line to an unbuffered file; OSError where the disk takes a part of it only."""
+    if file.write(line) != len(line):
+        raise OSError(errno.ENOSPC, "it took only a part of a line")
 
 
 @contextmanager

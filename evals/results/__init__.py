@@ -1,0 +1,63 @@
+"""A run's folder: written while samples end, continued after a stop, read by tables and plots.
+
+    schema.py    the rows: SampleRow, RunFacts, RunResult, checked whenever one is made or read
+    summary.py   from rows to a result: means, intervals
+    scores.py    scores.jsonl: scores given after the answers
+    config.py    config.yaml, the hash and the name of a run
+    read.py      finished runs: read_run, read_runs, read_samples
+    folder.py    RunFolder, the only writer
+    ledger.py    ledger.parquet and its parts
+    lock.py      one process at a time
+    files.py     how files are written, sealed and told from those of others
+    machine.py   versions, commit, memory
+
+runs/README.md describes every file and key. Nothing here imports torch, and only ledger.py imports pyarrow, so that a
+table can be made on a laptop and a finished run be recognised at once.
+
+Not here: the loop over samples (`evals/runner.py`), statistics over runs (`plots/stats.py`).
+"""
+
+from evals.results.config import config_hash, read_config, run_name
+from evals.results.folder import RunFolder
+from evals.results.ledger import read_ledger
+from evals.results.lock import Holder
+from evals.results.machine import environment, git_sha, peak_rss_bytes
+from evals.results.read import read_run, read_runs, read_samples
+from evals.results.schema import (
+    EXACT,
+    LEDGER_MEANS,
+    METRICS,
+    OtherSchemaError,
+    RunFacts,
+    RunResult,
+    SampleRow,
+    prompt_hash,
+)
+from evals.results.summary import bootstrap_ci95, combined, combined_ci95, summarise
+
+__all__ = [
+    "EXACT",
+    "LEDGER_MEANS",
+    "METRICS",
+    "Holder",
+    "OtherSchemaError",
+    "RunFacts",
+    "RunFolder",
+    "RunResult",
+    "SampleRow",
+    "bootstrap_ci95",
+    "combined",
+    "combined_ci95",
+    "config_hash",
+    "environment",
+    "git_sha",
+    "peak_rss_bytes",
+    "prompt_hash",
+    "read_config",
+    "read_ledger",
+    "read_run",
+    "read_runs",
+    "read_samples",
+    "run_name",
+    "summarise",
+]

@@ -1,0 +1,343 @@
+"""What a run's files say, as typed rows: `SampleRow` is a line of samples.jsonl, `RunResult` is result.json.
+
+A row is checked whenever one is made or read: `ValueError` names the first key whose value is wrong. runs/README.md
+says what the keys mean.
+
+Not here: what follows from rows (`evals/results/summary.py`), files (`evals/results/read.py`, `folder.py`).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from math import isfinite
+from types import UnionType
+from typing import Any, Self, cast, get_args, get_origin
+
+from evals.results.files import parse_json, unsealed
+
+SCHEMA_VERSION = 1
+EXACT = "exact"  # the prefill of every run that names no other
+LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
+
+# Fields of `RunResult` and the key of a sample's ledger summary that each is the mean of. A null
+# was not measured. `within_budget`, a bool, stands beside them and must hold for every sample.
+LEDGER_MEANS = {
+    "tokens_budget_mean": "tokens_budget",
+    "tokens_attended_mean": "tokens_attended_mean",
+    "effective_ratio": "effective_ratio",
+    "bytes_resident_device": "bytes_resident_device",
+    "bytes_resident_host": "bytes_resident_host",
+    "bytes_resident_device_actual": "bytes_resident_device_actual",
+    "bytes_moved_kv_per_step": "bytes_moved_kv_per_step",
+    "bytes_moved_meta_per_step": "bytes_moved_meta_per_step",
+    "bytes_searched_per_step": "bytes_searched_per_step",
+    "cache_hit_rate": "cache_hit_rate",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a score is, and how the scores of samples become that of a run."""
+
+    better: str  # "higher" or "lower"
+    lowest: float
+    highest: float | None
+    # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
+    weight: str | None = None
+
+
+SCORE = Metric("higher", 0, 1)
+METRICS = {  # by the name that a task declares; "score" without one
+    "score": SCORE,
+    "recall": SCORE,
+    "perplexity": Metric("lower", 1, None, weight="n_targets"),
+    "tpot_ratio": Metric("lower", 0, None),
+}
+
+
+Check = Callable[[Any], bool]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return isfinite(value)
+    if isinstance(value, list):
+        return all(map(is_plain, cast(list[Any], value)))
+    items = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
+    return all(isinstance(key, str) for key in items) and all(map(is_plain, items.values()))
+
+
+def check_of(hint: Any) -> Check:
+    """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return is_plain
+    if origin is UnionType:
+        checks = [check_of(arg) for arg in args]
+        return lambda value: any(check(value) for check in checks)
+    if origin is list:
+        inner = check_of(args[0])
+        return lambda value: isinstance(value, list) and all(map(inner, cast(list[Any], value)))
+    if origin is dict:
+        inner = check_of(args[1])
+        return lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(key, str) for key in cast(dict[Any, Any], value))
+            and all(map(inner, cast(dict[str, Any], value).values()))
+        )
+    if hint is float:
+        return lambda value: (
+            not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and isfinite(value)))
+        )
+    return lambda value: isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+
+
+ARE_MEASURES = check_of(dict[str, float | None])
+
+
+@cache
+def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
+    """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
+    return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
+
+
+def check_types(row: Any) -> None:
+    """ValueError with the first field of a dataclass whose value is not of the declared type."""
+    for name, hint, check in checks_of(row.__class__):
+        value = getattr(row, name)
+        if not check(value):
+            kind = hint.__name__ if isinstance(hint, type) else hint
+            raise ValueError(f"key {name!r} is {value!r:.80}, not of type {kind}")
+
+
+def check_choice(key: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"key {key!r} is {value!r}, not one of {', '.join(allowed)}")
+
+
+def check_keys(data: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """`data` as a dict with at least `keys`; ValueError with the first one that is missing."""
+    if not isinstance(data, dict):
+        raise ValueError(f"not a JSON object but a {type(data).__name__}")
+    for key in keys:
+        if key not in data:
+            raise ValueError(f"key {key!r} is missing")
+    return cast(dict[str, Any], data)
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A line of samples.jsonl; the task's own columns stand in it under their own names."""
+
+    id: str
+    prompt_sha256: str  # see `prompt_hash`
+    prompt_tokens: int
+    original_prompt_tokens: int  # before the middle was cut out
+    generated_tokens: int
+    prediction: str
+    references: list[str]
+    score: float | None  # 0 to 1, or as METRICS says; null out of memory, and until the task's scorer has run
+    status: str  # "ok" or "oom"
+    error: str | None
+    prefill_s: float | None
+    decode_s: float | None
+    tpot_s: float | None  # decode time per output token after the first; null with a single one
+    batch_rows: int  # rows decoded in one batch with this one, itself included: they share its time
+    ledger: dict[str, float | bool | None]  # the ledger's summary; {} where it ran out of memory
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])  # the task's: length, depth, …
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choice("status", self.status, ("ok", "oom"))
+        may_wait = self.status == "ok" and self.fields.get("scores_later") is True
+        if (self.score is not None) != (self.status == "ok") and not may_wait:
+            raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
+        metric = METRICS.get(str(self.fields.get("metric")), SCORE)
+        top = metric.highest
+        if self.score is not None and not (metric.lowest <= self.score and (top is None or self.score <= top)):
+            within = f"within {metric.lowest} to {top}" if top else f"{metric.lowest} or more"
+            raise ValueError(f"key 'score' is {self.score}, not {within}")
+        weight = self.fields.get(metric.weight, 0) if metric.weight else 1
+        if self.score is not None and not (isinstance(weight, int) and 0 < weight < LARGEST):
+            raise ValueError(f"key {metric.weight!r} is {weight!r}, not a number of losses")
+        measures = self.fields.get("measures", {})
+        if not ARE_MEASURES(measures):
+            raise ValueError("key 'measures' is no object of numbers")
+        averaged = {
+            **self.ledger, **measures, "score": self.score, "batch_rows": self.batch_rows,
+            "prefill_s": self.prefill_s, "decode_s": self.decode_s, "tpot_s": self.tpot_s,
+        }  # fmt: skip
+        for key, value in averaged.items():
+            if value is not None and abs(value) > LARGEST:
+                raise ValueError(f"key {key!r} is larger than {LARGEST:g}")
+        if not re.fullmatch("[0-9a-f]{16}", self.prompt_sha256):
+            raise ValueError(f"key 'prompt_sha256' is {self.prompt_sha256!r}, not 16 hex digits")
+        if self.status == "ok":
+            check_keys(self.ledger, [*LEDGER_MEANS.values(), "within_budget"])
+            if not isinstance(self.ledger["within_budget"], bool):
+                raise ValueError("key 'within_budget' of the ledger is not true or false")
+        if clash := ROW_KEYS.intersection(self.fields):
+            raise ValueError(f"key {min(clash)!r} is a task's, and also one that every sample has")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as it stands in samples.jsonl."""
+        columns = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return columns | columns.pop("fields")
+
+    def to_json(self) -> str:
+        """One line without its newline; ASCII, so that no character of a text can break it."""
+        return json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """From a line with or without a seal; ValueError where it is no sample."""
+        return cls.from_data(parse_json(unsealed(line.removesuffix("\n"))))
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        """From the object that a line holds, its seal taken off."""
+        data = check_keys(data, ROW_KEYS - {"fields"})
+        if "crc32" in data:  # a seal that is damaged itself
+            raise ValueError("key 'crc32' is not 8 hex digits at the line's start")
+        known = {key: data.pop(key) for key in ROW_KEYS - {"fields"}}
+        with bounded():
+            return cls(**known, fields=data)
+
+
+@contextmanager
+def bounded() -> Generator[None]:
+    """ValueError where values are nested more deeply than a check of their types can follow."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+ROW_KEYS = frozenset(spec.name for spec in fields(SampleRow))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the runner knows of a run beside its samples."""
+
+    method: str
+    method_label: str  # as printed in tables, such as "H2O (C)"
+    params: dict[str, Any]
+    task: str
+    task_version: int
+    dataset: str
+    data_source: str  # "embedded", "local" or "hub"
+    model: str
+    compressed_layers: list[int]
+    dtype: str
+    device: str
+    seed: int
+    ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given
+    budget: int | None  # tokens; null where `ratio` is given
+    comm_exact: str  # "1/64"
+    protocol: str  # the compression scope: "full_prompt" or "context_only"
+    config_hash: str
+    versions: dict[str, str]
+    git_sha: str | None
+    peak_rss_bytes: int  # of the process that finished the run
+    notes: list[str] = field(default_factory=list[str])  # fallbacks taken openly
+    metric: str | None = None  # a name in METRICS; null: "score"
+    prefill: str = EXACT  # a file of conf/prefill
+    prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+# Keys of result.json that only some runs have, and what the others would say; they are left out there.
+OPTIONAL_KEYS: dict[str, Any] = {
+    "metric": None,
+    "measures": None,
+    "prefill": EXACT,
+    "prefill_params": {},
+    "ledger_crc32": None,
+    "score_version": None,
+    "scores_crc32": None,
+}
+
+
+class OtherSchemaError(ValueError):
+    """A result.json of another version than this code can read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(RunFacts):
+    """result.json. What was measured is a mean over the samples that are ok, null without any."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: str  # "ok", or "oom" when any sample ran out of memory
+    n_samples: int  # that are ok
+    n_oom: int
+    score: float | None  # 0 to 1, or as METRICS says
+    score_ci95: list[float] | None  # see `bootstrap_ci95`
+    ratio: float | None
+    comm: float
+    within_budget: bool | None  # every sample's ledger stayed within its budget
+    tokens_budget_mean: float | None
+    tokens_attended_mean: float | None
+    effective_ratio: float | None  # attended tokens relative to full attention at the same steps
+    bytes_resident_device: float | None
+    bytes_resident_host: float | None
+    bytes_resident_device_actual: float | None  # as allocated, in the dtype of the run
+    bytes_moved_kv_per_step: float | None
+    bytes_moved_meta_per_step: float | None
+    bytes_searched_per_step: float | None  # by an exact search, which no budget prices (oracle)
+    cache_hit_rate: float | None
+    prefill_s: float | None
+    tpot_s: float | None
+    batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
+    measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
+    # Of ledger.parquet; `finish` knows it, who summarises does not.
+    ledger_crc32: str | None = field(default=None, compare=False)
+    score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
+    scores_crc32: str | None = field(default=None, compare=False)  # of the scores.jsonl that the score is from
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choice("status", self.status, ("ok", "oom"))
+        if self.score_ci95 is not None and len(self.score_ci95) != 2:
+            raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
+        if self.metric is not None:
+            check_choice("metric", self.metric, tuple(METRICS))
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether the answers are there and their task's scorer has not run yet."""
+        return self.score is None and self.n_samples > 0
+
+    def to_json(self) -> str:
+        versioned = {"schema_version": self.schema_version} | asdict(self)
+        for key, usual in OPTIONAL_KEYS.items():
+            if versioned[key] == usual:
+                del versioned[key]
+        return json.dumps(versioned, ensure_ascii=True, allow_nan=False, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """From a text with or without a seal; ValueError where it is no result."""
+        data = check_keys(parse_json(unsealed(text)), ["schema_version"])
+        version = data["schema_version"]
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ValueError(f"key 'schema_version' is {version!r:.80}, not a whole number")
+        if version != SCHEMA_VERSION:  # before the keys, which may be others there
+            raise OtherSchemaError(f"schema_version is {version!r:.80}; only {SCHEMA_VERSION} can be read")
+        keys = [spec.name for spec in fields(cls)]
+        needed = [key for key in keys if key not in OPTIONAL_KEYS]
+        if unknown := sorted(check_keys(data, needed).keys() - set(keys)):
+            raise ValueError(f"key {unknown[0]!r} is unknown")
+        with bounded():
+            return cls(**data)
+
+
+def prompt_hash(ids: Iterable[int]) -> str:
+    """16 hex digits of the sha256 over a prompt's token ids: of its text and its tokenizer."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
