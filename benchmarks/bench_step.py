@@ -27,8 +27,9 @@ from engine.observe import Observation
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals.overrides import CONF
-from evals.settings import build_params, load_class, settings
+from evals.settings import load_class, settings
 from evals.tasks.sources import embedded_prose
+from evals.typed import build_params
 from methods.base import SelectiveAttention
 
 # Method and settings beside its file's; `comm` is what the method needs at least, or what the papers compare at.

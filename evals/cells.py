@@ -18,8 +18,9 @@ from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.models import look_up, resolve_hardware
 from evals.results import run_name
-from evals.settings import Choice, Settings, build, build_params, load_class
+from evals.settings import Choice, Settings, load_class
 from evals.tasks.base import Task
+from evals.typed import build, build_params
 from methods.base import SelectiveAttention, Variant
 from methods.full import Full
 

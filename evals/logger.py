@@ -29,7 +29,8 @@ from engine.errors import ConfigError
 from evals.progress import Progress
 from evals.results import RunResult, SampleRow, read_config, read_ledger, read_samples
 from evals.results.files import is_file, parse_json, write
-from evals.settings import Settings, build_params, load_class
+from evals.settings import Settings, load_class
+from evals.typed import build_params
 
 COLUMNS = (  # of the table of samples, before the task's own
     *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),

@@ -23,6 +23,7 @@ from engine.decode import Answer, decode
 from engine.errors import ConfigError
 from engine.prefill import Thinning, Trace, prefill
 from engine.spans import recording
+from engine.width import room_bytes, variant_bytes, waves
 from evals.cells import Cell
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
 from evals.models import Models, tokenizer_of
@@ -34,7 +35,6 @@ from evals.tasks.base import Sample
 from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
-from evals.width import room_bytes, variant_bytes, waves
 from methods.base import SelectiveAttention, Variant
 
 

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError
+from evals.typed import build_params
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
 TARGET = re.compile(r"(?P<path>.*\.py):(?P<name>\w+)@(?P<digest>[0-9a-f]{16})", re.DOTALL)
@@ -153,8 +154,6 @@ def choose(kinds: dict[str, Any], name: str | None, path: Path) -> Any:
 
 def defaults(kind: Any, path: Path) -> dict[str, Any]:
     """What a file in `conf/method/` would say: the defaults of the class's `Params`."""
-    from evals.settings import build_params
-
     where = f"{kind.__name__}.Params of {path}"
     if not (inspect.isclass(kind.Params) and is_dataclass(kind.Params)):
         raise ConfigError(f"{where} is no dataclass; write @dataclass(frozen=True) above it")

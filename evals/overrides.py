@@ -30,13 +30,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.errors import ConfigError, unknown_name
 from evals import outside
+from evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware")  # Hydra's own, and tables that are looked up by name
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
 # Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
 MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300
-LONGEST_NAME = 255  # bytes, which no file system exceeds
 MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Hydra's flags and their values: () is any value, None is no value
@@ -271,18 +271,6 @@ def free_model(text: str) -> str | None:
     return str(path) if is_path else text if "/" in text or path.is_dir() else None
 
 
-def expanded(key: str, text: str) -> Path:
-    """A path that can be looked for, with its `~` replaced by the home folder."""
-    if not text.strip():
-        raise ConfigError(f"{key} is empty; give a path, or leave {key} out")
-    if any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
-        raise ConfigError(f"{key}={text} is too long; names have at most {LONGEST_NAME} bytes")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key}={text} begins with the home folder of nobody; write the whole path") from None
-
-
 def default_groups() -> set[str]:
     """The groups in the defaults list of `conf/config.yaml`."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
@@ -386,12 +374,3 @@ def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
             choice = tree["hydra"]["runtime"]["choices"].get(parent.replace(".", "/"), "")
             raise unknown_key(parent, part, node, choice)
         node = node[part]
-
-
-def unknown_key(group: str, name: str, allowed: Iterable[str], choice: str = "") -> ConfigError:
-    """The error for a misspelt key of a group, or of the top level where `group` is empty."""
-    allowed = set(allowed) - {"_target_"}
-    if group and not allowed:
-        chosen = f"{group}={choice}" if choice else f"the chosen {group}"
-        return ConfigError(f"no {group} key {name!r}; {chosen} has no keys to set")
-    return unknown_name(f"{group} key" if group else "key", name, allowed)

@@ -24,8 +24,9 @@ from evals.foreign import printable
 from evals.progress import Progress
 from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
 from evals.results.scores import Score, Scores, crc_of_answer
-from evals.settings import Choice, build_params, load_class
+from evals.settings import Choice, load_class
 from evals.tasks.base import Sample, Task
+from evals.typed import build_params
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a folder or a row may raise

@@ -35,7 +35,8 @@ from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals import outside
 from evals.overrides import CONF, check_overrides, config_groups
-from evals.settings import Choice, build_params, load_class, settings
+from evals.settings import Choice, load_class, settings
+from evals.typed import build_params
 from methods.base import SelectiveAttention, Variant
 from methods.full import Full
 from tests.tiny import prompt, tiny

@@ -3,32 +3,40 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# A room, and what of ours it may import. `evals` says nothing of kernels: attention is the engine's.
+# A room, and what of ours it may import; the longest name that fits a file is its room. `evals` says nothing of
+# kernels: attention is the engine's.
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
+    "evals.results": {"engine.errors", "evals.results", "evals.foreign"},
+    "evals.tasks": {"engine", "methods", "evals.tasks", "evals.foreign"},
+    "evals.studies": {
+        *("engine", "methods", "evals.studies", "evals.foreign"),
+        *("evals.overrides", "evals.settings", "evals.typed"),
+    },
     "evals": {"engine", "methods", "evals"},
     "plots": {
-        "plots",
-        "evals.results",
-        "evals.tasks.needle.heatmap",
-        "evals.foreign",
-        "engine.errors",
-        "engine.checkpoints.digests",
+        *("plots", "evals.results", "evals.tasks.needle.heatmap", "evals.foreign"),
+        *("engine.errors", "engine.checkpoints.digests"),
     },
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "evals"},
 }
+LARGEST_SHARE = 1 / 4  # of the code that a room may hold
+LONGEST_FILE = 500  # lines; a longer one says "Long because" in its docstring
+MOST_FILES = 16  # side by side in a folder, beside `__init__.py`
 FOR_TYPES = {"engine": {"methods"}}  # under `if TYPE_CHECKING:` only
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
-FILES = [ROOT / "run.py", *(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))]
+TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run"})
+FILES = [ROOT / "run.py", *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
 WITHOUT_TORCH = (
     *("engine.errors", "engine.shapes", "engine.budget", "engine.ledger", "run"),
     *("evals.results", "evals.settings", "evals.overrides", "evals.table"),
@@ -52,6 +60,16 @@ def imports(tree: ast.AST, for_types: bool = False) -> Iterator[tuple[str, bool]
             yield from imports(node, for_types)
 
 
+def module_of(file: Path) -> str:
+    """The dotted name by which a file is imported."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """The innermost room that a module is in."""
+    return max((room for room in MAY_IMPORT if f"{module}.".startswith(f"{room}.")), key=len)
+
+
 def strays(room: str, source: str) -> list[str]:
     """Our modules that `room` imports and may not."""
     found = []
@@ -64,8 +82,48 @@ def strays(room: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_follow_the_arrows(file: Path) -> None:
-    room = file.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert strays(room, file.read_text()) == []
+    assert strays(room_of(module_of(file)), file.read_text()) == []
+
+
+def test_no_import_leads_back_to_where_it_came_from() -> None:
+    """Imports inside functions count: such a circle only shows itself later."""
+    files = {module_of(file): file for file in FILES}
+    arrows = {module: targets(file, files) - {module} for module, file in files.items()}
+    while free := [module for module, to in arrows.items() if not to & arrows.keys()]:
+        for module in free:
+            del arrows[module]
+    assert not arrows, f"in a circle, or above one: {sorted(arrows)}"
+
+
+def targets(file: Path, files: Collection[str]) -> set[str]:
+    """Modules of ours that a file imports, not only for types."""
+    names = [name for name, for_types in imports(ast.parse(file.read_text())) if not for_types]
+    return {next(at for at in (name, name.rpartition(".")[0]) if at in files) for name in names if is_ours(name, files)}
+
+
+def is_ours(name: str, files: Collection[str]) -> bool:
+    return name in files or name.rpartition(".")[0] in files
+
+
+def test_no_room_holds_more_than_a_quarter_of_the_code() -> None:
+    lines: Counter[str] = Counter()
+    for file in [*FILES, *(ROOT / "benchmarks").glob("*.py")]:
+        room = "benchmarks" if file.parent.name == "benchmarks" else room_of(module_of(file))
+        lines[room] += file.read_text().count("\n")
+    room, n = lines.most_common(1)[0]
+    assert n <= LARGEST_SHARE * lines.total(), f"{room} holds {n} of {lines.total()} lines"
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for file in FILES} - {ROOT}), ids=lambda f: f.name)
+def test_a_folder_is_seen_at_a_glance(folder: Path) -> None:
+    assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_long_file_says_why(file: Path) -> None:
+    text = file.read_text()
+    said = "Long because" in (ast.get_docstring(ast.parse(text)) or "")
+    assert said or text.count("\n") <= LONGEST_FILE
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -336,7 +336,8 @@ def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
     """A method with the parameters of its file."""
     from hydra import compose, initialize_config_dir
 
-    from evals.settings import build_params, load_class, settings
+    from evals.settings import load_class, settings
+    from evals.typed import build_params
 
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
     if name not in names:

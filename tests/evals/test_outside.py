@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from engine.errors import ConfigError
 from evals.overrides import check_overrides
 from evals.results import read_runs
-from evals.settings import Settings, build_params, load_class, settings
+from evals.settings import Settings, load_class, settings
+from evals.typed import build_params
 from run import main
 from tests.tiny_run import CONF, example_file, save_tiny
 

@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 import evals
 from engine.errors import ConfigError
 from evals.overrides import CONF
-from evals.settings import Choice, Settings, build_params, convert, load_class, settings
+from evals.settings import Choice, Settings, load_class, settings
+from evals.typed import build_params, convert
 
 
 def composed(*words: str) -> Settings:

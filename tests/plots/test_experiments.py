@@ -10,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from engine.shapes import ModelShape
 from evals.overrides import CONF, check_overrides
-from evals.settings import Settings, build_params, load_class, settings
+from evals.settings import Settings, load_class, settings
+from evals.typed import build_params
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {

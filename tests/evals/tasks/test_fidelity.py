@@ -21,10 +21,10 @@ from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals import models, runner
 from evals.results import read_runs
-from evals.settings import build_params
 from evals.table import table
 from evals.tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
 from evals.tasks.sources import embedded_prose
+from evals.typed import build_params
 from methods.base import SelectiveAttention
 from methods.dropping.h2o import H2O
 from methods.dropping.streamingllm import StreamingLLM

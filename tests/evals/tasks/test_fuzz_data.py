@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params, choice, load_class
+from evals.settings import choice, load_class
 from evals.tasks import prompt
+from evals.typed import build_params
 from tests.tiny_tokenizer import tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params
 from evals.tasks import download, gsm8k, sources
 from evals.tasks.gsm8k import Gsm8k
 from evals.tasks.prompt import encode
+from evals.typed import build_params
 from tests.golden_metrics import metrics_folder
 from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
 

@@ -13,7 +13,6 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params
 from evals.tasks import download, sources
 from evals.tasks.infinitebench import task as infinitebench
 from evals.tasks.infinitebench.prompts import ground_truth
@@ -32,6 +31,7 @@ from evals.tasks.infinitebench.synthetic import (
 )
 from evals.tasks.infinitebench.task import DATASETS, NEW_TOKENS, SYNTHETIC, InfiniteBench
 from evals.tasks.prompt import encode
+from evals.typed import build_params
 from tests.golden_metrics import TOLERANCE, metrics_folder
 from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
 from tests.vectors import Check

@@ -19,13 +19,13 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import prefill
 from engine.shapes import ModelShape
-from evals.settings import build_params
 from evals.tasks import download, prompt, sources
 from evals.tasks.longbench import prompts, scores
 from evals.tasks.longbench import task as longbench
 from evals.tasks.longbench.datasets import DATASETS, E13, LISTS
 from evals.tasks.longbench.task import LongBench
 from evals.tasks.prompt import encode
+from evals.typed import build_params
 from methods.full import Full
 from tests.golden_metrics import metrics_folder
 from tests.tiny import prompt as random_ids

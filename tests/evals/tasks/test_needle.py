@@ -12,12 +12,12 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params
 from evals.tasks import sources
 from evals.tasks.needle import haystack, heatmap
 from evals.tasks.needle import task as needle
 from evals.tasks.needle.task import Needle
 from evals.tasks.prompt import encode
+from evals.typed import build_params
 from tests import golden_metrics
 from tests.tiny_tokenizer import tiny_tokenizer
 

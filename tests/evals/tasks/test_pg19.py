@@ -14,9 +14,9 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals import models, runner
 from evals.results import SampleRow, combined, combined_ci95
-from evals.settings import build_params
 from evals.tasks.pg19 import PG19, curve
 from evals.tasks.sources import embedded_prose
+from evals.typed import build_params
 from tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import tiny_tokenizer
 

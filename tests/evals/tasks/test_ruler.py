@@ -11,13 +11,13 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import build_params
 from evals.tasks import sources
 from evals.tasks.prompt import encode
 from evals.tasks.ruler import synthetic as ruler_synthetic
 from evals.tasks.ruler import task as ruler
 from evals.tasks.ruler.synthetic import DOTS, KINDS, OWN_TEMPLATES, Material, Row
 from evals.tasks.ruler.task import DATASETS, Ruler
+from evals.typed import build_params
 from tests.golden_metrics import metrics_folder, run_ruler
 from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
 

@@ -10,11 +10,14 @@ Not here: what happens when memory runs out all the same (`evals/runner.py`).
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.shapes import ModelShape
-from methods.base import Variant
+
+if TYPE_CHECKING:
+    from methods.base import Variant
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
@@ -34,7 +37,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
     return [*found, slice(start, len(n_bytes))]
 
 
-def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes: int) -> int:
+def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     budget = variant.budget
     values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys

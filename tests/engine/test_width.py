@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import width
 from engine.budget import BudgetRequest
 from engine.prefill import prefill
-from evals import width
-from evals.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
+from engine.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
