@@ -5,6 +5,8 @@ DONE := .venv/.setup-done
 PYTHONS := python3.11 python3.12 python3.13 python3
 CHECK := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 ARGS :=
+# Test processes: a core each; every one holds torch, about 1 GB, so not more than eight.
+WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 # pip and pyright look up newer versions of themselves otherwise
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -22,7 +24,7 @@ run: $(DONE) ## set-up, then PQCache on LongBench; without its data on an embedd
 	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
 
 test: $(DONE) ## set-up, then the tests: two cores, no accelerator, no network (more: ARGS="-k needle")
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(DONE) ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ] # 5: there are none

@@ -57,3 +57,10 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_the_spine_is_read_in_an_hour() -> None:
+    text = (ROOT / "README.md").read_text()
+    spine = re.findall(r"`([\w/.]+\.py)`", text[text.index("## The spine") : text.index("1,500 lines")])
+    assert len(spine) >= 6
+    assert 1_400 < sum((ROOT / file).read_text().count("\n") for file in spine) <= 1_600
