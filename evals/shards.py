@@ -1,7 +1,7 @@
 """Samples of a sweep on many workers: `hydra/launcher=ray` and `submitit_slurm`.
 
 The samples that a group of cells still misses are divided into shards. A worker loads the model and asks its shard's
-samples, all cells of the group at once as `evals/runner.py` does; each cell's answers go into a run's folder of their
+samples, all cells of the group at once as `evals/loop.py` does; each cell's answers go into a run's folder of their
 own, `shards/NAME` below the cell's. The process that was started holds the cells' folders meanwhile. When a shard has
 ended it takes the answers over, and when all have, it puts them into the task's order: what is left is what one
 process would have left.

@@ -14,7 +14,7 @@
 runs/README.md describes every file and key. Nothing here imports torch, and only ledger.py imports pyarrow, so that a
 table can be made on a laptop and a finished run be recognised at once.
 
-Not here: the loop over samples (`evals/runner.py`), statistics over runs (`plots/stats.py`).
+Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/stats.py`).
 """
 
 from evals.results.config import config_hash, read_config, run_name

@@ -9,7 +9,7 @@ Its promises:
 - a folder that is not the run's own is refused unchanged, and what others put into it stays.
 
 Not here: how files are written, sealed and told from others' (`evals/results/files.py`), the loop over samples
-(`evals/runner.py`).
+(`evals/loop.py`).
 """
 
 import json

@@ -2,5 +2,5 @@
 
 `base.py` has the interface, `prompt.py` turns a sample into tokens, `rows.py`, `texts.py` and `sources.py` read data.
 
-Not here: the loop over samples (`evals/runner.py`), and what is kept of a run (`evals/results`).
+Not here: the loop over samples (`evals/loop.py`), and what is kept of a run (`evals/results`).
 """
