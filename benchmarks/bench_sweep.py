@@ -28,16 +28,21 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.spans import recording
+from evals.cells import prepare
+from evals.loop import Group, Waiting, open_folders
+from evals.models import Models
 from evals.overrides import CONF
 from evals.progress import Progress
 from evals.results import peak_rss_bytes, read_samples
-from evals.runner import Group, Models, open_folders, prepare
 from evals.settings import Settings, settings
 from evals.tasks.base import Sample
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = ("0.1", "0.2")
 MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
+
+
+Ready = tuple[Group, list[Waiting]]  # a group, and the samples that it has not answered
 
 
 class Unstopped(Group):
@@ -69,19 +74,19 @@ def cells(options: argparse.Namespace, methods: Sequence[str], out: Path) -> lis
 
 
 @contextmanager
-def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[list[Group]]:
+def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[list[Ready]]:
     """Groups that are ready to be asked one sample after the other."""
     with ExitStack() as stack:
-        made: list[Group] = []
+        made: list[Ready] = []
         for group in groups:
-            ready = prepare(group)
-            made.append(Unstopped(ready, open_folders(ready, stack)))
-            made[-1].model = models.get(ready[0].settings)
-            made[-1].read_samples(made[-1].model.tokenizer)
-            made[-1].missing()
-            made[-1].progress = Quiet("", 0, 0)
+            checked = prepare(group)
+            one = Unstopped(checked, open_folders(checked, stack))
+            one.model = models.get(checked[0].settings)
+            one.read_samples(one.model.tokenizer)
+            one.progress = Quiet("", 0, 0)
+            made.append((one, one.missing()))
         if made:
-            stack.enter_context(made[0].model.hooked())
+            stack.enter_context(made[0][0].model.hooked())
         yield made
 
 
@@ -90,15 +95,15 @@ class Quiet(Progress):
         """Only what is measured is printed."""
 
 
-def asking(groups: Sequence[Group]) -> Callable[[], float]:
+def asking(groups: Sequence[Ready]) -> Callable[[], float]:
     """Ask all of them the next sample: seconds."""
-    at = iter(range(groups[0].n))
+    at = iter(range(len(groups[0][1])))
 
     def ask() -> float:
         i = next(at)
         start = perf_counter()
-        for group in groups:
-            group.ask(group.samples[i])
+        for group, waiting in groups:
+            group.ask(waiting[i])
         return perf_counter() - start
 
     return ask

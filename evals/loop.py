@@ -9,7 +9,7 @@ Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`)
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +38,23 @@ from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_id
 from methods.base import SelectiveAttention, Variant
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A sample that some cell has not answered: checked, encoded, without its texts.
+
+    Tokens are packed, because tuples take nine times as much memory and all of a task's prompts may wait at once.
+    """
+
+    place: int  # in the task's order
+    sample: Sample
+    context_ids: "array[int]"
+    question_ids: "array[int]"
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(tuple(self.context_ids), tuple(self.question_ids))
+
+
 class Group:
     """Unfinished cells with one model, one task and the same samples.
 
@@ -56,18 +73,16 @@ class Group:
         self.first = self.cells[0]
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
-        # Of samples that were checked and wait to be asked; packed, because tuples take nine times as much memory.
-        self.prompts: dict[str, tuple[array[int], array[int]]] = {}
         self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
 
     def run(self, models: Models) -> None:
         """Let every cell answer the samples that it has not answered yet."""
         self.read_samples(tokenizer_of(self.first.settings))
-        todo = self.missing()
+        waiting = self.missing()
         self.model = models.get(self.first.settings)
-        n_done = self.n - len(todo)
+        n_done = self.n - len(waiting)
         with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
-            self.ask_all(todo)
+            self.ask_all(waiting)
         for cell in self.cells:
             self.finish(cell)
 
@@ -78,24 +93,23 @@ class Group:
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
 
-    def missing(self) -> list[int]:
-        """Places of the samples that some cell has not answered.
+    def missing(self) -> list[Waiting]:
+        """The samples that some cell has not answered, each made and encoded once.
 
         Raises `ConfigError` for samples that no cell can answer, before the first prefill.
         """
         self.ids: list[str] = []
-        todo = []
+        waiting: list[Waiting] = []
         for i in range(self.n):
             sample = self.samples[i]  # some tasks make it only now
             self.ids.append(sample.id)
-            if self.check_sample(sample):
-                todo.append(i)
-        return todo
+            waiting += self.check_sample(i, sample)
+        return waiting
 
-    def ask_all(self, todo: Iterable[int]) -> None:
+    def ask_all(self, waiting: Iterable[Waiting]) -> None:
         with self.model.hooked():
-            for i in todo:
-                self.ask(self.samples[i])
+            for one in waiting:
+                self.ask(one)
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
@@ -121,8 +135,8 @@ class Group:
             scope=settings.scope,
         )
 
-    def check_sample(self, sample: Sample) -> bool:
-        """Whether some cell has not answered this sample; raises `ConfigError` where one cannot."""
+    def check_sample(self, place: int, sample: Sample) -> list[Waiting]:
+        """The sample, if some cell has not answered it; raises `ConfigError` where one cannot."""
         prompt = self.encode(sample)
         longest = len(prompt) + sample.max_new_tokens
         if longest > self.first.shape.window:
@@ -137,17 +151,18 @@ class Group:
             self.folders[cell.path].check_prompt(sample.id, sha)
             self.variant(cell, prompt)
             missing |= not self.has(cell, sample)
-        if missing:
-            self.prompts[sample.id] = array("i", prompt.context_ids), array("i", prompt.question_ids)
-        return missing
+        if not missing:
+            return []
+        ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
+        return [Waiting(place, replace(sample, context="", question=""), *ids)]
 
     def has(self, cell: Cell, sample: Sample) -> bool:
         is_elsewhere = sample.id in self.answered.get(cell.path, ())
         return is_elsewhere or self.folders[cell.path].has(sample.id)
 
-    def ask(self, sample: Sample) -> None:
+    def ask(self, waiting: Waiting) -> None:
         """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
-        prompt = Prompt(*map(tuple, self.prompts.pop(sample.id)))
+        sample, prompt = waiting.sample, waiting.prompt
         todo = [cell for cell in self.cells if not self.has(cell, sample)]
         self.forced = self.forced_of(sample, prompt)
         for thinning, cells in self.by_prefill(todo, prompt).items():

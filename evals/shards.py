@@ -28,7 +28,7 @@ from engine.checkpoints.load import load_tokenizer
 from engine.errors import ConfigError, RunError
 from evals.cells import RUNS, Cell, prepare
 from evals.lines import standing
-from evals.loop import Group, log, open_folders, results_of
+from evals.loop import Group, Waiting, log, open_folders, results_of
 from evals.models import load_model
 from evals.progress import Progress, Standing
 from evals.results import RunFolder, RunResult, SampleRow
@@ -95,15 +95,15 @@ def divide(number: int, group: Group, n_shards: int) -> Work:
             "hydra/launcher=fused"
         )
     group.read_samples(load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code))
-    todo = group.missing()
-    n_shards = min(n_shards, len(todo))
+    places = [one.place for one in group.missing()]
+    n_shards = min(n_shards, len(places))
     shards = [
         Shard(
             name=f"{number}-{i}-of-{n_shards}",
             cells=tuple(replace(cell.settings, pool=None) for cell in group.cells),
             paths=tuple(cell.path.resolve() for cell in group.cells),
             answered=tuple(frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells),
-            samples=tuple((at, group.ids[at]) for at in todo[i::n_shards]),
+            samples=tuple((at, group.ids[at]) for at in places[i::n_shards]),
             cwd=Path.cwd(),
         )
         for i in range(n_shards)
@@ -217,10 +217,10 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             group = Group(cells, open_folders(cells, stack), answered)
             group.model = load_model(group.first.settings)
             group.read_samples(group.model.tokenizer)
-            todo = list(missing(group, shard.samples))
+            waiting = list(missing(group, shard.samples))
             n = len(shard.samples)
-            with Progress(f"shard {shard.name}", n, n - len(todo)) as group.progress:
-                group.ask_all(todo)
+            with Progress(f"shard {shard.name}", n, n - len(waiting)) as group.progress:
+                group.ask_all(waiting)
     except (ConfigError, RunError) as error:
         return error
     return None
@@ -233,8 +233,8 @@ def refuse_link(folder: Path) -> None:
             raise ConfigError(f"{path} is a symbolic link, which runs do not follow; remove the link")
 
 
-def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[int]:
-    """Places of the samples that an earlier worker did not come to."""
+def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[Waiting]:
+    """The samples that an earlier worker did not come to."""
     for i, id in samples:
         sample = group.samples[i]
         if sample.id != id:
@@ -242,8 +242,7 @@ def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[int]:
                 f"sample {i} is {sample.id!r} on {socket.gethostname()} and {id!r} where the command was given; "
                 "all machines must read the same data"
             )
-        if group.check_sample(sample):
-            yield i
+        yield from group.check_sample(i, sample)
 
 
 @contextmanager

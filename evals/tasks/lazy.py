@@ -8,7 +8,6 @@ Not here: what a sample holds (each task).
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -45,7 +44,6 @@ class FilledSamples(LazySamples):
         self.tokenizer, self.length = tokenizer, length
         self.datasets = datasets  # of each sample
         self.most: dict[str, int] = {}  # units, by dataset
-        self.kept = lru_cache(maxsize=64)(self._filled)  # the runner asks twice
 
     @abstractmethod
     def fewest(self, dataset: str) -> int:
@@ -63,9 +61,6 @@ class FilledSamples(LazySamples):
         return len(self.datasets)
 
     def sample(self, i: int) -> Sample:
-        return self.kept(i)
-
-    def _filled(self, i: int) -> Sample:
         dataset = self.datasets[i]
         if dataset not in self.most:
             self.most[dataset] = self._most(dataset)
