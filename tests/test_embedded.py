@@ -1,7 +1,9 @@
 """The embedded model itself: what it says through the engine, and which needles each method lets it find."""
 
 import os
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
-from evals.results import read_samples
+from evals.results import read_run, read_samples
 from evals.runner import run_cells
 from evals.settings import Settings, settings
 from evals.tasks.sources import embedded_prose
@@ -25,6 +27,7 @@ from methods.retrieving.oracle import Oracle
 from tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+RECORDED = Path(__file__).parent / "evals" / "results" / "recorded"
 NEW = 16
 ORACLE = Oracle.Params("group_sum", 32, Fraction(1, 2), "inside", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")
@@ -33,9 +36,9 @@ Kind = tuple[type[SelectiveAttention], Any, str]
 
 @pytest.fixture(scope="module", autouse=True)
 def threads() -> Iterator[None]:
-    """This model is large enough for all cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    """This model is large enough for all cores, which test processes beside each other share."""
+    before, n_processes = torch.get_num_threads(), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
     yield
     torch.set_num_threads(before)
 
@@ -111,3 +114,26 @@ def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_en
     for row in read_samples(folder):
         assert row.ledger["tokens_attended_mean"] == row.prompt_tokens // 10 + 1
     assert full.within_budget and oracle.within_budget and streaming.within_budget
+
+
+def test_a_run_that_earlier_code_began_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    """The folder is one that version 0.1.0 wrote at commit 4cea2e4, before plans, rooms and seals."""
+    recorded, folder = RECORDED / "needle-snapkv", tmp_path / "begun"
+    shutil.copytree(recorded, folder)
+    (folder / "result.json").unlink()
+    lines = (recorded / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join(lines[:2]))
+    words = (
+        "method=snapkv task=needle task.source=embedded ratio=0.35 comm=1/16 limit=3 dtype=float32 device=cpu".split()
+    )
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [*words, f"out={folder}"], return_hydra_config=True)
+    ((where, result),) = run_cells([settings(cfg, {"method": "snapkv", "task": "needle"})])
+    expected, rows = read_run(recorded)
+    assert where == folder and (folder / "samples.jsonl").read_text().splitlines()[:2] == [
+        x.rstrip() for x in lines[:2]
+    ]
+    untimed = {"prefill_s": None, "decode_s": None, "tpot_s": None, "batch_rows": 1}
+    assert [replace(row, **untimed) for row in read_samples(folder)] == [replace(row, **untimed) for row in rows]
+    same = ("score", "score_ci95", "config_hash", "tokens_attended_mean", "bytes_resident_device")
+    assert [getattr(result, key) for key in same] == [getattr(expected, key) for key in same]

@@ -1,0 +1,23 @@
+"""Folders that earlier code wrote still make tables and a report."""
+
+from pathlib import Path
+
+import pytest
+
+from plots import report, tables
+from plots.read import load
+
+RECORDED = Path(__file__).parents[1] / "evals" / "results" / "recorded"
+
+
+def test_a_recorded_folder_is_a_run_with_its_samples_and_ledger() -> None:
+    (run,) = load(RECORDED)
+    assert (run.method, run.result.n_samples, len(run.rows)) == ("snapkv", 3, 3)
+    assert len(run.ledger()["step"]) > 0
+
+
+def test_a_recorded_folder_is_tabulated_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(RECORDED), "--out", str(tmp_path / "page.html")]) == 0
+    assert "SnapKV (C)" in (tmp_path / "page.html").read_text()
+    tables.main([str(RECORDED), "--out", str(tmp_path / "tables")])
+    assert "left out" not in capsys.readouterr().err
