@@ -12,9 +12,22 @@ from engine.budget import show
 from engine.errors import ConfigError
 
 
-def one_of(key: str, value: object, allowed: Collection[object]) -> None:
+def one_of(key: str, value: Any, allowed: Collection[Any]) -> Any:
+    """The value, where it is one of those that are allowed."""
     if value not in allowed:
-        raise ConfigError(f"{key}={value} is unknown; use one of {', '.join(map(str, allowed))}")
+        *names, last = [word(name) for name in allowed]
+        listed = f"{', '.join(names)} or {last}" if names else last
+        raise ConfigError(f"{key}={word(value)} is not allowed; use {listed}")
+    return value
+
+
+def word(value: Any) -> str:
+    """A value as the command line writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(word(v) for v in value)}]"
+    return str(value)
 
 
 def each_one_of(group: str, params: object, **allowed: Collection[object]) -> None:

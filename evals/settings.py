@@ -21,11 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.budget import BudgetRequest, show
 from engine.caches.blocks import BlockCacheSpec
-from engine.checks import whole_number
+from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError
 from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
-from evals.typed import build, convert, one_of, same_names, word
+from evals.typed import build, convert, same_names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

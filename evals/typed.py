@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from engine.budget import parse_fraction
+from engine.checks import one_of, word
 from engine.errors import ConfigError, unknown_name
 
 LONGEST_NAME = 255  # bytes, which no file system exceeds
@@ -106,14 +107,6 @@ def convert_to_one(value: Any, hints: Iterable[Any], key: str) -> Any:
     raise errors[0]
 
 
-def one_of(key: str, value: Any, allowed: Iterable[Any]) -> Any:
-    if value not in allowed:
-        *names, last = [word(name) for name in allowed]
-        listed = f"{', '.join(names)} or {last}" if names else last
-        raise ConfigError(f"{key}={word(value)} is not allowed; use {listed}")
-    return value
-
-
 def expanded(key: str, text: str) -> Path:
     """A path that can be looked for, with its `~` replaced by the home folder."""
     if not text.strip():
@@ -124,15 +117,6 @@ def expanded(key: str, text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(f"{key}={text} begins with the home folder of nobody; write the whole path") from None
-
-
-def word(value: Any) -> str:
-    """A value as the command line writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(word(v) for v in value)}]"
-    return str(value)
 
 
 def unknown_key(group: str, name: str, allowed: Iterable[str], choice: str = "") -> ConfigError:

@@ -15,7 +15,7 @@ class Params:
 
 def test_the_first_choice_that_is_not_allowed_is_named() -> None:
     each_one_of("method", Params(), agg=("mean", "max"), page_len=(8, 16))
-    with pytest.raises(ConfigError, match=r"method\.page_len=16 is unknown; use one of 1, 2"):
+    with pytest.raises(ConfigError, match=r"method\.page_len=16 is not allowed; use 1 or 2"):
         each_one_of("method", Params(), agg=("mean", "max"), page_len=(1, 2))
 
 

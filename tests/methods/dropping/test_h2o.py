@@ -353,10 +353,10 @@ def test_the_official_rule_puts_sinks_on_top_of_the_ratio(comm: str, half: int) 
     [
         ("n_sink", -1, "0 or more"),
         ("heavy_share", Fraction(3, 2), "method.heavy_share=1.5 is out of range"),
-        ("generated", "never", "use one of inside, on_top"),
-        ("reduce", "mean", "use one of sum, max, query_head"),
+        ("generated", "never", "use inside or on_top"),
+        ("reduce", "mean", "use sum, max or query_head"),
         ("reduce", "query_head", "use it with method.generated=on_top"),
-        ("budget_rule", "mine", "use one of fair, official"),
+        ("budget_rule", "mine", "use fair or official"),
     ],
 )
 def test_parameters_out_of_range_are_refused(key: str, value: Any, says: str) -> None:

@@ -240,8 +240,8 @@ def test_snapkv_is_compensated_with_half_of_comm_in_tokens() -> None:
         ("kernel", 0, "kernel=0"),
         ("kernel", 4, "odd"),
         ("kernel", -1, "kernel=-1"),
-        ("pooling", "mean", "max, avg"),
-        ("reduce", "min", "mean, sum, max, query_head"),
+        ("pooling", "mean", "max or avg"),
+        ("reduce", "min", "mean, sum, max or query_head"),
     ],
 )
 def test_impossible_parameters_are_refused(key: str, value: Any, says: str) -> None:
