@@ -75,7 +75,8 @@ def naming(settings: Settings) -> Iterator[None]:
 def prepare(cells: Sequence[Settings]) -> list[Cell]:
     """Check every cell, as far as that goes without weights."""
     ready: list[Cell] = []
-    models: dict[Any, tuple[ModelShape, str]] = {}  # shape and digest, looked up once
+    models: dict[Any, tuple[ModelShape, str, str | None]] = {}  # shape and digests, looked up once
+    places: set[Path] = set()
     for settings in cells:
         method, params = class_and_params(settings.method)
         task_class, task_params = class_and_params(settings.task)
@@ -87,18 +88,19 @@ def prepare(cells: Sequence[Settings]) -> list[Cell]:
             )
         model = (settings.model, settings.weights)
         if model not in models:
-            models[model] = look_up(settings)
-        shape, digest = models[model]
+            models[model] = *look_up(settings), first_digest(settings)
+        shape, digest, first = models[model]
         with naming(settings):
             method.check(params, settings.budget, shape)
             method.check_cache(params, settings.cache)
         check_task(task, task_params, settings, shape)
         sparsity = sparsity_of(settings, method)
         check_sizes(settings, params, sparsity, shape)
-        config = as_begun(settings, identity(settings, method, task, sparsity, digest))
+        config = as_begun(settings, identity(settings, method, task, sparsity, digest), first)
         path = place(settings, config)
-        if any(path == cell.path for cell in ready):
+        if path in places:
             raise ConfigError(f"two cells of this sweep are the same run ({path.name}); leave one of them out")
+        places.add(path)
         ready.append(Cell(settings, method, params, task, shape, config, path, sparsity))
     return ready
 
@@ -158,22 +160,27 @@ def sparsity_of(settings: Settings, kind: type[SelectiveAttention]) -> VerticalS
     return build(load_class(chosen), chosen.params, "prefill")
 
 
-def as_begun(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """`config`; with the digest of earlier runs where such a run was begun, and the checkpoint not written to since.
-
-    They knew a local checkpoint by its files' ends, which cannot tell whether it was edited in between.
-    """
+def first_digest(settings: Settings) -> str | None:
+    """What earlier runs called a local checkpoint: a digest by its files' ends. None for a model of another kind."""
     spec = settings.model
     if settings.weights == "random":
-        return config
+        return None
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    if not Path(where).exists():
-        return config
-    first = first_digest_of(where)
+    return first_digest_of(where) if Path(where).exists() else None
+
+
+def as_begun(settings: Settings, config: dict[str, Any], first: str | None) -> dict[str, Any]:
+    """`config`; with the digest of earlier runs where such a run was begun, and the checkpoint not written to since.
+
+    The ends of its files cannot tell whether a checkpoint was edited in between.
+    """
     earlier = config | {"model_digest": first}
     recorded = place(settings, earlier) / "config.yaml"
-    is_begun = recorded.is_file() and first.encode() in recorded.read_bytes()
-    return earlier if is_begun and changed_at(where) < recorded.stat().st_mtime else config
+    if first is None or not recorded.is_file() or first.encode() not in recorded.read_bytes():
+        return config
+    spec = settings.model
+    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
+    return earlier if changed_at(where) < recorded.stat().st_mtime else config
 
 
 def place(settings: Settings, config: dict[str, Any]) -> Path:
