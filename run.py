@@ -144,7 +144,7 @@ def answer(argv: list[str]) -> int:
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         return refuse(error)
     if done:  # nothing was run with --cfg or --info
-        from evals.table import print_table
+        from evals.screen.table import print_table
 
         print_table(done)
     return int(any(result.status != "ok" for _, result in done))

@@ -12,11 +12,11 @@ from fractions import Fraction
 
 from benchmarks.bench_step import row
 from benchmarks.paired import Paired, record
+from engine.books.spans import recording
 from engine.budget import BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.prefill import prefill
-from engine.spans import recording
 from evals.tasks.sources import embedded_prose
 
 

@@ -27,13 +27,13 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
-from engine.spans import recording
+from engine.books.spans import recording
 from evals.cells import prepare
 from evals.loop import Group, Waiting, open_folders
 from evals.models import Models
 from evals.overrides import CONF
-from evals.progress import Progress
 from evals.results import peak_rss_bytes, read_samples
+from evals.screen.progress import Progress
 from evals.settings import Settings, settings
 from evals.tasks.base import Sample
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.attend import attend, attend_weights
+from engine.books.spans import span
 from engine.prefill import Trace
-from engine.spans import span
 
 if TYPE_CHECKING:
     from engine.model import Call, Model

@@ -19,7 +19,8 @@ Six things that the store does not do yet, and where each belongs:
 - Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
   token weighs is `Meter.token_bytes`.
 
-Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting (`engine/meter.py`).
+Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting
+(`engine/books/meter.py`).
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.ledger import Entry
-from engine.meter import Meter
+from engine.books.ledger import Entry
+from engine.books.meter import Meter
 from kernels.gather import flat_rows, gather_tokens
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.attend import causal, causal_lse
+from engine.books.spans import span
 from engine.observe import Observation
 from engine.shapes import ModelShape
-from engine.spans import span
 from engine.sparse import VerticalSlash
 
 if TYPE_CHECKING:

@@ -2,22 +2,22 @@
 
 The prompt's K and V in the trace are shared by all variants and never written to; a variant that keeps everything holds
 a view of them. Once a layer is placed, `store[layer]` is what moves its tokens (`engine/layer.py`) and counts what it
-moves (`engine/meter.py`); nothing else does, so that the ledger cannot be bypassed.
+moves (`engine/books/meter.py`); nothing else does, so that the ledger cannot be bypassed.
 
 Not here: which tokens (`methods`), what a cached block is (`engine/caches/blocks.py`), what the counts mean
-(`engine/ledger.py`).
+(`engine/books/ledger.py`).
 """
 
 import torch
 from torch import Tensor
 
 from engine.attend import Part
+from engine.books.ledger import Ledger
+from engine.books.meter import Access, Meter
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
 from engine.layer import Host, Layer
-from engine.ledger import Ledger
-from engine.meter import Access, Meter
 from engine.prefill import Trace
 from kernels.gather import gather_tokens
 

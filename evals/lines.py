@@ -9,7 +9,6 @@ from statistics import fmean
 from engine.budget import show
 from engine.decode import Answer, Decoded
 from evals.cells import Cell
-from evals.progress import Standing
 from evals.results import (
     EXACT,
     RunFacts,
@@ -20,6 +19,7 @@ from evals.results import (
     peak_rss_bytes,
     prompt_hash,
 )
+from evals.screen.progress import Standing
 from evals.tasks.base import Sample
 from evals.tasks.forced import Outcome
 from evals.tasks.prompt import Prompt

@@ -6,7 +6,8 @@ is copied then; and a copy that fails costs nothing but a line on standard error
 
     wandb.json   in the run's folder: which result was copied, under which id, and whether the copy was finished
 
-Not here: live curves while samples are asked (`evals/progress.py`), the comparison of runs (`plots/dashboard.py`).
+Not here: live curves while samples are asked (`evals/screen/progress.py`), the comparison of runs
+(`plots/dashboard.py`).
 """
 
 import hashlib
@@ -26,9 +27,9 @@ from urllib.parse import urlparse
 from filelock import FileLock
 
 from engine.errors import ConfigError
-from evals.progress import Progress
 from evals.results import RunResult, SampleRow, read_config, read_ledger, read_samples
 from evals.results.files import is_file, parse_json, write
+from evals.screen.progress import Progress
 from evals.settings import Settings, load_class
 from evals.typed import build_params
 

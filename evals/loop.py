@@ -19,17 +19,17 @@ from typing import Any
 import torch
 import yaml
 
+from engine.books.spans import recording
 from engine.decode import Answer, decode
 from engine.errors import ConfigError
 from engine.prefill import Thinning, Trace, prefill
-from engine.spans import recording
 from engine.width import room_bytes, variant_bytes, waves
 from evals.cells import Cell
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
 from evals.models import Models, tokenizer_of
-from evals.progress import Progress, Standing
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
+from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
 from evals.tasks.forced import ForcedContinuation, ForcedTask

@@ -21,9 +21,9 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.progress import Progress
 from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
 from evals.results.scores import Score, Scores, crc_of_answer
+from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
 from evals.tasks.base import Sample, Task
 from evals.typed import build_params

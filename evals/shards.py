@@ -30,8 +30,8 @@ from evals.cells import RUNS, Cell, prepare
 from evals.lines import standing
 from evals.loop import Group, Waiting, log, open_folders, results_of
 from evals.models import load_model
-from evals.progress import Progress, Standing
 from evals.results import RunFolder, RunResult, SampleRow
+from evals.screen.progress import Progress, Standing
 from evals.settings import Pool, RayPool, Settings, SlurmPool
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,13 +26,13 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from engine.attend import Part
+from engine.books.spans import span
 from engine.budget import Budget, BudgetRequest, resolve
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
-from engine.spans import span
 from engine.store import Store
 from methods.dropping.scorers import keep_top
 

@@ -6,7 +6,7 @@ A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, 
 pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
 shortest. The CSV has a line per run, length and batch size, unrounded and with quartiles.
 
-Not here: what was measured (`evals/tasks/latency.py`), figures of it (`plots/cost_figures.py`).
+Not here: what was measured (`evals/tasks/latency.py`), figures of it (`plots/figures/costs.py`).
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 
 from evals.foreign import CsvWriter
 from evals.results import SampleRow
-from plots.formats import pipes, plain_markdown
 from plots.read import Run, default_root, load
 from plots.run_sets import RunSet, other_setting, run_sets
+from plots.tables.formats import pipes, plain_markdown
 
 NAME = "costs"
 HEAD = (

@@ -1,6 +1,6 @@
 """Which runs may share a table or a figure, which of them are one line of a figure, and what a point of it says.
 
-Not here: reading (`plots/read.py`), drawing (`plots/figures.py`), the cells of tables (`plots/table_cells.py`).
+Not here: reading (`plots/read.py`), drawing (`plots/figures/`), the cells of tables (`plots/tables/cells.py`).
 """
 
 import json

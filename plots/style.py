@@ -4,7 +4,7 @@ Colours are Okabe and Ito's, which people with any colour vision tell apart; mar
 method that is not known here, such as one from a user's own file, has a colour and a marker that follow from its name:
 the same in every figure, whatever else is drawn, and none of ours.
 
-Not here: what is drawn (`plots/figures.py`).
+Not here: what is drawn (`plots/figures/`).
 """
 
 import colorsys

@@ -37,10 +37,17 @@ FOR_TYPES = {"engine": {"methods"}}  # under `if TYPE_CHECKING:` only
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run"})
 FILES = [ROOT / "run.py", *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
+
+
+def module_of(file: Path) -> str:
+    """The dotted name by which a file is imported."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 WITHOUT_TORCH = (
-    *("engine.errors", "engine.shapes", "engine.budget", "engine.ledger", "run"),
-    *("evals.results", "evals.settings", "evals.overrides", "evals.table"),
-    *(f"plots.{file.stem}" for file in sorted((ROOT / "plots").glob("*.py"))),
+    *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run"),
+    *("evals.results", "evals.settings", "evals.overrides", "evals.screen.table"),
+    *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )
 
 
@@ -58,11 +65,6 @@ def imports(tree: ast.AST, for_types: bool = False) -> Iterator[tuple[str, bool]
             yield from imports(ast.Module(node.orelse, []), for_types)
         else:
             yield from imports(node, for_types)
-
-
-def module_of(file: Path) -> str:
-    """The dotted name by which a file is imported."""
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module: str) -> str:

@@ -4,7 +4,7 @@ One cache per layer, shared by its KV heads. It counts in *middle indices*, posi
 where the token's block is cached; after the step the most wanted blocks are taken in, the least frequent (LFU) or the
 longest unused (LRU) ones make room. Frequencies do not age and are forgotten at eviction.
 
-Not here: counting bytes (`engine/meter.py`).
+Not here: counting bytes (`engine/books/meter.py`).
 """
 
 from collections import Counter

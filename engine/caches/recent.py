@@ -4,7 +4,7 @@ One per layer, in place of a block cache (`engine/caches/blocks.py`). It is what
 selection holds whole clusters but for the last one, so tokens that stay are clusters that stay. A token of a KV head is
 held once, whichever of its query heads asked.
 
-Not here: counting bytes (`engine/meter.py`).
+Not here: counting bytes (`engine/books/meter.py`).
 """
 
 from collections import deque

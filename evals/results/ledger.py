@@ -2,7 +2,7 @@
 
 Only these functions import pyarrow, which is slow to import. Whatever a damaged file raises, its rows count as lost.
 
-Not here: what the columns mean (`engine/ledger.py`).
+Not here: what the columns mean (`engine/books/ledger.py`).
 """
 
 import importlib

@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from engine.books.meter import Access
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
 from engine.errors import ConfigError
-from engine.meter import Access
 from engine.store import Store
 from evals.foreign import write_csv
 

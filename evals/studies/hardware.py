@@ -35,11 +35,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from engine.books.ledger import Entry
 from engine.budget import BudgetRequest, parse_fraction
 from engine.checkpoints.load import shape_of
 from engine.decode import attend_group
 from engine.errors import ConfigError, unknown_name
-from engine.ledger import Entry
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.shapes import ModelShape

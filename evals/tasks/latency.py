@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
+from engine.books.spans import Record, recording
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
-from engine.spans import Record, recording
 from engine.sparse import VerticalSlash
 from evals.tasks.base import Sample, Task
 from evals.tasks.forced import Outcome

@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.spans import following, span
 from engine.budget import Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from engine.spans import following, span
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import METRICS, draw_points, kmeans
 from methods.base import SelectiveAttention, select_alike

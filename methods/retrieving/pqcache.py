@@ -45,12 +45,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.spans import following, span
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from engine.spans import following, span
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_fit import EMPTY
 from kernels.pq_scores import MERGES, pq_top

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attend import Part
+from engine.books.meter import Meter
 from engine.layer import Host, Layer, moves
-from engine.meter import Meter
 from engine.shapes import ModelShape
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token

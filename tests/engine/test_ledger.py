@@ -1,7 +1,7 @@
 from fractions import Fraction
 
+from engine.books.ledger import SUMMARY, Entry, Ledger
 from engine.budget import Budget, find_bytes
-from engine.ledger import SUMMARY, Entry, Ledger
 from engine.shapes import ModelShape
 
 SHAPE = ModelShape("any", 2, 4, 2, 8, 1000, (0, 1))

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from engine.books.ledger import Entry
+from engine.books.meter import COUNTS, Access, Meter, distinct_tokens
 from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.ledger import Entry
-from engine.meter import COUNTS, Access, Meter, distinct_tokens
 from engine.shapes import ModelShape
 
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))

@@ -6,10 +6,10 @@ from time import perf_counter, sleep
 
 import pytest
 
+from engine.books.spans import following, recording, span
 from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.prefill import prefill
-from engine.spans import following, recording, span
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
 from tests.tiny import prompt, tiny

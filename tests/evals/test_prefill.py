@@ -11,8 +11,8 @@ from engine.errors import ConfigError
 from evals import loop, models
 from evals.overrides import CONF, check_overrides
 from evals.results import RunResult, SampleRow, run_name
+from evals.screen.table import table
 from evals.settings import Settings, settings
-from evals.table import table
 from methods.dropping.pyramidinfer import PyramidInfer
 from tests.tiny_run import cell, run, save_tiny, sweep
 

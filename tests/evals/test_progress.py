@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from evals import progress
-from evals.progress import Progress, Standing, duration, in_words
+from evals.screen import progress
+from evals.screen.progress import Progress, Standing, duration, in_words
 
 FULL = Standing("full", "ratio=0.1", 2, 1.0)
 SNAPKV = [Standing("snapkv", f"ratio={ratio}", 2, score) for ratio, score in ((0.1, 0.5), (0.2, 1))]

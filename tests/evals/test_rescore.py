@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from evals import rescore
 from evals.results import LEDGER_MEANS, SampleRow, read_run, read_samples
 from evals.results.scores import PART, SCORES
-from evals.table import remarks
+from evals.screen.table import remarks
 from evals.tasks.base import Sample
 from evals.tasks.gsm8k import Gsm8k
 from evals.tasks.longbench.task import LongBench

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from evals.results import RunResult
-from evals.table import number, print_table, remarks, table
+from evals.screen.table import number, print_table, remarks, table
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
 FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "embedded"}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from plots import tables
 from plots.costs import as_csv, main, markdown
 from plots.read import load
+from plots.tables import command as tables
 from tests.plots.made_runs import timing, timings, write
 
 ASKED: dict[str, Any] = {"task_params": {"n_new": 32}, "metric": "tpot_ratio"}

@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plots import costs, figures, report, tables
-from plots.formats import pipes, tex
+from plots import costs
+from plots.figures import command as figures
 from plots.read import load, read_all
+from plots.report import page as report
+from plots.tables import command as tables
+from plots.tables.formats import pipes, tex
 from tests.plots import made_runs, report_runs
 
 DEEP = "[" * 5000

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from plots.figures import DRAWINGS, draw, main
+from plots.figures.command import DRAWINGS, draw, main
+from plots.figures.scores import best_so_far, by_dataset
 from plots.read import load
 from plots.run_sets import lines, run_sets
-from plots.score_figures import best_so_far, by_dataset
 from tests.plots.made_runs import answers, every_kind, write
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

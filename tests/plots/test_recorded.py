@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from plots import report, tables
 from plots.read import load
+from plots.report import page as report
+from plots.tables import command as tables
 
 RECORDED = Path(__file__).parents[1] / "evals" / "results" / "recorded"
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from evals.results import METRICS, bootstrap_ci95
-from plots import report_charts
 from plots.read import load
-from plots.report import as_json, main, overview, page, samples
+from plots.report import charts as report_charts
+from plots.report.page import as_json, main, overview, page, samples
 from tests.plots.report_runs import write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plots import style
 from plots.read import load
-from plots.report import overview
+from plots.report.page import overview
 from tests.plots.report_runs import write_run
 
 OUTSIDE = ["smallest_keys", "mine", "mine-A", "mine-B", "keys", "random_keys", "value_norm", "snapkv_paper"]

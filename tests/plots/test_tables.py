@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from plots.formats import as_csv, latex, markdown, tex, write
-from plots.paper_tables import AVERAGE, EFFICIENCY, PAPER_TABLES, PUBLISHED, PaperTable, canonical, read_published
 from plots.read import load
-from plots.report import overview
+from plots.report.page import overview
 from plots.run_sets import run_sets
-from plots.table_cells import Table, build, build_efficiency
-from plots.tables import build_all, main
+from plots.tables.cells import Table, build, build_efficiency
+from plots.tables.command import build_all, main
+from plots.tables.formats import as_csv, latex, markdown, tex, write
+from plots.tables.papers import AVERAGE, EFFICIENCY, PAPER_TABLES, PUBLISHED, PaperTable, canonical, read_published
 from tests.plots.made_runs import answers, every_kind
 from tests.plots.made_runs import write as make_run
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import run as run_py
 from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.progress import Progress
 from evals.results import RunResult, SampleRow, read_ledger, read_runs, read_samples, summarise
 from evals.results import folder as results
 from evals.results.files import file_stem, sealed, temporary
+from evals.screen.progress import Progress
 from evals.studies.accesses import read as read_accesses
 from tests.evals.results.made_rows import CONFIG, FACTS, contents, ledger_of, ok_row, open_folder, run, score_of
 from tests.tiny_run import save_tiny

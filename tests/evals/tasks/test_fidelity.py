@@ -21,7 +21,7 @@ from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals import models, runner
 from evals.results import read_runs
-from evals.table import table
+from evals.screen.table import table
 from evals.tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
 from evals.tasks.sources import embedded_prose
 from evals.typed import build_params

@@ -4,7 +4,7 @@ A meter counts from one `close` to the next, which makes a ledger's entry of its
 move or read beside K and V. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
 tokens need not move.
 
-Not here: moving (`engine/layer.py`), what the counts mean (`engine/ledger.py`).
+Not here: moving (`engine/layer.py`), what the counts mean (`engine/books/ledger.py`).
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.books.ledger import Entry
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache
 from engine.caches.recent import RecentTokens, mark_tokens
-from engine.ledger import Entry
 from engine.shapes import ModelShape
 
 COUNTS = (  # in the order of `Entry`

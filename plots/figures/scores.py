@@ -2,7 +2,7 @@
 
 Each function takes all runs and gives a list of figures, empty where the runs have nothing to show.
 
-Not here: time and memory (`plots/cost_figures.py`), what happens within layers (`plots/layer_figures.py`).
+Not here: time and memory (`plots/figures/costs.py`), what happens within layers (`plots/figures/layers.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -5,8 +5,8 @@
 Runs that answer a table are found by their results alone, so it does not matter which command made them. What variants
 cost (`plots/costs.py`) is written beside the tables.
 
-Not here: what each table holds (`plots/paper_tables.py`), how a cell is made of runs (`plots/table_cells.py`), how a
-table is written (`plots/formats.py`), the table of one command (`evals/table.py`).
+Not here: what each table holds (`plots/tables/papers.py`), how a cell is made of runs (`plots/tables/cells.py`), how a
+table is written (`plots/tables/formats.py`), the table of one command (`evals/screen/table.py`).
 """
 
 import argparse
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plots import costs
-from plots.formats import write
-from plots.paper_tables import EFFICIENCY, PAPER_TABLES, PaperTable
 from plots.read import Run, default_root, load
-from plots.table_cells import Table, build, build_efficiency
+from plots.tables.cells import Table, build, build_efficiency
+from plots.tables.formats import write
+from plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
 
 
 def build_all(runs: Sequence[Run]) -> dict[str, list[Table]]:
@@ -69,7 +69,3 @@ def main(arguments: list[str]) -> int:
 def cannot_write(out: Path, error: OSError) -> int:
     print(f"plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from plots import cost_figures, layer_figures, score_figures, style
+from plots import style
+from plots.figures import costs as cost_figures
+from plots.figures import layers as layer_figures
+from plots.figures import scores as score_figures
 from plots.read import Run, default_root, load
 
 
@@ -121,7 +124,3 @@ def main(arguments: Sequence[str]) -> int:
         pdfs = [str(path) for path in paths if path.suffix == ".pdf"]
         print(f"{drawing.name}: {', '.join(pdfs)}" if pdfs else drawing.missing)
     return 0 if n_drawn else 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from plots import style
+from plots.figures.scores import scored
 from plots.read import Run
 from plots.run_sets import RunSet, budget_of, mean, reports, run_sets, score_of
-from plots.score_figures import scored
 
 N_REQUESTS = 8
 

@@ -1,6 +1,6 @@
 """The charts of the report, as Vega-Lite specifications made and checked by Altair, and the script that draws them.
 
-The page fills in the named data sources and the words that start with `@`; see `charts` in plots/report_page/page.js.
+The page fills in the named data sources and the words that start with `@`; see `charts` in plots/report/page.js.
 
 Not here: data, colours of the page's two themes.
 """

@@ -9,7 +9,7 @@ Average   plain mean of the datasets' scores, these rounded to two decimals firs
 Bold      best of a row at the printed digit, without those that nothing bounds (Full, Oracle, MInference alone), and
           without runs over budget.
 
-Not here: what a paper's table holds (`plots/paper_tables.py`), how a table is written (`plots/formats.py`).
+Not here: what a paper's table holds (`plots/tables/papers.py`), how a table is written (`plots/tables/formats.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 from math import fsum
 
 from evals.results import SampleRow
-from plots.paper_tables import (
+from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
+from plots.run_sets import comparable
+from plots.stats import Interval, holm, interval, macro_interval, paired
+from plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
     PaperTable,
@@ -26,9 +29,6 @@ from plots.paper_tables import (
     read_published,
     read_published_efficiency,
 )
-from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
-from plots.run_sets import comparable
-from plots.stats import Interval, holm, interval, macro_interval, paired
 
 # Methods that are never bold: nothing bounds them.
 NOT_RANKED = {"Full", "FullKV", "Oracle", "MInference"}

@@ -1,6 +1,6 @@
 "use strict";
 // The report's behaviour. Everything from a run reaches the page as text: `textContent`, attributes, chart data.
-// Not here: numbers, but for means over what is shown. They come from plots/report.py.
+// Not here: numbers, but for means over what is shown. They come from plots/report/.
 (() => {
   const $ = (id) => document.getElementById(id);
   const read = (id) => JSON.parse($(id).textContent);

@@ -10,8 +10,8 @@ Charts are Vega-Lite's, specified with Altair. Its scripts are 0.9 MB (0.3 MB pa
 Bokeh's 1.3 MB and Plotly's 4.8 MB; its marks are SVG, so they print, scale and carry labels for screen readers; and a
 specification is data, so that filters need no code per chart.
 
-Not here: statistics (`plots/stats.py`), tables and figures for a paper (`plots/tables.py`), the page's behaviour
-(`plots/report_page/page.js`).
+Not here: statistics (`plots/stats.py`), tables and figures for a paper (`plots/tables/`), the page's behaviour
+(`plots/report/page.js`).
 """
 
 import argparse
@@ -31,10 +31,10 @@ from engine.errors import ConfigError
 from evals.foreign import NoJson, one_line, opened, parse_json, read_bytes
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import Run, default_root, key_bytes_per_token, load
-from plots.report_charts import heatmap_chart, look, pareto_chart, vega_script
+from plots.report.charts import heatmap_chart, look, pareto_chart, vega_script
 from plots.stats import holm, paired
 
-ASSETS = Path(__file__).resolve().parent / "report_page"
+ASSETS = Path(__file__).resolve().parent
 LONGEST = 2_000  # characters of a text that the page shows; the run's folder has the rest
 HASHED = ("config.yaml", "samples.jsonl", "ledger.parquet", "result.json")
 AUDITED = (
@@ -419,7 +419,3 @@ def packed(text: str) -> str:
     """gzip and base64; the same text gives the same page."""
     data = text.encode("utf-8", "surrogatepass")
     return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """What one variant attended to, kept and moved on one sample: an entry per decode step and compressed layer.
 
-Plain data and addition. The store writes it (`engine/store.py`, `engine/meter.py`), nothing else does; results, tables
-and the check of a budget read it. Bytes of K and V are counted at 16 bits an element whatever the run computes in
-(`engine/budget.py`).
+Plain data and addition. The store writes it (`engine/store.py`, `engine/books/meter.py`), nothing else does; results,
+tables and the check of a budget read it. Bytes of K and V are counted at 16 bits an element whatever the run computes
+in (`engine/budget.py`).
 
 Not here: means over samples (`evals/results/`), and bytes really allocated (`Store.allocated_bytes`).
 """

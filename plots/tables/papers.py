@@ -2,7 +2,7 @@
 
 The figures are read from `plots/published/*.csv`, whose order of datasets, methods and budgets is the table's.
 
-Not here: runs (`plots/table_cells.py`).
+Not here: runs (`plots/tables/cells.py`).
 """
 
 import csv
@@ -14,7 +14,7 @@ from pathlib import Path
 from evals.results import EXACT
 from plots.read import Run
 
-PUBLISHED = Path(__file__).resolve().parent / "published"
+PUBLISHED = Path(__file__).resolve().parents[1] / "published"
 AVERAGE = "Average"
 PAPER_AVERAGES = {"Average", "Avg", "avg_of_8"}
 # The benchmarks' names of datasets by the names that papers print, both reduced to lower-case letters and digits.

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from evals.results import SampleRow
 from plots import style
+from plots.figures.scores import short
 from plots.read import Run
 from plots.run_sets import RunSet, budget_of, mean, other_setting, run_sets
-from plots.score_figures import short
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
 LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}

@@ -1,4 +1,4 @@
-"""A table of `plots/table_cells.py` as Markdown, LaTeX (booktabs) and CSV.
+"""A table of `plots/tables/cells.py` as Markdown, LaTeX (booktabs) and CSV.
 
 Markdown and LaTeX print score ± half the 95 % interval, and below each row the paper's figure with the difference to
 ours. CSV has a line per cell with everything that is known of it, unrounded.
@@ -10,7 +10,7 @@ ours. CSV has a line per cell with everything that is known of it, unrounded.
 
 LaTeX needs the packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 
-Not here: what stands in a table (`plots/table_cells.py`).
+Not here: what stands in a table (`plots/tables/cells.py`).
 """
 
 import io
@@ -21,8 +21,8 @@ from math import fsum
 from pathlib import Path
 
 from evals.foreign import CsvWriter
-from plots.paper_tables import PaperTable
-from plots.table_cells import Cost, Table, TableCell
+from plots.tables.cells import Cost, Table, TableCell
+from plots.tables.papers import PaperTable
 
 ABSENT = "-"
 LATEX = str.maketrans(

@@ -3,7 +3,7 @@
 Text that all rows share stands once above the table. Numbers are never cut: on a narrow terminal
 the lines wrap. "-" was not measured.
 
-Not here: tables over many runs (`plots/tables.py`), which read the folders again.
+Not here: tables over many runs (`plots/tables/`), which read the folders again.
 """
 
 from collections.abc import Iterable, Sequence

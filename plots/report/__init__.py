@@ -1,0 +1,4 @@
+"""The report: every finished run on one HTML page that works offline.
+
+Not here: statistics (`plots/stats.py`).
+"""
