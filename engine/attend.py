@@ -4,16 +4,13 @@ A row of the batch attends to a few parts: what is resident, what was fetched. A
 together in memory, or places of a cache that are read where they are. It holds KV heads, or query heads where each
 query head chose its own tokens.
 
-Not here: choosing tokens (`methods`), moving them (`engine/layer.py`).
+Not here: choosing tokens (`methods`), moving them (`engine/layer.py`), the prompt's own pass (`engine/causal.py`).
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.select_attend import Tokens, attend_parts_native, native_takes
 
@@ -116,40 +113,3 @@ def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
     if part.mask is None:
         return logits
     return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Prefill attention of every token over itself and its past, `window` tokens of it at most: (n, h, s, d_h)."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and flash_attn_is_here():
-        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
-
-        left = -1 if window is None else window - 1
-        out = flash_attn_func(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            softmax_scale=scale,
-            causal=True,
-            window_size=(left, 0),
-        )
-        return out.transpose(1, 2)
-    gqa = q.shape[1] != k.shape[1]
-    if window is None or window >= k.shape[2]:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    distance = torch.arange(k.shape[2], device=q.device).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
-    band = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=gqa)
-
-
-def causal_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """As `causal`, bit for bit, and each query's log-sum-exp, (n, h, s) float32, where its kernel returns them."""
-    if q.device.type != "cpu" or window is not None:
-        return causal(q, k, v, scale, window), None
-    # What scaled_dot_product_attention calls on a CPU, where it drops the second result.
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True, scale=scale)
-
-
-@cache
-def flash_attn_is_here() -> bool:
-    """Whether the optional package is installed; asked once, because the answer cannot change within a process."""
-    return find_spec("flash_attn") is not None

@@ -8,7 +8,6 @@ Not here: what a method makes of an observation.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from kernels.column_sums import column_sums, rows_per_block
 class Observation(ABC):
     """Something seen of one layer while the prompt is read."""
 
-    wants_lse: ClassVar[bool] = False  # True: `observe_pass` can use what the pass's softmax knows
-
     @abstractmethod
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
-        """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass kept them."""
+        """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
         return self.observe(q, k, scale)
 
 
@@ -93,8 +90,6 @@ class ColumnSums(Observation):
     Float32 whatever the dtype of the model, and float64 where blocks of queries are added up.
     """
 
-    wants_lse: ClassVar[bool] = True
-
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return self.observe_pass(q, k, scale, None)
 
@@ -157,13 +152,12 @@ def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> T
 class BandSums(Observation):
     """Attention that every token gets while it is among the last `window`: (1, h, s) float32.
 
-    The softmax is over the query's whole past. On a CPU the pass leaves its normalisation, which costs most to make
-    anew: then a window of a twentieth of the prompt takes 0.18 of the time of `ColumnSums`, a quarter of it 0.48 (4,096
-    tokens). Of the prompt's last tokens these are partial sums.
+    The softmax is over the query's whole past. The pass leaves its normalisation, which costs most to make anew:
+    then on a CPU a window of a twentieth of the prompt takes 0.18 of the time of `ColumnSums`, a quarter of it 0.48
+    (4,096 tokens). Of the prompt's last tokens these are partial sums.
     """
 
     window: int
-    wants_lse: ClassVar[bool] = True
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return self.observe_pass(q, k, scale, None)

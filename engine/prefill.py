@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.attend import causal, causal_lse
 from engine.books.spans import span
+from engine.causal import causal
 from engine.observe import Observation
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
@@ -185,7 +185,6 @@ class _Reading:
         self.trace, self.observations, self.on_layer = trace, observations, on_layer
         self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.attention_layers)
-        self.wants_lse = any(what.wants_lse for what in observations)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         with span("attention", layer):
@@ -203,16 +202,14 @@ class _Reading:
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and each query's log-sum-exp where somebody wants them and they are at hand."""
+        """The layer's output, and each query's log-sum-exp where the pass is exact."""
         if self.sparsity is not None and window is None:
             if not self.sparsity.keeps_all(k.shape[2]):
                 out, share = self.sparsity.attend(q, k, v, scale)
                 self.trace.shares.append(share)
                 return out, None
             self.trace.shares.append(1.0)
-        if self.wants_lse and layer in self.compressed:
-            return causal_lse(q, k, v, scale, window)
-        return causal(q, k, v, scale, window), None
+        return causal(q, k, v, scale, window)
 
 
 class _Thinned(_Reading):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine import observe
-from engine.attend import causal_lse
+from engine.causal import causal
 from engine.observe import BandLogits, BandSums, ColumnSums, LastQueries, window_scores
 
 
@@ -70,7 +70,7 @@ def test_band_sums_are_the_weights_near_the_diagonal_whatever_the_block(
     q, k = draw(6, 2, 200)
     expected, _ = plain_band(q, k, 0.25, window)
     own = BandSums(window).observe(q, k, 0.25)
-    _, lse = causal_lse(q, k, k, 0.25)
+    _, lse = causal(q, k, k, 0.25)
     given = BandSums(window).observe_pass(q, k, 0.25, lse)
     for sums in (own, given):
         assert sums.dtype == torch.float32
@@ -96,7 +96,7 @@ def test_band_logits_are_the_products_with_the_queries_behind(window: int) -> No
 def test_band_sums_of_half_precision_are_close_with_the_log_sum_exps_of_the_pass() -> None:
     """Its kernel rounds exponentials in half precision: 5e-5 of a log-sum-exp measured."""
     q, k = (x.bfloat16() for x in draw(4, 2, 300))
-    _, lse = causal_lse(q, k, k, 0.25)
+    _, lse = causal(q, k, k, 0.25)
     sums = BandSums(32).observe_pass(q, k, 0.25, lse)
     exact, _ = plain_band(q, k, 0.25, 32)
     torch.testing.assert_close(sums, exact.float(), atol=1e-6, rtol=5e-4)

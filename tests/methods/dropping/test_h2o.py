@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attend import causal_lse
 from engine.budget import resolve
+from engine.causal import causal
 from engine.errors import ConfigError
 from engine.observe import ColumnSums
 from engine.prefill import Trace
@@ -59,7 +59,7 @@ def check_colsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str,
     """The sums by themselves, and from the log-sum-exps that a prefill leaves on a CPU."""
     trace = watched(q, k, v, q.shape[2])
     alone = check_sums(trace, x["col_sum_f64"], 1)
-    out, lse = causal_lse(q, k, v, trace.scales[0])
+    out, lse = causal(q, k, v, trace.scales[0])
     trace.observe(0, ColumnSums(), q, k, trace.scales[0], lse)
     return first(
         alone,
