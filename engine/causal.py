@@ -39,7 +39,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[
     """As `causal`, for more tokens than the window has."""
     s = q.shape[2]
     assert q.shape[0] == 1 and window < s, (q.shape, window)
-    parts = [fused(*(x[:, :, :window] for x in (q, k, v)), scale)]
+    parts = [fused(q[:, :, :window], k[:, :, :window], v[:, :, :window], scale)]
     reach = window + BLOCK - 1
     # What a block's query sees of the keys from its first query's window on: as many before it as the window takes.
     distance = torch.arange(BLOCK, device=q.device).unsqueeze(1) + window - 1 - torch.arange(reach, device=q.device)
@@ -56,8 +56,8 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[
         parts.append((out.transpose(0, 1).flatten(1, 2).unsqueeze(0), lse.transpose(0, 1).flatten(1, 2).unsqueeze(0)))
     if rest := (s - window) % BLOCK:
         first = s - rest
-        tail = (q[:, :, first:], *(x[:, :, first - window + 1 :] for x in (k, v)))
-        parts.append(fused(*tail, scale, hidden[:rest, : rest + window - 1]))
+        keys, values = (x[:, :, first - window + 1 :] for x in (k, v))
+        parts.append(fused(q[:, :, first:], keys, values, scale, hidden[:rest, : rest + window - 1]))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.column_sums import column_sums, rows_per_block
+from engine.causal import causal
+from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class LastQueries(Observation):
         return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
 
 
+GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
+
+
+def at_once(n: int, device: torch.device) -> int:
+    """Bytes or tokens of a block, from those that are best on a CPU."""
+    return n * GPU_FACTOR if device.type == "cuda" else n
+
+
 # Bytes of one chunk's logits. Their softmax takes as much again and the keys of one KV head in float32 at most twice as
 # much: with the output about 170 MB at 131,072 tokens, 32 heads of 128 dimensions and a window of 64.
 SCORE_CHUNK_BYTES = 32 << 20
@@ -53,7 +62,7 @@ def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     assert w <= s and h % h_kv == 0, (q.shape, keys.shape)
     g, n_past = h // h_kv, s - w
     hidden = torch.ones(w, w, dtype=torch.bool, device=q.device).triu(1)
-    n_heads = max(1, SCORE_CHUNK_BYTES // (4 * max(1, w * s)))
+    n_heads = max(1, at_once(SCORE_CHUNK_BYTES, q.device) // (4 * max(1, w * s)))
     scores = torch.empty(1, h, n_past, device=q.device)
     for kv_head in range(h_kv):
         transposed = keys[0, kv_head].float().mT  # (d_h, s)
@@ -94,6 +103,8 @@ class ColumnSums(Observation):
         return self.observe_pass(q, k, scale, None)
 
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
+        if lse is None and q.is_cuda:
+            lse = query_lse(q, k, scale)
         return column_sums(q, k, scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
 
 
@@ -104,6 +115,8 @@ BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
 def query_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Log-sum-exps of the causal logits of q (1, h, s, d_h) on k (1, h_kv, s, d_h): (1, h, s) float32."""
+    if q.is_cuda:  # what its kernel computes beside them is cheaper than logits in blocks
+        return causal(q, k, k, scale)[1]
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g = h // h_kv
     n_block = rows_per_block(g, s)
@@ -127,6 +140,8 @@ def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> T
 
     `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
+    if takes_triton(q, k):
+        return column_sums_triton(q, k, scale, None, lse, window).flatten(0, 1).unsqueeze(0).float()
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, window = h // h_kv, min(window, s)
     n_block = max(1, min(s, BAND_QUERIES, BAND_BLOCK_BYTES // (4 * g * (BAND_QUERIES + window))))
@@ -181,13 +196,13 @@ class BandLogits(Observation):
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         (_, h, s, d_h), g = q.shape, q.shape[1] // k.shape[1]
-        sums = torch.empty(1, h, s, device=q.device)
+        sums, n_block = torch.empty(1, h, s, device=q.device), at_once(BAND_LOGIT_TOKENS, q.device)
         for head in range(h):
             queries = q[0, head]
             so_far = torch.zeros(d_h, dtype=torch.float64, device=q.device)  # of queries before a token
             ahead = queries[: self.window].sum(0, dtype=torch.float64)  # the same, `window` tokens on
-            for start in range(0, s, BAND_LOGIT_TOKENS):
-                stop = min(start + BAND_LOGIT_TOKENS, s)
+            for start in range(0, s, n_block):
+                stop = min(start + n_block, s)
                 until = queries[start:stop].double().cumsum_(0).add_(so_far)
                 beyond = queries[start + self.window : stop + self.window].double()
                 # Behind the last query the sum stays as it is.
@@ -216,9 +231,9 @@ class ChannelSums(Observation):
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         (_, h, _, d_h), h_kv = q.shape, k.shape[1]
         g = h // h_kv
-        carried = torch.empty(h_kv, d_h + 2, d_h, device=q.device)
+        carried, n_block = torch.empty(h_kv, d_h + 2, d_h, device=q.device), at_once(BASIS_QUERIES, q.device)
         for kv_head in range(h_kv):
-            queries = q[0, kv_head * g : (kv_head + 1) * g].split(BASIS_QUERIES, 1)
+            queries = q[0, kv_head * g : (kv_head + 1) * g].split(n_block, 1)
             basis = torch.eye(d_h, device=q.device)
             if self.skew:
                 # Q^T Q adds up block by block and has the singular vectors of Q; in float64 they are as good.
@@ -228,7 +243,7 @@ class ChannelSums(Observation):
                     gram += flat.mT @ flat
                 basis = torch.linalg.eigh(gram).eigenvectors.float()
             carried[kv_head, :d_h] = basis
-            keys = k[0, kv_head].unsqueeze(0).split(BASIS_QUERIES, 1)
+            keys = k[0, kv_head].unsqueeze(0).split(n_block, 1)
             for at, blocks in ((d_h, queries), (d_h + 1, keys)):
                 sums = [(block.float() @ basis).abs().sum((0, 1)) for block in blocks]
                 carried[kv_head, at] = torch.stack(sums).sum(0)

@@ -1,12 +1,17 @@
 """Attention that every key receives from the queries behind it, summed over queries: never the whole matrix.
 
 Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r) -> sums (h_kv, g, s) float64.
-Paths     Torch in blocks of rows. On a CPU, where the pass left its log-sum-exps, C++ that stores no logit. Products
-          are float32 whatever the dtype, and float64 where blocks of queries are added up.
-Checks    tests/engine/test_observe.py, benchmarks/bench_observe.py.
+Paths     Torch in blocks of rows. Where the pass left its log-sum-exps, C++ on a CPU and Triton on a GPU, which store
+          no logit. Products are float32 whatever the dtype, and float64 where blocks of queries are added up.
+Checks    tests/kernels/test_column_sums.py, tests/engine/test_observe.py, benchmarks/bench_observe.py.
 
 Not here: which tokens that keeps.
 """
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
 
 import ctypes
 from functools import cache
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, library
+from kernels.jit import cdiv, jit, power_of_2, tl, triton
 
 
 def column_sums(
@@ -26,6 +32,8 @@ def column_sums(
         row_weights = torch.ones(q.shape[2], device=q.device)
     if lse is not None and takes_native(q, k):
         return column_sums_native(q, k, scale, row_weights, lse)
+    if lse is not None and takes_triton(q, k):
+        return column_sums_triton(q, k, scale, row_weights, lse)
     return column_sums_torch(q, k, scale, row_weights, lse)
 
 
@@ -120,3 +128,67 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
         lse.data_ptr(), row_weights.data_ptr(), scale, sums.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return sums
+
+
+# On a GPU.
+
+# Keys of a program, and queries that it meets at a time.
+KEYS, QUERIES = 128, 64
+
+
+def takes_triton(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel can work on such tensors."""
+    return q.is_cuda and q.dtype == k.dtype and q.dtype in DTYPES and triton is not None
+
+
+def column_sums_triton(
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None, lse: Tensor, window: int | None = None
+) -> Tensor:
+    """A program for some keys and one query head; `window` counts the queries that a key meets, its own included."""
+    (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
+    q, k, lse = q.contiguous(), k.contiguous(), lse.contiguous()
+    sums = torch.empty(h_kv, h // h_kv, s, dtype=torch.float64, device=q.device)
+    weighed = row_weights is not None
+    weights = row_weights.float().contiguous() if row_weights is not None else lse
+    width = power_of_2(d_h, least=16)
+    sum_columns[(cdiv(s, KEYS), h)](
+        q, k, lse, weights, sums, s, r, d_h, scale, s if window is None else window, h // h_kv,
+        weighed, KEYS, QUERIES, width, not q.is_cuda, num_warps=8,
+    )  # fmt: skip
+    return sums
+
+
+@jit
+def sum_columns(
+    q, k, lse, weights, sums, s, r, d_h, scale, window, g,
+    WEIGHED: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    key = block * KEYS + tl.arange(0, KEYS)
+    there = (key < s)[:, None] & (column < d_h)[None]
+    keys = tl.load(k + (head // g * s + key[:, None]) * d_h + column[None], there, other=0.0)
+    if WIDE:
+        keys = keys.to(tl.float32)
+    # Query i of q is token s - r + i; the first that meets a key is the key's own, the last is a window behind it.
+    first = tl.maximum(block * KEYS - (s - r), 0) // QUERIES * QUERIES
+    stop = tl.minimum(r, block * KEYS + KEYS - 1 + window - (s - r))
+    total = tl.zeros((KEYS,), tl.float64)
+    for start in range(first, stop, QUERIES):
+        row = start + tl.arange(0, QUERIES)
+        inside = row < r
+        queries = tl.load(
+            q + (head * r + row[:, None]) * d_h + column[None], inside[:, None] & (column < d_h)[None], other=0.0
+        )
+        if WIDE:
+            queries = queries.to(tl.float32)
+        normaliser = tl.load(lse + head * r + row, inside, other=float("inf"))
+        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - normaliser[None]
+        behind = (row + s - r)[None] - key[:, None]
+        seen = (behind >= 0) & (behind < window) & inside[None]
+        share = tl.exp(tl.where(seen, logits, -float("inf")))  # what is not seen may overflow
+        if WEIGHED:
+            share *= tl.load(weights + row, inside, other=0.0)[None]
+        total += tl.sum(share, 1).to(tl.float64)
+    tl.store(sums + head * s + key, total, key < s)

@@ -6,9 +6,13 @@ from kernels.column_sums import (
     column_sums_native,
     column_sums_ref,
     column_sums_torch,
+    column_sums_triton,
     native,
 )
+from kernels.jit import triton
 
+needs_triton = pytest.mark.skipif(triton is None, reason="no triton")
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 # h, h_kv, s, r, d_h: more than a task's keys, fewer queries than keys, an odd width, hardly any token.
 CASES = [(9, 3, 700, 700, 64), (4, 2, 333, 45, 36), (8, 2, 130, 130, 128), (2, 1, 5, 5, 64)]
@@ -65,3 +69,25 @@ def test_layout_changes_nothing() -> None:
     lse = row_lse(q, k, 0.125)
     found = column_sums(q.mT.contiguous().mT, k.mT.contiguous().mT, 0.125, row_weights, lse)
     assert torch.equal(found, column_sums_native(q, k, 0.125, row_weights, lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+@needs_triton
+def test_triton_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
+    q, k, row_weights = make(case, dtype)
+    given = [x.to(GPU) for x in (q, k, row_weights, row_lse(q, k, 0.125))]
+    found = column_sums_triton(given[0], given[1], 0.125, given[2], given[3]).cpu()
+    torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("window", [1, 64, 100, 129, 1000])
+@needs_triton
+def test_triton_sums_of_a_band_leave_out_queries_behind_it(window: int) -> None:
+    q, k, _ = make((4, 2, 333, 333, 36), torch.float32)
+    lse = row_lse(q, k, 0.125)
+    found = column_sums_triton(q.to(GPU), k.to(GPU), 0.125, None, lse.to(GPU), window).cpu()
+    logits = q[0].double() @ k[0].double().repeat_interleave(2, 0).mT * 0.125
+    behind = torch.arange(333).unsqueeze(1) - torch.arange(333)
+    weights = (logits - lse[0].double().unsqueeze(-1)).exp().masked_fill((behind < 0) | (behind >= window), 0)
+    torch.testing.assert_close(found.flatten(0, 1), weights.sum(1), rtol=1e-5, atol=1e-7)
