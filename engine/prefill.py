@@ -49,7 +49,7 @@ class Trace:
         self.seconds = 0.0
         self.observe_seconds: dict[Observation, float] = {}
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
-        self.shares: list[float] = []  # of pairs of query and key, per layer with sparse attention
+        self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
@@ -123,7 +123,7 @@ class Trace:
 
     def share(self) -> float | None:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
-        return sum(self.shares) / len(self.shares) if self.shares else None
+        return torch.stack(self.shares).mean().item() if self.shares else None
 
     def has_observed(self, asked: Iterable[Observation]) -> bool:
         """Whether all of it was observed, of every compressed layer."""
@@ -208,7 +208,7 @@ class _Reading:
                 out, share = self.sparsity.attend(q, k, v, scale)
                 self.trace.shares.append(share)
                 return out, None
-            self.trace.shares.append(1.0)
+            self.trace.shares.append(torch.ones((), dtype=torch.float64, device=q.device))
         return causal(q, k, v, scale, window)
 
 

@@ -30,6 +30,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from engine.budget import show
 from engine.checks import whole_numbers
 from engine.errors import ConfigError
+from kernels.attend_kept import attend_kept_triton, takes_triton
 
 # Of gathered K and V with their masks, and of the votes' logits, whose softmax takes as much again.
 CHUNK_BYTES = 32 << 20
@@ -74,8 +75,11 @@ class VerticalSlash:
         vertical, slash = votes(q[:, :, -self.n_last :], k, scale)
         return strongest(vertical, n_vertical, self.n_first), strongest(slash, n_slash, self.n_near)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, float]:
-        """Causal attention (1, h, s, d_h) over what is kept, and which share of all pairs of query and key that is."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Causal attention (1, h, s, d_h) over what is kept, and which share of all pairs of query and key that is.
+
+        The share stays on the device, so that nobody waits for it.
+        """
         vertical, slash = self.kept(q, k, scale)
         return attend_kept(q, k, v, scale, vertical, slash, self.block)
 
@@ -117,11 +121,14 @@ def strongest(scores: Tensor, n: int, n_always: int) -> Tensor:
 
 def attend_kept(
     q: Tensor, k: Tensor, v: Tensor, scale: float, vertical: Tensor, slash: Tensor, block: int
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """As `VerticalSlash.attend`, over the given columns and diagonals, (h, s) bool each."""
     (_, h, s, d_h), h_kv = q.shape, k.shape[1]
     kv_head = torch.arange(h, device=q.device).unsqueeze(-1) // (h // h_kv)  # (h, 1)
-    met = met_by(slash, block)
+    met, n_all = met_by(slash, block), h * (s * (s + 1) // 2)
+    if takes_triton(q):
+        out, pairs = attend_kept_triton(q, k, v, scale, vertical, met, block)
+        return out, pairs.sum().double() / n_all
     out = torch.empty(1, h, s, d_h, dtype=q.dtype, device=q.device)
     n_pairs = torch.zeros((), dtype=torch.int64, device=q.device)
     for start in range(0, s, block):
@@ -141,7 +148,7 @@ def attend_kept(
                 q[:, heads, start:stop], k[0][where].unsqueeze(0), v[0][where].unsqueeze(0),
                 attn_mask=seen.unsqueeze(0), scale=scale,
             )  # fmt: skip
-    return out, n_pairs.item() / (h * s * (s + 1) // 2)
+    return out, n_pairs.double() / n_all
 
 
 def met_by(slash: Tensor, block: int) -> Tensor:

@@ -132,8 +132,9 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
 
 # On a GPU.
 
-# Keys of a program, and queries that it meets at a time.
-KEYS, QUERIES = 128, 64
+# Keys of a program, and queries that it meets at a time. Float32 takes three products of the tensor cores, and registers
+# and shared memory for their operands.
+KEYS, QUERIES = {2: 128, 4: 64}, {2: 64, 4: 16}  # by the bytes of an element
 
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
@@ -151,9 +152,10 @@ def column_sums_triton(
     weighed = row_weights is not None
     weights = row_weights.float().contiguous() if row_weights is not None else lse
     width = power_of_2(d_h, least=16)
-    sum_columns[(cdiv(s, KEYS), h)](
+    keys, queries = KEYS[q.element_size()], QUERIES[q.element_size()]
+    sum_columns[(cdiv(s, keys), h)](
         q, k, lse, weights, sums, s, r, d_h, scale, s if window is None else window, h // h_kv,
-        weighed, KEYS, QUERIES, width, not q.is_cuda, num_warps=8,
+        weighed, keys, queries, width, not q.is_cuda, num_warps=8, num_stages=2,
     )  # fmt: skip
     return sums
 
@@ -184,7 +186,7 @@ def sum_columns(
         if WIDE:
             queries = queries.to(tl.float32)
         normaliser = tl.load(lse + head * r + row, inside, other=float("inf"))
-        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - normaliser[None]
+        logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale - normaliser[None]
         behind = (row + s - r)[None] - key[:, None]
         seen = (behind >= 0) & (behind < window) & inside[None]
         share = tl.exp(tl.where(seen, logits, -float("inf")))  # what is not seen may overflow
