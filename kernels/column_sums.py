@@ -132,8 +132,8 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
 
 # On a GPU.
 
-# Keys of a program, and queries that it meets at a time. Float32 takes three products of the tensor cores, and registers
-# and shared memory for their operands.
+# Keys of a program, and queries that it meets at a time. Float32 takes three products of the tensor cores, and so more
+# registers and shared memory.
 KEYS, QUERIES = {2: 128, 4: 64}, {2: 64, 4: 16}  # by the bytes of an element
 
 
