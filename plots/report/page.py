@@ -82,7 +82,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     baselines, others = Baselines(runs), Others(runs)
     described = [describe(run, others, root, baselines) for run in runs]
     adjust(described)
-    looks = {run.result.method: look(run.result.method) for run in runs}
+    looks = {run.result.method: look(run.method) for run in runs}
     return {"runs": described, "metrics": {name: m.better for name, m in METRICS.items()}, "looks": looks}
 
 
