@@ -5,9 +5,11 @@ runs that agree in them has its own, and those that are not the paper's setting 
 
 Average   plain mean of the datasets' scores, these rounded to two decimals first, as the papers compute it; only where
           all of a table's datasets were run. Else: the mean of those that all methods of the block have, ours and the
-          published ones alike, and the row says how many. Its interval resamples within each dataset.
-Bold      best of a row at the printed digit, without those that nothing bounds (Full, Oracle, MInference alone), and
-          without runs over budget.
+          published ones alike, and the row says how many. Its interval resamples datasets and samples.
+Best,     as `standings` finds within a row and budget, without those that nothing bounds (Full, Oracle, MInference
+tied      alone) and without runs over budget.
+Layout    runs on another model than the paper's do not answer its table: they have one of the same form whose title
+          says so, and nothing published stands in it. A budget that only Full was run at is left out.
 
 Not here: what a paper's table holds (`plots/tables/papers.py`), how a table is written (`plots/tables/formats.py`).
 """
@@ -15,11 +17,12 @@ Not here: what a paper's table holds (`plots/tables/papers.py`), how a table is 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
+from typing import Literal
 
 from evals.results import SampleRow
 from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
 from plots.run_sets import comparable
-from plots.stats import Interval, holm, interval, macro_interval, paired
+from plots.stats import Interval, holm, interval, macro_interval, paired, scaled, standings
 from plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
@@ -31,7 +34,8 @@ from plots.tables.papers import (
 )
 
 # Methods that are never bold: nothing bounds them.
-NOT_RANKED = {"Full", "FullKV", "Oracle", "MInference"}
+FULL = {"Full", "FullKV"}
+NOT_RANKED = FULL | {"Oracle", "MInference"}
 OWN_PROMPTS = "prompts: own"
 CellKey = tuple[str, str, str]  # dataset, method, budget
 
@@ -65,7 +69,7 @@ class TableCell:
     published: str | None = None
     over: bool = False  # a sample exceeded its budget
     embedded: bool = False
-    best: bool = False
+    mark: str = ""  # "bold" for the best, "tie" where several may be
     cost: Cost = Cost()
     run: str = ""  # name of its folder
     vs_full: Interval | None = None  # paired, on the samples that both have
@@ -94,11 +98,16 @@ class Table:
     own_prompts: bool = False  # the prompts' wording is ours, not the benchmark's
 
     @property
+    def is_layout_only(self) -> bool:
+        """Whether its runs are of another model than the paper's."""
+        return self.where.model not in self.paper_table.models
+
+    @property
     def is_paper_setting(self) -> bool:
         """Whether the differences to the published figures mean something."""
         same_comm = not self.paper_table.comm or self.where.comm in ("", self.paper_table.comm)
         return (
-            self.where.model in self.paper_table.models
+            not self.is_layout_only
             and self.where.data_source != "embedded"
             and self.where.limit == 0
             and same_comm
@@ -113,6 +122,8 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
     for prompts, where, members in comparable(answering(paper_table, runs)):
         notes: list[str] = []
         paper = stand_in(published, members, notes)
+        if where.model not in paper_table.models:
+            paper = replace(paper, values={})
         key_bytes = key_bytes_per_token(members)
         cells: dict[CellKey, TableCell] = {}
         samples: dict[CellKey, tuple[SampleRow, ...]] = {}
@@ -126,8 +137,9 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
         if not any(each.n or each.n_oom for each in cells.values()):
             continue
         cells |= differences(cells, samples)
-        cells |= averages(cells, samples, paper)
-        cells = bold(cells)
+        means, of = averages(cells, samples, paper)
+        cells, why = marked(cells | means, samples, of)
+        notes += [f"Where no cell of a row is marked: {'; '.join(why)}"] if why else []
         datasets = list(dict.fromkeys(key[0] for key in cells))
         tables.append(
             Table(
@@ -135,7 +147,7 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
                 where,
                 datasets,
                 paper.methods,
-                paper.budgets,
+                filled(paper.budgets, cells),
                 cells,
                 remarks(members, notes),
                 prompts,
@@ -147,8 +159,7 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
 
 def in_order(tables: Sequence[Table]) -> list[Table]:
     """The paper's own setting first; tables of full attention alone only where no other method was run."""
-    full = {"Full", "FullKV"}
-    more = [t for t in tables if any(c.n for c in t.cells.values() if c.method not in full)]
+    more = [t for t in tables if any(c.n for c in t.cells.values() if c.method not in FULL)]
     return sorted(more or tables, key=lambda table: not table.is_paper_setting)
 
 
@@ -225,7 +236,12 @@ def table_cell(
         return ours
     spread = interval(values)
     mean = fsum(values) / len(values)  # as in result.json, to the last bit
-    return replace(ours, score=100 * mean, low=100 * spread.low, high=100 * spread.high)
+    return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
+
+
+def at(spread: Interval | None, end: Literal["low", "high"]) -> float | None:
+    """An end of an interval, in percent."""
+    return None if spread is None else 100 * getattr(spread, end)
 
 
 def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
@@ -258,13 +274,13 @@ def differences(
             continue
         full_scores = {row.prompt_sha256: row.score for row in samples[dataset, full, budget]}
         pairs = [
-            (100 * row.score, 100 * other)
+            (row.score, other)
             for row in samples[key]
             if row.score is not None and (other := full_scores.get(row.prompt_sha256)) is not None
         ]
         if pairs:
             result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
-            changed[key] = replace(each, vs_full=result.difference)
+            changed[key] = replace(each, vs_full=scaled(result.difference, 100))
             p_values.append(result.p)
     adjusted = holm(p_values).tolist() if p_values else []
     return {key: replace(each, vs_full_p=p) for (key, each), p in zip(changed.items(), adjusted, strict=True)}
@@ -274,13 +290,18 @@ def averages(
     cells: Mapping[CellKey, TableCell],
     samples: Mapping[CellKey, Sequence[SampleRow]],
     paper: Published,
-) -> dict[CellKey, TableCell]:
-    """The papers' average of each column, and where datasets are missing the mean of those that all columns have."""
+) -> tuple[dict[CellKey, TableCell], dict[tuple[str, str], list[str]]]:
+    """The papers' average of each column, and where datasets are missing the mean of those that all columns have.
+
+    Beside them, which datasets each row with its budget is the mean of.
+    """
     means: dict[CellKey, TableCell] = {}
+    of: dict[tuple[str, str], list[str]] = {}
     for budget in paper.budgets:
         has = {m: {d for d in paper.datasets if cells[d, m, budget].score is not None} for m in paper.methods}
         columns = [datasets for datasets in has.values() if datasets]
         common = [d for d in paper.datasets if columns and all(d in datasets for datasets in columns)]
+        of[AVERAGE, budget] = paper.datasets
         for method in paper.methods:
             key = (AVERAGE, method, budget)
             if len(has[method]) == len(paper.datasets):
@@ -289,6 +310,7 @@ def averages(
                 means[key] = TableCell(*key, published=paper.value(*key))
         if 1 < len(common) < len(paper.datasets):
             row = f"Mean of {len(common)}: {', '.join(common)}"
+            of[row, budget] = common
             for method in paper.methods:
                 printed = [float(value) for d in common if (value := paper.value(d, method, budget)) is not None]
                 published = f"{fsum(printed) / len(printed):.2f}" if len(printed) == len(common) else None
@@ -298,7 +320,7 @@ def averages(
                     if has[method]
                     else TableCell(*key, published=published)
                 )
-    return means
+    return means, of
 
 
 def average(
@@ -317,8 +339,8 @@ def average(
     return TableCell(
         *key,
         score=mean,
-        low=100 * spread.low,
-        high=100 * spread.high,
+        low=at(spread, "low"),
+        high=at(spread, "high"),
         n=sum(each.n for each in members),
         n_oom=sum(each.n_oom for each in members),
         published=published,
@@ -328,23 +350,46 @@ def average(
     )
 
 
-def bold(cells: Mapping[CellKey, TableCell]) -> dict[CellKey, TableCell]:
-    """Marks the best of each dataset and budget, where there are two or more to choose from."""
-    best: dict[tuple[str, str], list[float]] = {}
-    ranked = {
-        key: round(each.score, 2)
-        for key, each in cells.items()
-        if each.score is not None and each.method not in NOT_RANKED and not each.over
-    }
-    for (dataset, _, budget), score in ranked.items():
-        best.setdefault((dataset, budget), []).append(score)
-    return {
-        key: replace(
-            each,
-            best=key in ranked and len(best[key[0], key[2]]) > 1 and ranked[key] == max(best[key[0], key[2]]),
-        )
-        for key, each in cells.items()
-    }
+def filled(budgets: Sequence[str], cells: Mapping[CellKey, TableCell]) -> list[str]:
+    """The budgets at which a method with a budget was run; all that Full has where nothing else was run."""
+    run = {(key[2], each.method in FULL) for key, each in cells.items() if each.run}
+    return [b for b in budgets if (b, False) in run] or [b for b in budgets if (b, True) in run][:1]
+
+
+def marked(
+    cells: Mapping[CellKey, TableCell],
+    samples: Mapping[CellKey, Sequence[SampleRow]],
+    of: Mapping[tuple[str, str], Sequence[str]],
+) -> tuple[dict[CellKey, TableCell], list[str]]:
+    """The cells with the best of each row and budget marked, or what may be; and why some have none, in words."""
+    made, why = dict(cells), dict[str, None]()
+    for dataset, budget in dict.fromkeys((key[0], key[2]) for key in cells):
+        ranked = [
+            method
+            for (name, method, at_budget), each in cells.items()
+            if (name, at_budget) == (dataset, budget)
+            and each.score is not None
+            and method not in NOT_RANKED
+            and not each.over
+        ]
+        if len(ranked) < 2:
+            continue
+        column = {
+            method: {
+                (name, row.prompt_sha256): row.score
+                for name in of.get((dataset, budget), [dataset])
+                for row in samples[name, method, budget]
+                if row.score is not None
+            }
+            for method in ranked
+        }
+        found = standings(column)
+        if found.why:
+            why[found.why] = None
+        for method in ranked:
+            key = (dataset, method, budget)
+            made[key] = replace(made[key], mark=found.marked(method))
+    return made, list(why)
 
 
 def remarks(runs: Sequence[Run], notes: Sequence[str]) -> list[str]:
@@ -419,9 +464,9 @@ def efficiency_cells(
             metric,
             method,
             "",
-            score=fsum(values) if total else spread.mean,
-            low=None if total else spread.low,
-            high=None if total else spread.high,
+            score=fsum(values) if total else fsum(values) / len(values),
+            low=None if total or spread is None else spread.low,
+            high=None if total or spread is None else spread.high,
             n=len(values),
             n_oom=len(rows) - len(done),
             over=over_budget(rows),

@@ -17,7 +17,7 @@ from pathlib import Path
 from plots import costs
 from plots.read import Run, default_root, load
 from plots.tables.cells import Table, build, build_efficiency
-from plots.tables.formats import write
+from plots.tables.formats import paper_title, write
 from plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
 
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
                 paths = write(options.out, paper_table, tables[paper_table.name])
             except OSError as error:
                 return cannot_write(options.out, error)
-            print(f"{paper_table.title}: {', '.join(str(path) for path in paths)}")
+            print(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")
         else:
             print(missing(paper_table, len(runs)))
     return 0

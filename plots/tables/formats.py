@@ -3,7 +3,8 @@
 Markdown and LaTeX print score ± half the 95 % interval, and below each row the paper's figure with the difference to
 ours. CSV has a line per cell with everything that is known of it, unrounded.
 
-    **bold**   best of the row, without Full and Oracle, and without what is over budget
+    **bold**   best of the row, as the corrected test shows, without Full and Oracle and what is over budget
+    *italic*   as good as the best, as far as the samples tell (underlined in LaTeX)
     -          not run
     †          a sample's ledger was over its budget
     (k oom)    so many samples ran out of memory; the score is of the others
@@ -16,7 +17,6 @@ Not here: what stands in a table (`plots/tables/cells.py`).
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from fractions import Fraction
 from math import fsum
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def write(folder: Path, paper_table: PaperTable, tables: Sequence[Table]) -> lis
     """Write all of a paper's table that the runs give into one file per format."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
-        "md": f"# {paper_table.title}\n\n" + "\n".join(markdown(table) for table in tables),
-        "tex": "\n".join(latex(table) for table in tables),
+        "md": f"# {paper_title(paper_table, tables)}\n\n" + "\n".join(markdown(table) for table in tables),
+        "tex": "\n".join(latex(table, number) for number, table in enumerate(tables, 1)),
         "csv": as_csv(tables),
     }
     paths = []
@@ -52,6 +52,13 @@ def write(folder: Path, paper_table: PaperTable, tables: Sequence[Table]) -> lis
 
 
 # --- what all formats say ----------------------------------------------------------------------
+
+
+def paper_title(paper_table: PaperTable, tables: Sequence[Table]) -> str:
+    """The paper's, where a run answers its table."""
+    if all(table.is_layout_only for table in tables):
+        return f"In the layout of {paper_table.title}; no run is on its model, {paper_table.models[0]}"
+    return paper_table.title
 
 
 def block_title(table: Table, budget: str) -> str:
@@ -73,13 +80,13 @@ def sample_count(cells: Iterable[TableCell]) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def score(cell: TableCell, common: int | None, strong: Callable[[str], str]) -> str:
-    """Our score as printed, with its interval and marks."""
+def score(cell: TableCell, common: int | None, strong: Callable[[str, str], str]) -> str:
+    """Our score as printed, with its interval and marks; `strong` gets the number and its mark."""
     if cell.score is None:
         return f"{ABSENT} ({cell.n_oom} oom)" if cell.n_oom else ABSENT
     text = f"{cell.score:.2f}"
-    if cell.best:
-        text = strong(text)
+    if cell.mark:
+        text = strong(text, cell.mark)
     if cell.low is not None and cell.high is not None:
         text += f" ± {(cell.high - cell.low) / 2:.2f}"
     if cell.over:
@@ -102,12 +109,19 @@ def paper(cell: TableCell, show_difference: bool) -> str:
 
 def heading(table: Table) -> str:
     embedded = "EMBEDDED DATA, not the paper's · " if table.where.data_source == "embedded" else ""
+    if table.is_layout_only:
+        embedded = f"NOT THE PAPER'S MODEL · {embedded}"
     return f"{embedded}{table.where}{f' · {table.prompts}' if table.prompts else ''}"
 
 
 def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
-    sentences = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
+    sentences = ["Scores are means times 100, ± half of their 95 % interval (none of one sample); - was not run."]
+    if any(cell.mark for cell in table.cells.values()):
+        sentences.append(
+            "Bold: best of its row. Italic (underlined in LaTeX): not shown to be worse than the best, paired test "
+            "with Holm's correction."
+        )
     if any(cell.over for cell in table.cells.values()):
         sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     if any(cell.published for cell in table.cells.values()):
@@ -146,7 +160,7 @@ def cost_words(cells: Sequence[TableCell], table: Table) -> tuple[str, ...]:
 
     attended, allowed = mean(lambda c: c.tokens_attended), mean(lambda c: c.tokens_budget)
     comm, share = mean(lambda c: c.comm), mean(lambda c: c.effective_ratio)
-    limit = f"{float(Fraction(table.where.comm)):.4f}" if table.where.comm else ABSENT
+    limit = table.where.comm or ABSENT
     return (
         f"{number(attended)} / {number(allowed)}",
         ABSENT if share is None else f"{share:.3f}",
@@ -174,6 +188,10 @@ def in_bytes(value: float | None) -> str:
 # --- Markdown ----------------------------------------------------------------------------------
 
 
+def starred(text: str, mark: str) -> str:
+    return f"**{text}**" if mark == "bold" else f"*{text}*"
+
+
 def markdown(table: Table) -> str:
     lines = [f"## {heading(table)}", ""]
     for budget in table.budgets:
@@ -191,7 +209,7 @@ def markdown_rows(table: Table, budget: str) -> list[tuple[str, ...]]:
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
-        ours = [score(cell, n, lambda text: f"**{text}**") for cell in cells]
+        ours = [score(cell, n, starred) for cell in cells]
         lines.append((dataset, ABSENT if n is None else str(n), *ours))
         if any(cell.published for cell in cells):
             theirs = [paper(cell, table.is_paper_setting) for cell in cells]
@@ -222,7 +240,8 @@ def tex(text: str) -> str:
     return words.encode("ascii", "ignore").decode()
 
 
-def latex(table: Table) -> str:
+def latex(table: Table, number: int = 1) -> str:
+    """A floating table; `number` keeps the labels of a paper's tables apart."""
     columns = len(table.methods) + 2
     body: list[str] = []
     for budget in table.budgets:
@@ -237,7 +256,8 @@ def latex(table: Table) -> str:
             f"% {table.paper_table.name}: needs booktabs and graphicx",
             r"\begin{table*}",
             r"\centering",
-            rf"\caption{{{tex(table.paper_table.title)}. {tex(heading(table))}.}}",
+            rf"\caption{{{tex(paper_title(table.paper_table, [table]))}. {tex(heading(table))}.}}",
+            rf"\label{{tab:{table.paper_table.name.replace('_', '-')}{f'-{number}' if number > 1 else ''}}}",
             r"\resizebox{\textwidth}{!}{%",
             rf"\begin{{tabular}}{{lr{'r' * len(table.methods)}}}",
             r"\toprule",
@@ -270,8 +290,8 @@ def latex_rows(table: Table, budget: str) -> list[str]:
     for dataset in rows_of(table, budget):
         cells = [table.cells[dataset, method, budget] for method in table.methods]
         n = sample_count(cells)
-        # Bold goes around the printed number only, after all signs have been escaped.
-        ours = [bold_tex(score(cell, n, lambda text: f"**{text}**")) for cell in cells]
+        # A mark goes around the printed number only, after all signs have been escaped.
+        ours = [marked_tex(score(cell, n, starred)) for cell in cells]
         lines.append(" & ".join([tex(dataset), ABSENT if n is None else str(n), *ours]) + r" \\")
         if any(cell.published for cell in cells):
             theirs = [tex(paper(cell, table.is_paper_setting)) for cell in cells]
@@ -280,10 +300,11 @@ def latex_rows(table: Table, budget: str) -> list[str]:
     return lines
 
 
-def bold_tex(text: str) -> str:
-    before, _, rest = text.partition("**")
-    inside, _, after = rest.partition("**")
-    return tex(before) + (rf"\textbf{{{tex(inside)}}}" if inside else "") + tex(after)
+def marked_tex(text: str) -> str:
+    sign, command = ("**", r"\textbf") if "**" in text else ("*", r"\underline")
+    before, _, rest = text.partition(sign)
+    inside, _, after = rest.partition(sign)
+    return tex(before) + (rf"{command}{{{tex(inside)}}}" if inside else "") + tex(after)
 
 
 # --- CSV ---------------------------------------------------------------------------------------
@@ -295,10 +316,11 @@ def as_csv(tables: Iterable[Table]) -> str:
     writer = CsvWriter(out, lineterminator="\n")
     where = ("model", "data_source", "comm", "protocol", "seed", "limit", "dtype", "device")
     names = ("dataset", "method", "budget", "score", "low", "high", "n", "n_oom", "published")
-    shown = ("difference", "best", "over", "embedded")
+    shown = ("difference", "mark", "over", "embedded")
     paired = ("vs_full", "vs_full_low", "vs_full_high", "vs_full_p_holm")
     costs = tuple(field.name for field in fields(Cost))
-    writer.writerow([*where, "asked", *names, *shown, *paired, *costs, "run"])
+    measured = ["comm_measured" if name == "comm" else name for name in costs]
+    writer.writerow([*where, "asked", *names, *shown, *paired, *measured, "run"])
     for table in tables:
         for cell in table.cells.values():
             full = cell.vs_full

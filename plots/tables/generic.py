@@ -1,0 +1,438 @@
+"""Any sweep as a table: which keys stand in its rows and columns, which runs may share it, and what a cell says.
+
+Whatever differs between runs and is neither in the rows nor in the columns makes a table of its own. A run without a
+budget of its own (Full) has one row and stands in every column of its conditions.
+
+Score       mean over the samples; of several datasets the mean of theirs. Intervals are those of `plots/stats.py`.
+Best, tied  as `standings` finds within a column, without Full and Oracle, which nothing bounds, and without runs over
+            their budget.
+Difference  to Full on the same prompts; bold where the test, corrected for all of the table, shows one.
+
+Not here: how a table is written (`plots/tables/texts.py`), the papers' tables (`plots/tables/cells.py`).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+from evals.results import METRICS, SampleRow, combined, combined_ci95
+from plots.read import Run, measured, over_budget, prefill_words, scores
+from plots.run_sets import prompt_settings
+from plots.stats import Corrected, corrected, macro_interval, paired, paired_over_datasets, standings
+
+ANY = "*"  # a key's value of a run that has none of its own and stands beside all
+BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none
+UNRANKED = {"full", "oracle"}  # nothing bounds what they read
+MOST_COLUMNS = 12  # that are chosen without being asked for
+
+
+class WrongKey(ValueError):
+    """A key or a value that no run has, with what there is."""
+
+
+def shown_share(text: str) -> str:
+    """A share as it is usually written: 0.2, 1/64."""
+    share = Fraction(text)
+    return f"{float(share):g}" if (share * 100).denominator == 1 else str(share)
+
+
+def budget_words(run: Run) -> str:
+    if run.is_full:
+        return ANY
+    return f"{run.result.budget} tokens" if run.result.budget else f"ratio {shown_share(run.result.ratio_exact or '1')}"
+
+
+KEYS: dict[str, Callable[[Run], str]] = {
+    "task": lambda run: run.result.task,
+    "model": lambda run: run.result.model,
+    "budget": budget_words,
+    "ratio": lambda run: budget_words(run).removeprefix("ratio "),
+    "comm": lambda run: ANY if run.is_full else shown_share(run.result.comm_exact),
+    "method": lambda run: run.result.method_label,
+    "prefill": lambda run: "exact" if run.is_exact else prefill_words(run),
+    "scope": lambda run: run.result.protocol,
+    "data": lambda run: run.result.data_source,
+    "prompts": prompt_settings,
+    "limit": lambda run: str(run.setting("limit") or "all"),
+    "seed": lambda run: str(run.result.seed),
+    "dtype": lambda run: run.result.dtype,
+    "device": lambda run: run.result.device,
+    "version": lambda run: f"{run.result.task_version}/{run.result.score_version or run.result.task_version}",
+}
+FOUND = ("dataset", "length")  # keys whose values are the samples', not the run's
+PREFIXES = {"method": lambda run: run.result.params, "task": lambda run: run.setting("task", "params") or {}}
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a cell can say."""
+
+    title: str
+    unit: str
+    of: Callable[[Sequence[SampleRow]], float | None]
+    digits: int = 1
+
+
+def ledger(key: str, by: float = 1.0) -> Callable[[Sequence[SampleRow]], float | None]:
+    def of(rows: Sequence[SampleRow]) -> float | None:
+        found = measured(rows, key)
+        return None if found is None else found / by
+
+    return of
+
+
+def seconds_per_token(rows: Sequence[SampleRow]) -> float | None:
+    pairs = [(row.decode_s, row.generated_tokens - 1) for row in rows if row.decode_s and row.generated_tokens > 1]
+    return sum(s for s, _ in pairs) / sum(n for _, n in pairs) if pairs else None
+
+
+def mean_prefill(rows: Sequence[SampleRow]) -> float | None:
+    known = [row.prefill_s for row in rows if row.prefill_s is not None]
+    return sum(known) / len(known) if known else None
+
+
+VALUES: dict[str, Value] = {
+    "score": Value("score", "", lambda rows: None),
+    "difference": Value("difference to Full", "", lambda rows: None),
+    "tokens": Value("tokens attended to", "", ledger("tokens_attended_mean")),
+    "share": Value("tokens attended to, share of the full cache", "", ledger("effective_ratio"), 3),
+    "device": Value("K and V on the device", "MB", ledger("bytes_resident_device", 1e6)),
+    "host": Value("K and V on the host", "MB", ledger("bytes_resident_host", 1e6)),
+    "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
+    "find": Value("read per step to find tokens", "KB", ledger("bytes_moved_meta_per_step", 1e3)),
+    "prefill_s": Value("prefill", "s", mean_prefill, 2),
+    "step_s": Value("decode step, shared by all variants beside", "s", seconds_per_token, 4),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run, or those of its samples that belong to one dataset or length."""
+
+    run: Run
+    rows: tuple[SampleRow, ...]
+    of: Mapping[str, str]  # every key's value
+
+
+@dataclass(frozen=True)
+class Cell:
+    row: tuple[str, ...]
+    column: tuple[str, ...]
+    part: Part
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    n_oom: int = 0
+    over: bool = False
+    mark: str = ""  # "bold" for the best, or a difference that was shown; "tie" for what may be as good
+    against: Corrected | None = None  # Full, where it answered the same prompts
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table."""
+
+    value: str
+    row_keys: tuple[str, ...]
+    column_keys: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    columns: list[tuple[str, ...]]
+    cells: dict[tuple[tuple[str, ...], tuple[str, ...]], Cell]
+    where: dict[str, str]  # what all of its runs share
+    percent: bool = False
+    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # runs that had the place of another
+
+    @property
+    def n(self) -> int | None:
+        """Samples of a cell, where all have as many."""
+        counts = {cell.n for cell in self.cells.values()}
+        return counts.pop() if len(counts) == 1 else None
+
+
+def sheets(
+    runs: Sequence[Run],
+    rows: Sequence[str] = ("method",),
+    columns: Sequence[str] | None = None,
+    value: str = "score",
+    keep: Mapping[str, str] | None = None,
+) -> list[Sheet]:
+    """The tables of these runs, the fullest first; `columns` of None are what varies between the runs."""
+    keep = keep or {}
+    check_words(value, [*rows, *(columns or ()), *keep])
+    asked = {*rows, *(columns or ()), *keep}
+    parts = [part for run in runs for part in parts_of(run, asked)]
+    for key, wanted in keep.items():
+        there = sorted({part.of[key] for part in parts} - {ANY})
+        parts = [part for part in parts if part.of[key] in (wanted, ANY)]
+        if not any(part.of[key] == wanted for part in parts):
+            raise WrongKey(f"no run has {key}={wanted}; there is {', '.join(there) or 'none'}")
+    if not parts:
+        return []
+    parts = with_parameters(parts, {*rows, *(columns or ())})
+    columns = chosen(parts, rows) if columns is None else columns
+    made = [sheet_of(group, tuple(rows), tuple(columns), value) for group in split(parts, {*rows, *columns})]
+    return sorted(made, key=lambda sheet: (-len(sheet.cells), str(sheet.where)))
+
+
+def check_words(value: str, keys: Sequence[str]) -> None:
+    if value not in VALUES:
+        raise WrongKey(f"a cell cannot say {value!r}; it can say {', '.join(VALUES)}{near(value, VALUES)}")
+    for key in keys:
+        prefix, dot, name = key.partition(".")
+        if key in KEYS or key in FOUND or (dot and name and prefix in PREFIXES):
+            continue
+        raise WrongKey(
+            f"runs have no {key!r}; they have {', '.join([*KEYS, *FOUND])}, task.NAME, method.NAME{near(key, KEYS)}"
+        )
+    if len(set(keys)) < len(keys):
+        raise WrongKey("a key stands twice; each is in the rows, in the columns or in a filter")
+
+
+def near(word: str, words: Mapping[str, Any]) -> str:
+    found = get_close_matches(word, list(words), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def parts_of(run: Run, asked: set[str]) -> list[Part]:
+    """The run as the keys asked for cut it up."""
+    of = {key: read(run) for key, read in KEYS.items()}
+    for key in asked:
+        prefix, dot, name = key.partition(".")
+        if dot:
+            of[key] = as_word(PREFIXES[prefix](run).get(name, "-"))
+    groups: dict[tuple[str, ...], list[SampleRow]] = {}
+    cuts = [key for key in FOUND if key in asked]
+    for dataset, rows in run.datasets().items():
+        for row in rows:
+            words = {"dataset": dataset, "length": as_word(row.fields.get("length", "-"))}
+            groups.setdefault(tuple(words[key] for key in cuts), []).append(row)
+    return [Part(run, tuple(rows), of | dict(zip(cuts, words, strict=True))) for words, rows in groups.items()]
+
+
+def as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def with_parameters(parts: Sequence[Part], axes: set[str]) -> list[Part]:
+    """Parts whose method says by which parameters it differs from others of its name, unless these are keys."""
+    by_label: dict[str, list[Part]] = {}
+    for part in parts:
+        by_label.setdefault(part.of["method"], []).append(part)
+    named: list[Part] = []
+    for part in parts:
+        params = [other.run.params for other in by_label[part.of["method"]]]
+        mine = part.run.params
+        differing = [key for key in mine if any(other.get(key) != mine[key] for other in params)]
+        tail = [
+            f"{key}={mine[key]}" for key in differing if f"method.{key}" not in axes and not key.startswith("prefill")
+        ]
+        named.append(replace(part, of={**part.of, "method": " ".join([part.of["method"], *tail])}))
+    return named
+
+
+def values_of(parts: Sequence[Part], key: str) -> list[str]:
+    return sorted({part.of[key] for part in parts} - {ANY}, key=in_order)
+
+
+def in_order(word: str) -> tuple[int, float, str]:
+    """Numbers by size, wherever they stand in a word; then words."""
+    for piece in word.replace("ratio ", "").split():
+        try:
+            return 0, float(Fraction(piece)), word
+        except ValueError:
+            break
+    return 1, 0.0, word
+
+
+def chosen(parts: Sequence[Part], rows: Sequence[str]) -> tuple[str, ...]:
+    """What varies, as long as the columns are not too many; else it makes tables of its own."""
+    found: list[str] = []
+    total = 1
+    for key in ("budget", "comm", "model", "prefill", "scope"):
+        n = len(values_of(parts, key))
+        if key not in rows and n > 1 and total * n <= MOST_COLUMNS:
+            found, total = [*found, key], total * n
+    return tuple(found) or ("budget",)
+
+
+def split(parts: Sequence[Part], axes: set[str]) -> list[list[Part]]:
+    """Parts that may share a table: they agree in all that is no axis. One without a budget joins all budgets."""
+    free = [key for key in KEYS if key not in axes and key != "method"]
+    if {"ratio", "budget"} & axes:
+        free = [key for key in free if key not in ("ratio", "budget")]  # each says the other
+    elif "ratio" in free:
+        free.remove("ratio")
+    groups: dict[tuple[str, ...], list[Part]] = {}
+    for part in parts:
+        groups.setdefault(tuple(part.of[key] for key in free), []).append(part)
+    joined = {
+        key: members
+        + [
+            part
+            for other, others in groups.items()
+            if other != key and all(a == b or b == ANY for a, b in zip(key, other, strict=True))
+            for part in others
+        ]
+        for key, members in groups.items()
+    }
+    beside = {id(part) for key, members in joined.items() for part in members[len(groups[key]) :]}
+    return [members for key, members in joined.items() if not all(id(part) in beside for part in groups[key])]
+
+
+def sheet_of(parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, ...], value: str) -> Sheet:
+    notes, left_out = list[str](), list[str]()
+    candidates: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Part]] = {}
+    for part in parts:
+        across = [values_of(parts, key) or ["all"] if part.of[key] == ANY else [part.of[key]] for key in columns]
+        row = tuple("all" if part.of[key] == ANY else part.of[key] for key in rows)
+        for column in product(*across):
+            candidates.setdefault((row, column), []).append(part)
+    existing = {column for (_, column), found in candidates.items() if any(not p.run.is_full for p in found)}
+    cells: dict[tuple[tuple[str, ...], tuple[str, ...]], Cell] = {}
+    for key, found in candidates.items():
+        if not existing or key[1] in existing:
+            cells[key] = cell_of(key, one_of(found, key[0], left_out), value)
+    percent = value in ("score", "difference") and all(
+        METRICS[metric_of(cell.part.rows)].highest == 1 for cell in cells.values()
+    )
+    if value in ("score", "difference"):
+        cells = differences(cells)
+    if value == "score":
+        cells = marked(cells, notes)
+    if value == "difference":
+        cells = {key: as_difference(cell) for key, cell in cells.items()}
+    shared = {key: values.pop() for key in KEYS if len(values := {part.of[key] for part in parts} - {ANY}) == 1}
+    if {"ratio", "budget"} & {*rows, *columns}:
+        shared = {key: word for key, word in shared.items() if key not in ("ratio", "budget")}
+    return Sheet(
+        value,
+        rows,
+        columns,
+        sorted({row for row, _ in cells}, key=lambda row: by_method(row, rows, cells)),
+        sorted({column for _, column in cells}, key=lambda words: [in_order(word) for word in words]),
+        cells,
+        {key: word for key, word in shared.items() if key not in (*rows, *columns, "version")},
+        percent,
+        notes,
+        list(dict.fromkeys(left_out)),
+    )
+
+
+def by_method(row: tuple[str, ...], keys: tuple[str, ...], cells: Mapping[Any, Cell]) -> tuple[Any, ...]:
+    """Full first, Oracle second, then by name; other keys by size."""
+    methods = {cell.part.run.method for (mine, _), cell in cells.items() if mine == row}
+    rank = 0 if "full" in methods else 1 if "oracle" in methods else 2
+    return (rank, *(in_order(word) for word in row))
+
+
+def one_of(found: Sequence[Part], row: tuple[str, ...], left_out: list[str]) -> Part:
+    """Of several runs with one place the one with most samples, then the first by the folder's name, and say so."""
+    ordered = sorted(found, key=lambda part: (-len(part.rows), part.run.folder.name))
+    if len({tuple(scores(part.rows)) for part in ordered}) > 1:
+        others = ", ".join(part.run.folder.name for part in ordered[1:])
+        left_out.append(f"{' '.join(row)}: shown is {ordered[0].run.folder.name}, left out: {others}.")
+    return ordered[0]
+
+
+def metric_of(rows: Sequence[SampleRow]) -> str:
+    return str(rows[0].fields.get("metric", "score")) if rows else "score"
+
+
+def datasets_of(cell: Cell) -> list[list[SampleRow]]:
+    groups: dict[str, list[SampleRow]] = {}
+    for row in cell.part.rows:
+        groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
+    return list(groups.values())
+
+
+def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str) -> Cell:
+    values, rows = scores(part.rows), part.rows
+    cell = Cell(*key, part, None, n=len(values), n_oom=len(rows) - len(values), over=over_budget(rows))
+    if value not in ("score", "difference"):
+        return replace(cell, mean=VALUES[value].of(rows))
+    metric = metric_of(rows)
+    groups = [scores(group) for group in datasets_of(cell)]
+    if len(groups) > 1 and METRICS[metric].weight is None:
+        groups = [group for group in groups if group]
+        found = macro_interval(groups) if groups else None
+        mean = sum(sum(group) / len(group) for group in groups) / len(groups) if groups else None
+        return replace(cell, mean=mean, low=found and found.low, high=found and found.high)
+    bounds = combined_ci95(rows, metric)
+    return replace(cell, mean=combined(rows, metric), low=bounds and bounds[0], high=bounds and bounds[1])
+
+
+def differences(cells: Mapping[Any, Cell]) -> dict[Any, Cell]:
+    """Every cell against Full of its column, on the prompts that both answered."""
+    pairs: dict[Any, Any] = {}
+    full = {column: cell for (_, column), cell in cells.items() if cell.part.run.is_full and cell.part.run.is_exact}
+    for key, cell in cells.items():
+        other = full.get(key[1])
+        if other is None or other is cell:
+            continue
+        theirs = {row.prompt_sha256: row.score for row in other.part.rows if row.score is not None}
+        sides = [
+            [
+                (row.score, theirs[row.prompt_sha256])
+                for row in group
+                if row.score is not None and row.prompt_sha256 in theirs
+            ]
+            for group in datasets_of(cell)
+        ]
+        sides = [side for side in sides if side]
+        if sides:
+            ours, whole = ([[pair[i] for pair in side] for side in sides] for i in (0, 1))
+            pairs[key] = paired(ours[0], whole[0]) if len(sides) == 1 else paired_over_datasets(ours, whole)
+    against = corrected(pairs)
+    return {key: replace(cell, against=against.get(key)) for key, cell in cells.items()}
+
+
+def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
+    """The best of every column, and what is not shown to be worse."""
+    made = dict(cells)
+    why: dict[str, None] = {}
+    for column in dict.fromkeys(column for _, column in cells):
+        ranked = {
+            row: cell
+            for (row, mine), cell in cells.items()
+            if mine == column and cell.part.run.method not in UNRANKED and not cell.over and cell.n
+        }
+        kinds = {METRICS[metric_of(cell.part.rows)].better for cell in ranked.values()}
+        if len(ranked) < 2 or len(kinds) > 1:
+            continue
+        samples = {
+            row: {
+                (str(each.fields.get("dataset", "")), each.prompt_sha256): each.score
+                for each in cell.part.rows
+                if each.score is not None
+            }
+            for row, cell in ranked.items()
+        }
+        names = {json.dumps(row): scored for row, scored in samples.items()}
+        found = standings(names, kinds.pop())
+        if found.why:
+            why[found.why] = None
+        for row in ranked:
+            made[row, column] = replace(made[row, column], mark=found.marked(json.dumps(row)))
+    notes += [f"Where no cell of a column is marked: {'; '.join(why)}."] if why else []
+    return made
+
+
+def as_difference(cell: Cell) -> Cell:
+    if cell.against is None:
+        return replace(cell, mean=None, low=None, high=None)
+    pair = cell.against.paired
+    spread = pair.difference
+    return replace(
+        cell,
+        mean=pair.mean,
+        low=None if spread is None else spread.low,
+        high=None if spread is None else spread.high,
+        n=pair.n,
+        mark="bold" if cell.against.sign else "",
+    )

@@ -1,0 +1,200 @@
+"""`python -m plots.table`: any runs, rows and columns by their keys."""
+
+import csv
+import io
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plots.read import load
+from plots.table import main, text
+from plots.tables.generic import Sheet, WrongKey, sheets
+from plots.tables.texts import as_csv, label, latex, markdown
+from tests.plots.made_runs import write
+
+HITS = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def rows(scores: list[float], **fields: Any) -> list[dict[str, Any]]:
+    return [{"score": score, "fields": fields} for score in scores]
+
+
+def needles(root: Path, n: int = 12) -> None:
+    """Full once, two methods at two ratios."""
+    write(root, "full", "needle", rows([1.0] * n))
+    for ratio in ("1/10", "1/5"):
+        write(root, "pqcache", "needle", rows([1.0] * n), ratio=ratio)
+        write(root, "snapkv", "needle", rows([0.0] * n), ratio=ratio)
+
+
+def one(root: Path, **asked: Any) -> Sheet:
+    (sheet,) = sheets(load(root), **asked)
+    return sheet
+
+
+def test_without_a_word_it_is_methods_by_what_varies_and_full_stands_once_beside_all(tmp_path: Path) -> None:
+    needles(tmp_path)
+    sheet = one(tmp_path)
+    assert sheet.column_keys == ("budget",) and sheet.columns == [("ratio 0.1",), ("ratio 0.2",)]
+    assert [row[0] for row in sheet.rows] == ["Full", "PQCache", "SnapKV (C)"]
+    assert {sheet.cells[("Full",), column].mean for column in sheet.columns} == {1.0}
+    assert "| Full | 100.0 (" in markdown(sheet) and markdown(sheet).count("| Full |") == 1
+
+
+def test_a_table_holds_the_score_of_result_json_with_its_interval(tmp_path: Path) -> None:
+    _, result = write(tmp_path, "snapkv", "needle", rows(HITS))
+    write(tmp_path, "pqcache", "needle", rows([1.0] * 12))
+    cell = one(tmp_path).cells[("SnapKV (C)",), ("ratio 0.2",)]
+    assert (cell.mean, [cell.low, cell.high]) == (result.score, result.score_ci95)
+
+
+def test_one_sample_has_no_interval_and_no_winner(tmp_path: Path) -> None:
+    write(tmp_path, "snapkv", "needle", rows([1.0]))
+    write(tmp_path, "pqcache", "needle", rows([0.0]))
+    sheet = one(tmp_path)
+    assert all(cell.low is None and not cell.mark for cell in sheet.cells.values())
+    assert "±" not in markdown(sheet) and "one sample shows no difference" in markdown(sheet)
+
+
+def test_best_and_tied_follow_the_corrected_test_without_full_and_oracle(tmp_path: Path) -> None:
+    for method, scores in (
+        ("full", [1.0] * 20),
+        ("oracle", [1.0] * 20),
+        ("pqcache", [1.0] * 20),
+        ("snapkv", [0.0] * 20),
+    ):
+        write(tmp_path, method, "needle", rows(scores))
+    marks = {row[0]: cell.mark for (row, _), cell in one(tmp_path).cells.items()}
+    assert marks == {"Full": "", "Oracle": "", "PQCache": "bold", "SnapKV (C)": ""}
+    write(tmp_path, "infllm", "needle", rows([1.0] * 19 + [0.0]))
+    marks = {row[0]: cell.mark for (row, _), cell in one(tmp_path).cells.items()}
+    assert marks["PQCache"] == marks["InfLLM"] == "tie" and marks["SnapKV (C)"] == ""
+
+
+def test_zeros_are_not_best(tmp_path: Path) -> None:
+    for method in ("pqcache", "snapkv"):
+        write(tmp_path, method, "needle", rows([0.0] * 20))
+    sheet = one(tmp_path)
+    assert not any(cell.mark for cell in sheet.cells.values()) and "all scores are 0" in markdown(sheet)
+
+
+def test_a_run_over_its_budget_is_marked_and_not_ranked(tmp_path: Path) -> None:
+    over = [{"score": 1.0, "ledger": {"within_budget": False}} for _ in range(20)]
+    write(tmp_path, "sparq", "needle", over)
+    for method, score in (("pqcache", 1.0), ("snapkv", 0.0)):
+        write(tmp_path, method, "needle", rows([score] * 20))
+    sheet = one(tmp_path)
+    assert sheet.cells[("SPARQ",), ("ratio 0.2",)].mark == "" and "100.0 (83.9 to 100.0) †" in markdown(sheet)
+    assert sheet.cells[("PQCache",), ("ratio 0.2",)].mark == "bold"
+
+
+def test_the_average_of_a_benchmark_is_over_its_datasets(tmp_path: Path) -> None:
+    many = rows([1.0] * 9, dataset="trec") + rows([0.0, 1.0, 0.0], dataset="qasper")
+    write(tmp_path, "snapkv", "longbench", many)
+    write(tmp_path, "pqcache", "longbench", many)
+    assert one(tmp_path).cells[("SnapKV (C)",), ("ratio 0.2",)].mean == pytest.approx((1 + 1 / 3) / 2)
+    by_dataset = one(tmp_path, columns=["dataset"], rows=["method", "budget"])
+    assert by_dataset.columns == [("qasper",), ("trec",)]
+    assert by_dataset.cells[("PQCache", "ratio 0.2"), ("qasper",)].n == 3
+
+
+def test_runs_that_may_not_stand_together_have_tables_of_their_own(tmp_path: Path) -> None:
+    for model in ("tiny", "large"):
+        write(tmp_path, "snapkv", "needle", rows(HITS), model=model)
+        write(tmp_path, "full", "needle", rows(HITS), model=model)
+    write(tmp_path, "snapkv", "needle", rows(HITS), model="tiny", task_params={"style": "data_engineering"})
+    made = sheets(load(tmp_path), columns=["budget"])
+    assert sorted((sheet.where["model"], len(sheet.cells)) for sheet in made) == [
+        ("large", 2),
+        ("tiny", 1),
+        ("tiny", 2),
+    ]
+    beside = sheets(load(tmp_path), columns=["model"], keep={"prompts": ""})
+    assert [sheet.columns for sheet in beside] == [[("large",), ("tiny",)]]
+
+
+def test_differences_are_paired_with_full(tmp_path: Path) -> None:
+    write(tmp_path, "full", "needle", rows([1.0] * 12))
+    write(tmp_path, "snapkv", "needle", rows(HITS))
+    cell = one(tmp_path, value="difference").cells[("SnapKV (C)",), ("ratio 0.2",)]
+    assert cell.mean == pytest.approx(-0.25) and cell.against is not None and cell.against.p > 0.05 and not cell.mark
+    assert "-25.0 (" in markdown(one(tmp_path, value="difference"))
+
+
+def test_measured_values_and_parameters_are_keys_too(tmp_path: Path) -> None:
+    for m in (2, 4):
+        write(tmp_path, "pqcache", "needle", rows(HITS), params={"m": m, "b": 6}, comm="0.125")
+    sheet = one(tmp_path, columns=["method.m"], value="tokens")
+    assert sheet.columns == [("2",), ("4",)] and sheet.rows == [("PQCache",)] and sheet.where["comm"] == "1/8"
+    assert [row[0] for row in one(tmp_path).rows] == ["PQCache m=2", "PQCache m=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rows", "metod"], "did you mean 'method'?"),
+        (["--value", "scores"], "did you mean 'score'?"),
+        (["--filter", "task=none"], "no run has task=none; there is needle"),
+        (["--filter", "task"], "no KEY=VALUE"),
+        (["--rows", "method", "--columns", "method"], "a key stands twice"),
+        (["--columns", "method."], "runs have no 'method.'"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "snapkv", "needle", rows(HITS))
+    assert main([str(tmp_path), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and said in captured.err
+
+
+def test_no_runs_and_no_room_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    write(tmp_path / "runs", "snapkv", "needle", rows(HITS))
+    (tmp_path / "file").write_text("mine")
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "file")]) == 2
+    assert (tmp_path / "file").read_text() == "mine"
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_csv_has_each_name_once_and_every_number(tmp_path: Path) -> None:
+    needles(tmp_path)
+    lines = list(csv.reader(io.StringIO(as_csv(sheets(load(tmp_path))))))
+    assert len(set(lines[0])) == len(lines[0]) and len(lines) == 1 + 6
+    assert all(len(line) == len(lines[0]) for line in lines)
+
+
+def test_three_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needles(tmp_path / "runs")
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["table.csv", "table.md", "table.tex"]
+    assert capsys.readouterr().out.count("table.") == 3
+
+
+def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> None:
+    for comm in ("1/128", "1/64"):
+        for ratio in ("1/10", "1/5"):
+            write(tmp_path, "pqcache", "needle", rows(HITS), ratio=ratio, comm=comm)
+    sheet = one(tmp_path, columns=["ratio", "comm"])
+    made = latex(sheet, caption="100 % ours_")
+    assert r"\multicolumn{2}{c}{0.1} & \multicolumn{2}{c}{0.2} \\" in made
+    assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in made
+    assert r"\caption{100 \% ours\_}" in made and rf"\label{{{label(sheet, 1)}}}" in made
+    with pytest.raises(WrongKey):
+        sheets(load(tmp_path), columns=["nothing"])
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles(tmp_path: Path) -> None:
+    needles(tmp_path / "runs")
+    write(tmp_path / "runs", "pqcache", "longbench", rows(HITS, dataset="a_b"), params={"m": 2})
+    body = text(sheets(load(tmp_path / "runs")), "latex")
+    head = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}"
+    (tmp_path / "all.tex").write_text(f"{head}{body}\\end{{document}}")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
