@@ -47,6 +47,7 @@ def module_of(file: Path) -> str:
 WITHOUT_TORCH = (
     *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run"),
     *("evals.results", "evals.settings", "evals.overrides", "evals.screen.table"),
+    *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods" / "rules")),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )
 
