@@ -81,7 +81,7 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
                 hydra_cfg = HydraConfig.get()
                 choices = hydra_cfg.runtime.choices
                 cells = [settings(cfgs, choices, launcher=hydra_cfg.launcher)]
-            from evals.runner import run_cells  # imports torch, so after the checks
+            from evals.runner import run_cells
 
             results = run_cells(cells)
         except ConfigError as error:
@@ -146,7 +146,7 @@ def answer(argv: list[str]) -> int:
     if done:  # nothing was run with --cfg or --info
         from evals.screen.table import print_table
 
-        print_table(done)
+        print_table(list(dict(done).items()))  # a run that stands in the place of several cells is one row
     return int(any(result.status != "ok" for _, result in done))
 
 

@@ -1,13 +1,14 @@
 """Full attention: nothing is dropped, nothing is moved. What every method is compared with.
 
 Per step  moved: nothing; resident: K and V of all tokens.
-Differs   ratio, budget and comm have no meaning here and do not change anything.
+Differs   ratio, budget, comm and cache have no meaning here: it has no budget, and runs once per sweep.
 Fails     never; it is what the others approximate.
 """
 
+from engine.budget import EVERYTHING
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention, Variant
-from methods.rules.full import EVERYTHING, FullRules
+from methods.rules.full import FullRules
 
 
 class Full(FullRules, SelectiveAttention):

@@ -4,12 +4,9 @@ Not here: the method (`methods/full.py`).
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
-from engine.budget import Budget, BudgetRequest, resolve
+from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
 from methods.rules.base import Rules
-
-EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))
 
 
 class FullRules(Rules):
