@@ -36,6 +36,7 @@ keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: met
 
 flags
   -m, --multirun     run every combination of the values given with commas
+  --check            say what this machine has, and whether the main job works on it
   --cfg job          print the composed configuration instead of running it
   --hydra-help       flags of Hydra, which composes the configuration
 
@@ -124,6 +125,10 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0
+    if "--check" in argv:
+        from evals.screen.check import main as check
+
+        return check()
     try:
         return answer(argv)
     except KeyboardInterrupt as stop:

@@ -30,6 +30,7 @@ from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, sta
 from evals.models import Models, tokenizer_of
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
+from evals.screen.estimate import Estimate, Load, bends_of
 from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
@@ -55,6 +56,10 @@ class Waiting:
     @property
     def prompt(self) -> Prompt:
         return Prompt(tuple(self.context_ids), tuple(self.question_ids))
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.context_ids), len(self.question_ids) + self.sample.max_new_tokens)
 
 
 class Group:
@@ -116,7 +121,8 @@ class Group:
     def run(self, models: Models, waiting: Sequence[Waiting]) -> None:
         """Let every cell answer the samples that it has not answered yet."""
         self.model = models.get(self.first.settings)
-        with Progress(self.title(), self.n, self.n - len(waiting), self.standings()) as self.progress:
+        n_done = self.n - len(waiting)
+        with Progress(self.title(), self.n, n_done, self.standings(), self.estimate(waiting)) as self.progress:
             self.ask_all(waiting)
         for cell in self.cells:
             self.finish(cell)
@@ -130,6 +136,9 @@ class Group:
         with self.model.hooked():
             for one in waiting:
                 self.ask(one)
+
+    def estimate(self, waiting: Sequence[Waiting]) -> Estimate:
+        return Estimate([one.load for one in waiting], bends_of(self.first.shape))
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
@@ -235,7 +244,7 @@ class Group:
             build_seconds += perf_counter() - start
             self.progress.advance()
 
-        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.attention_layers))
+        self.progress.reading(sample.id, len(prompt), len(self.model.shape.attention_layers))
         observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
         prefill_s = trace.seconds - build_seconds
@@ -276,7 +285,7 @@ class Group:
             feed, probe = forced.feed, forced.task.probe(sample, forced, rows)
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
-        self.progress.stage(f"{sample.id}: answering, {len(rows)} at once", n_steps)
+        self.progress.answering(sample.id, len(rows), n_steps)
         decoded = decode(
             self.model, trace, [*rows, *beside],
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,

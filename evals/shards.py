@@ -224,7 +224,8 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             group.read_samples(group.model.tokenizer)
             waiting = group.missing(list(prompts(group, shard.samples)))
             n = len(shard.samples)
-            with Progress(f"shard {shard.name}", n, n - len(waiting)) as group.progress:
+            estimate = group.estimate(waiting)
+            with Progress(f"shard {shard.name}", n, n - len(waiting), estimate=estimate) as group.progress:
                 group.ask_all(waiting)
     except (ConfigError, RunError) as error:
         return error

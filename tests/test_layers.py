@@ -22,6 +22,7 @@ MAY_IMPORT = {
         *("engine", "methods", "evals.studies", "evals.foreign"),
         *("evals.overrides", "evals.settings", "evals.typed"),
     },
+    "evals.screen": {"engine", "kernels.build", "methods", "evals"},  # `make check` says which kernels are built
     "evals": {"engine", "methods", "evals"},
     "plots": {
         *("plots", "evals.results", "evals.tasks.needle.heatmap", "evals.foreign"),
@@ -46,7 +47,8 @@ def module_of(file: Path) -> str:
 
 WITHOUT_TORCH = (
     *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run"),
-    *("evals.results", "evals.settings", "evals.overrides", "evals.screen.table"),
+    *("evals.results", "evals.settings", "evals.overrides"),
+    *(f"evals.screen.{name}" for name in ("caches", "check", "estimate", "fits", "table")),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods" / "rules")),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
 from functools import cache
 from math import isfinite
 from types import UnionType
@@ -48,6 +49,11 @@ class Metric:
     highest: float | None
     # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
     weight: str | None = None
+
+    @property
+    def is_share(self) -> bool:
+        """Whether a score of 1 is a hit and one of 0 a miss."""
+        return (self.better, self.lowest, self.highest) == ("higher", 0, 1)
 
 
 SCORE = Metric("higher", 0, 1)
@@ -106,6 +112,13 @@ ARE_MEASURES = check_of(dict[str, float | None])
 def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
     """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
     return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
+
+
+def shown_fraction(exact: str) -> str:
+    """A share as people write it: 1/8 and 1/64, where the exact form of `comm=1/8` is 0.125."""
+    value = Fraction(exact)
+    is_power = value.numerator == 1 and value.denominator >= 8 and value.denominator.bit_count() == 1
+    return f"1/{value.denominator}" if is_power else exact
 
 
 def check_types(row: Any) -> None:
@@ -278,7 +291,7 @@ class RunResult(RunFacts):
     n_samples: int  # that are ok
     n_oom: int
     score: float | None  # 0 to 1, or as METRICS says
-    score_ci95: list[float] | None  # see `bootstrap_ci95`
+    score_ci95: list[float] | None  # see `combined_ci95`
     ratio: float | None
     comm: float
     within_budget: bool | None  # every sample's ledger stayed within its budget
