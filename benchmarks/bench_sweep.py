@@ -28,11 +28,11 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.books.spans import recording
-from evals.cells import prepare
 from evals.loop import Group, Waiting, open_folders
 from evals.models import Models
 from evals.overrides import CONF
 from evals.results import peak_rss_bytes, read_samples
+from evals.runner import prepare
 from evals.screen.progress import Progress
 from evals.settings import Settings, settings
 from evals.tasks.base import Sample
@@ -80,11 +80,11 @@ def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[lis
         made: list[Ready] = []
         for group in groups:
             checked = prepare(group)
-            one = Unstopped(checked, open_folders(checked, stack))
+            one = Unstopped(checked)
+            one.check_prompts()
             one.model = models.get(checked[0].settings)
-            one.read_samples(one.model.tokenizer)
             one.progress = Quiet("", 0, 0)
-            made.append((one, one.missing()))
+            made.append((one, one.enter(open_folders(checked, stack))))
         if made:
             stack.enter_context(made[0][0].model.hooked())
         yield made

@@ -56,6 +56,9 @@ class BudgetRequest:
         return f"budget={self.tokens}" if self.ratio is None else f"ratio={show(self.ratio)}"
 
 
+EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # of a method that has no budget
+
+
 @dataclass(frozen=True)
 class Budget:
     """What one prompt gets: tokens that a query head may attend to, per layer.

@@ -1,31 +1,30 @@
-"""Cells: one variant on one task with one model, checked as far as that goes without weights.
+"""Cells: one variant on one task with one model, ready to run: its device, its digest, its folder.
 
-Not here: values of single keys (`evals/settings.py`), the loop over a cell's samples (`evals/loop.py`).
+Not here: what is asked for, and whether it can be met (`evals/asked.py`), the loop over a cell's samples
+(`evals/loop.py`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import checks
 from engine.budget import BudgetRequest
 from engine.checkpoints.digests import changed_at, first_digest_of
-from engine.checkpoints.load import locate
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
-from evals.models import look_up, resolve_hardware
-from evals.results import run_name
-from evals.settings import Choice, Settings, load_class
+from evals.asked import Asked, check, naming
+from evals.models import located, look_up, resolve_hardware
+from evals.results import read_config, run_name
+from evals.results.config import differing_keys
+from evals.settings import Settings, load_class
 from evals.tasks.base import Task
-from evals.typed import build, build_params
 from methods.base import SelectiveAttention, Variant
-from methods.full import Full
+from methods.rules.base import Rules
 
 RUNS = Path(__file__).resolve().parents[1] / "runs"
-MOST_COUNT = 10_000  # of anything that a task counts
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Cell:
     """One run, checked and ready."""
 
     settings: Settings  # dtype and device resolved
-    kind: type[SelectiveAttention]
+    rules: type[Rules]
     params: Any
     task: Task
     shape: ModelShape
@@ -42,15 +41,20 @@ class Cell:
     sparsity: VerticalSlash | None = None  # of the prefill
 
     @property
+    def kind(self) -> type[SelectiveAttention]:
+        """The method."""
+        return load_class(self.settings.method)
+
+    @property
     def request(self) -> BudgetRequest:
         return self.settings.budget
 
     @property
     def label(self) -> str:
-        label = self.kind.label(self.params, self.request)
+        label = self.rules.label(self.params, self.request)
         if self.sparsity is None:
             return label
-        return self.sparsity.title if self.kind is Full else f"{self.sparsity.title} + {label}"
+        return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title
 
     def variant(self, s_prompt: int) -> Variant:
         """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
@@ -63,82 +67,58 @@ class Cell:
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
 
-@contextmanager
-def naming(settings: Settings) -> Iterator[None]:
-    """Name the method and its budget in what is refused."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
+def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
+    """A cell for each that is asked for; the models' files are converted now, where they have to be.
 
-
-def prepare(cells: Sequence[Settings]) -> list[Cell]:
-    """Check every cell, as far as that goes without weights."""
+    Cells of a method without a budget that differ in nothing else are one cell, which stands in the place of each.
+    """
+    found: dict[Any, tuple[ModelShape, str, str | None]] = {}  # shape and digests of a model, looked up once
     ready: list[Cell] = []
-    models: dict[Any, tuple[ModelShape, str, str | None]] = {}  # shape and digests, looked up once
-    places: set[Path] = set()
-    for settings in cells:
-        method, params = class_and_params(settings.method)
-        task_class, task_params = class_and_params(settings.task)
-        task: Task = task_class(task_params, settings.data_dir, settings.seed)
-        settings = resolve_hardware(settings)
-        if settings.weights == "random" and not task.is_timed:
-            raise ConfigError(
-                f"weights=random answers nothing that task={task.name} could score; use it with task=latency"
-            )
-        model = (settings.model, settings.weights)
-        if model not in models:
-            models[model] = *look_up(settings), first_digest(settings)
-        shape, digest, first = models[model]
-        with naming(settings):
-            method.check(params, settings.budget, shape)
-            method.check_cache(params, settings.cache)
-        check_task(task, task_params, settings, shape)
-        sparsity = sparsity_of(settings, method)
-        check_sizes(settings, params, sparsity, shape)
-        config = as_begun(settings, identity(settings, method, task, sparsity, digest), first)
-        path = place(settings, config)
-        if path in places:
-            raise ConfigError(f"two cells of this sweep are the same run ({path.name}); leave one of them out")
-        places.add(path)
-        ready.append(Cell(settings, method, params, task, shape, config, path, sparsity))
+    once: dict[str, Cell] = {}  # of methods without a budget, by all that tells them apart
+    for one in asked:
+        key = f"{one.settings.resolved()}"
+        if key in once:
+            ready.append(once[key])
+            continue
+        cell = ready_cell(one, found)
+        if any(cell.path == other.path for other in ready):
+            raise ConfigError(f"two cells of this sweep are the same run ({cell.path.name}); leave one of them out")
+        ready.append(cell)
+        if not one.rules.has_budget:
+            once[key] = cell
     return ready
 
 
-def class_and_params(choice: Choice) -> tuple[Any, Any]:
-    """The class that a group's file names, and its parameters, checked."""
-    kind = load_class(choice)
-    return kind, build_params(kind, choice.params, choice.group)
+def distinct(cells: Iterable[Cell]) -> list[Cell]:
+    """Each cell once, in their order."""
+    return list({cell.path: cell for cell in cells}.values())
 
 
-def check_task(task: Task, params: Any, settings: Settings, shape: ModelShape) -> None:
-    """Raise `ConfigError` where the task cannot be had, or not under these settings."""
-    task.check(shape)
-    checks.sizes("task", params, max(MOST_COUNT, shape.window), "for which nobody waits")
-    if task.is_forced and settings.scope != "full_prompt":
-        raise ConfigError(
-            f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
-            "question; use full_prompt"
-        )
+def ready_cell(asked: Asked, found: dict[Any, tuple[ModelShape, str, str | None]]) -> Cell:
+    """The cell with what only the model's files tell: these are converted now, where they have to be."""
+    settings, given = resolve_hardware(asked.settings), resolve_hardware(asked.given)
+    model = (settings.model, settings.weights)
+    if model not in found:
+        found[model] = *look_up(settings), first_digest(settings)
+    shape, digest, first = found[model]
+    if shape != asked.shape:
+        check(asked, shape)
+    config = identity(settings, asked, digest)
+    for each in (settings,) if given == settings else (settings, given):
+        earlier = as_begun(each, identity(each, asked, digest), first)
+        if is_begun(each, earlier):
+            settings, config = each, earlier
+            break
+    return Cell(settings, asked.rules, asked.params, asked.task, shape, config, place(settings, config), asked.sparsity)
 
 
-def check_sizes(settings: Settings, params: Any, sparsity: VerticalSlash | None, shape: ModelShape) -> None:
-    """Raise `ConfigError` for a size that is longer than the model's longest sequence."""
-    window = f"the window of model {shape.name!r}"
-    checks.sizes("method", params, shape.window, window)
-    checks.sizes("cache", settings.cache, shape.window, window)
-    if sparsity is not None:
-        checks.sizes("prefill", sparsity, shape.window, window)
-
-
-def identity(
-    settings: Settings, method: type[SelectiveAttention], task: Task, sparsity: VerticalSlash | None, digest: str
-) -> dict[str, Any]:
+def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
     """What identifies a run: its configuration, and the versions of all that its answers depend on."""
+    task, sparsity = asked.task, asked.sparsity
     config = settings.resolved() | {
         "model_digest": digest,
         "task_version": task.version,
-        "method_version": method.version,
+        "method_version": asked.rules.version,
     }
     if task.data_digest is not None:
         config["data_digest"] = task.data_digest
@@ -147,26 +127,10 @@ def identity(
     return config
 
 
-def sparsity_of(settings: Settings, kind: type[SelectiveAttention]) -> VerticalSlash | None:
-    """What the prefill leaves out; None where that is nothing."""
-    chosen = settings.prefill
-    if chosen is None:
-        return None
-    if kind.thins:
-        raise ConfigError(
-            f"method={settings.method.name} has a prefill of its own, which prefill={chosen.name} cannot make sparse; "
-            "use prefill=exact with it"
-        )
-    return build(load_class(chosen), chosen.params, "prefill")
-
-
 def first_digest(settings: Settings) -> str | None:
     """What earlier runs called a local checkpoint: a digest by its files' ends. None for a model of another kind."""
-    spec = settings.model
-    if settings.weights == "random":
-        return None
-    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    return first_digest_of(where) if Path(where).exists() else None
+    where = None if settings.weights == "random" else located(settings)
+    return None if where is None else first_digest_of(str(where))
 
 
 def as_begun(settings: Settings, config: dict[str, Any], first: str | None) -> dict[str, Any]:
@@ -175,12 +139,22 @@ def as_begun(settings: Settings, config: dict[str, Any], first: str | None) -> d
     The ends of its files cannot tell whether a checkpoint was edited in between.
     """
     earlier = config | {"model_digest": first}
-    recorded = place(settings, earlier) / "config.yaml"
-    if first is None or not recorded.is_file() or first.encode() not in recorded.read_bytes():
+    where = located(settings)
+    if first is None or where is None or not is_begun(settings, earlier):
         return config
-    spec = settings.model
-    where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    return earlier if changed_at(where) < recorded.stat().st_mtime else config
+    recorded = place(settings, earlier) / "config.yaml"
+    return earlier if changed_at(str(where)) < recorded.stat().st_mtime else config
+
+
+def is_begun(settings: Settings, config: dict[str, Any]) -> bool:
+    """Whether there is a folder of a run with exactly this configuration."""
+    folder = place(settings, config)
+    if not (folder / "config.yaml").is_file():
+        return False
+    try:
+        return not differing_keys(read_config(folder), json.loads(json.dumps(config)))  # as JSON: tuples are lists
+    except ValueError:
+        return False  # `RunFolder` says what is wrong with it
 
 
 def place(settings: Settings, config: dict[str, Any]) -> Path:

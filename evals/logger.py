@@ -15,6 +15,7 @@ import importlib
 import json
 import netrc
 import os
+import shlex
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -56,13 +57,17 @@ class Logger(ABC):
     def copy(self, folder: Path, result: RunResult) -> None:
         """Copy a finished run, unless that was done before."""
 
+    def farewell(self, folders: Sequence[Path]) -> str | None:
+        """Where the copies of these runs are, once all were made, and what is left to be done."""
+        return None
+
 
 class Copies:
     """Copies the runs of one command. After a copy that failed it prints one line and copies nothing more."""
 
     def __init__(self, cells: Sequence[Settings], folders: Sequence[Path]) -> None:
         self.logger: Logger | None = None
-        self.sent: set[Path] = set()
+        self.folders, self.sent = folders, set[Path]()
         if not cells:
             return
         part = cells[0].logger
@@ -74,7 +79,9 @@ class Copies:
         self.logger = logger
 
     def send(self, results: Mapping[Path, RunResult]) -> None:
-        """Copy the runs that were not copied yet."""
+        """Copy the runs that were not copied yet; behind the last one, say where the copies are."""
+        if self.sent.issuperset(self.folders):
+            return
         for folder, result in results.items():
             if self.logger is None or folder in self.sent:
                 continue
@@ -88,6 +95,10 @@ class Copies:
                     f"{folder} was not copied ({reason}); the runs are complete, and the same command copies them "
                     "once that works"
                 )
+        if self.logger is not None and self.sent.issuperset(self.folders):
+            farewell = self.logger.farewell(self.folders)
+            if farewell is not None:
+                Progress("", 0, 0).say(farewell)
 
 
 def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
@@ -177,13 +188,22 @@ class Wandb(Logger):
             ),
         )  # fmt: skip
         try:
-            write_marker(marker, note | {"folder": str(Path(run.dir).parent), "mode": self.mode(wandb)})
+            made = {"folder": str(Path(run.dir).parent), "mode": self.mode(wandb), "url": run.url}
+            write_marker(marker, note | made)
             self.fill(wandb, run, folder, result)
         except BaseException:
             run.finish(exit_code=1)
             raise
         run.finish()
         write_marker(marker, read_marker(marker) | {"state": "finished"})
+
+    def farewell(self, folders: Sequence[Path]) -> str | None:
+        markers = [read_marker(folder / "wandb.json") for folder in folders]
+        offline = [Path(str(marker["folder"])) for marker in markers if marker.get("mode") == "offline"]
+        if offline:
+            return f"W&B is offline: {counted(len(offline))} in {shown(common(offline))}; to send: {sync(offline)}"
+        urls = [str(marker["url"]) for marker in markers if marker.get("url")]
+        return f"W&B: {counted(len(urls))} at {urls[0].partition('/runs/')[0]}" if urls else None
 
     def fill(self, wandb: Any, run: Any, folder: Path, result: RunResult) -> None:
         run.define_metric("ledger/step")
@@ -208,6 +228,30 @@ def has_account() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def counted(n: int) -> str:
+    return "1 copy" if n == 1 else f"{n} copies"
+
+
+def common(paths: Sequence[Path]) -> Path:
+    """The folder that all of them lie in."""
+    return Path(os.path.commonpath([path.parent for path in paths]))
+
+
+def shown(path: Path) -> str:
+    """As a shell reads it, from where the command was given if it is below."""
+    path = path.absolute()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def sync(offline: Sequence[Path]) -> str:
+    """The command that sends copies: their folders by name, or as a pattern where they are many."""
+    if len(offline) <= 3:
+        return " ".join(["wandb sync", *map(shown, offline)])
+    below = {path.parent.relative_to(common(offline)).parts for path in offline}
+    stars = ["*" if len({*names}) > 1 else shlex.quote(names[0]) for names in zip(*below, strict=False)]
+    return f"wandb sync {'/'.join([shown(common(offline)), *stars, 'offline-run-*'])}"
 
 
 def read_marker(path: Path) -> dict[str, Any]:

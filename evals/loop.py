@@ -24,11 +24,14 @@ from engine.decode import Answer, decode
 from engine.errors import ConfigError
 from engine.prefill import Thinning, Trace, prefill
 from engine.width import room_bytes, variant_bytes, waves
+from evals.asked import naming
 from evals.cells import Cell
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
 from evals.models import Models, tokenizer_of
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
+from evals.screen.estimate import Estimate, Load, bends_of
+from evals.screen.expect import expect, is_worth_while
 from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
@@ -47,6 +50,7 @@ class Waiting:
 
     place: int  # in the task's order
     sample: Sample
+    sha: str  # of the prompt
     context_ids: "array[int]"
     question_ids: "array[int]"
 
@@ -54,62 +58,102 @@ class Waiting:
     def prompt(self) -> Prompt:
         return Prompt(tuple(self.context_ids), tuple(self.question_ids))
 
+    @property
+    def load(self) -> Load:
+        return Load(len(self.context_ids), len(self.question_ids) + self.sample.max_new_tokens)
+
 
 class Group:
-    """Unfinished cells with one model, one task and the same samples.
+    """Cells with one model, one task and the same samples.
 
     `answered` are samples of cells that stand in no folder of this process.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        folders: Mapping[Path, RunFolder],
-        answered: Mapping[Path, frozenset[str]] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, cells: Sequence[Cell], answered: Mapping[Path, frozenset[str]] = MappingProxyType({})) -> None:
         # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
         self.cells = [replace(cell, task=cells[0].task) for cell in cells]
-        self.folders, self.answered = folders, answered
-        self.first = self.cells[0]
+        self.folders: Mapping[Path, RunFolder] = {}
+        self.answered = answered
+        self.first, self.cells_asked = self.cells[0], self.cells
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
         self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
+        self.prompts: list[Waiting] | None = None  # every sample that is asked, in the task's order
 
-    def run(self, models: Models) -> None:
-        """Let every cell answer the samples that it has not answered yet."""
-        self.read_samples(tokenizer_of(self.first.settings))
-        waiting = self.missing()
-        self.model = models.get(self.first.settings)
-        n_done = self.n - len(waiting)
-        with Progress(self.title(), self.n, n_done, self.standings()) as self.progress:
-            self.ask_all(waiting)
-        for cell in self.cells:
-            self.finish(cell)
+    def check_prompts(self) -> None:
+        """Make and encode each sample once; `ConfigError` where a cell cannot answer it.
+
+        Where all cells have a result, nothing is read.
+        """
+        self.cells_asked = [cell for cell in self.cells if not is_finished(cell.path)]
+        if self.cells_asked:
+            self.read_samples(tokenizer_of(self.first.settings))
+            self.prompts = [self.check_sample(i, self.samples[i]) for i in range(self.n)]
 
     def read_samples(self, tokenizer: Any) -> None:
         """Read the task's samples, in its order; the cells answer the first `n`."""
         self.tokenizer = tokenizer
-        self.samples = self.first.task.samples(tokenizer)
+        self.samples = self.first.task.samples(tokenizer)  # some tasks make them one by one
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
 
-    def missing(self) -> list[Waiting]:
-        """The samples that some cell has not answered, each made and encoded once.
+    def enter(self, folders: Mapping[Path, RunFolder]) -> list[Waiting]:
+        """Go on in these folders: the samples that some cell has not answered."""
+        self.folders = folders
+        self.cells = [cell for cell in self.cells if folders[cell.path].finished is None]
+        if not self.cells:
+            return []
+        self.first = self.cells[0]
+        if self.prompts is None:  # a result was there, and is damaged
+            self.check_prompts()
+        assert self.prompts is not None, "a cell without a result has prompts"
+        return self.missing(self.prompts)
 
-        Raises `ConfigError` for samples that no cell can answer, before the first prefill.
-        """
-        self.ids: list[str] = []
-        waiting: list[Waiting] = []
-        for i in range(self.n):
-            sample = self.samples[i]  # some tasks make it only now
-            self.ids.append(sample.id)
-            waiting += self.check_sample(i, sample)
+    def missing(self, prompts: Iterable[Waiting]) -> list[Waiting]:
+        """The samples that some cell has not answered."""
+        waiting = []
+        for one in prompts:
+            for cell in self.cells:
+                self.folders[cell.path].check_prompt(one.sample.id, one.sha)
+            if not all(self.has(cell, one.sample) for cell in self.cells):
+                waiting.append(one)
         return waiting
+
+    def run(self, models: Models, waiting: Sequence[Waiting]) -> None:
+        """Let every cell answer the samples that it has not answered yet."""
+        self.model = models.get(self.first.settings)
+        n_done = self.n - len(waiting)
+        self.say_what_follows(waiting)
+        with Progress(self.title(), self.n, n_done, self.standings(), self.estimate(waiting)) as self.progress:
+            self.ask_all(waiting)
+        for cell in self.cells:
+            self.finish(cell)
+
+    def say_what_follows(self, waiting: Sequence[Waiting]) -> None:
+        """How many samples there are, and how long they will take, where that is long."""
+        loads = [one.load for one in waiting]
+        if self.first.task.is_timed or not is_worth_while(loads):
+            return
+        with self.model.hooked():
+            ids = waiting[0].prompt.context_ids
+            expected = expect(self.model, ids, loads, bends_of(self.first.shape), len(self.cells))
+        left = f"{len(waiting)} samples" if len(waiting) == self.n else f"{len(waiting)} of {self.n} samples left"
+        limit = self.first.settings.limit
+        fewer = "limit=N asks fewer" if limit is None else f"limit={limit}"
+        log(f"{self.title()}: {left} ({fewer}), {expected}")
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the samples, in the task's order."""
+        return [one.sample.id for one in self.prompts or ()]
 
     def ask_all(self, waiting: Iterable[Waiting]) -> None:
         with self.model.hooked():
             for one in waiting:
                 self.ask(one)
+
+    def estimate(self, waiting: Sequence[Waiting]) -> Estimate:
+        return Estimate([one.load for one in waiting], bends_of(self.first.shape))
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
@@ -135,8 +179,8 @@ class Group:
             scope=settings.scope,
         )
 
-    def check_sample(self, place: int, sample: Sample) -> list[Waiting]:
-        """The sample, if some cell has not answered it; raises `ConfigError` where one cannot."""
+    def check_sample(self, place: int, sample: Sample) -> Waiting:
+        """The sample's prompt; raises `ConfigError` where a cell cannot answer it."""
         prompt = self.encode(sample)
         longest = len(prompt) + sample.max_new_tokens
         if longest > self.first.shape.window:
@@ -145,16 +189,10 @@ class Group:
                 f"{sample.max_new_tokens}, more than the {self.first.shape.window} of model "
                 f"{self.first.settings.model.name!r}; use a shorter task or a longer model"
             )
-        sha = sample_hash(sample, prompt)
-        missing = False
-        for cell in self.cells:
-            self.folders[cell.path].check_prompt(sample.id, sha)
+        for cell in self.cells_asked:
             self.variant(cell, prompt)
-            missing |= not self.has(cell, sample)
-        if not missing:
-            return []
         ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
-        return [Waiting(place, replace(sample, context="", question=""), *ids)]
+        return Waiting(place, replace(sample, context="", question=""), sample_hash(sample, prompt), *ids)
 
     def has(self, cell: Cell, sample: Sample) -> bool:
         is_elsewhere = sample.id in self.answered.get(cell.path, ())
@@ -215,14 +253,13 @@ class Group:
             start = perf_counter()
             if not rows:
                 rows.extend(self.row(cell, prompt, trace, n_new) for cell in first)
-            for row in rows:
-                row.build(layer)
+            build_rows(first, rows, layer)
             if others:
                 trace.hold(layer)
             build_seconds += perf_counter() - start
             self.progress.advance()
 
-        self.progress.stage(f"{sample.id}: reading {len(prompt)} tokens", len(self.model.shape.attention_layers))
+        self.progress.reading(sample.id, len(prompt), len(self.model.shape.attention_layers))
         observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
         prefill_s = trace.seconds - build_seconds
@@ -231,8 +268,7 @@ class Group:
             rows.clear()
             rows.extend(self.row(cell, prompt, trace, n_new) for cell in wave)
             for layer in trace.shape.attention_layers:
-                for row in rows:
-                    row.build(layer)
+                build_rows(wave, rows, layer)
             self.decode_wave(sample, prompt, wave, rows, trace, thinning, prefill_s)
 
     def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
@@ -264,7 +300,7 @@ class Group:
             feed, probe = forced.feed, forced.task.probe(sample, forced, rows)
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
-        self.progress.stage(f"{sample.id}: answering, {len(rows)} at once", n_steps)
+        self.progress.answering(sample.id, len(rows), n_steps)
         decoded = decode(
             self.model, trace, [*rows, *beside],
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
@@ -350,6 +386,37 @@ class Group:
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
+
+
+def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
+    """Let every variant take over a layer of the prompt; what one refuses names it."""
+    for cell, row in zip(cells, rows, strict=True):
+        with naming(cell.settings):
+            row.build(layer)
+
+
+def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
+    """Run the cells of one group: each cell's result."""
+    cells = group.cells
+    with ExitStack() as stack:
+        folders = open_folders(cells, stack)
+        waiting = group.enter(folders)
+        if group.cells:
+            group.run(models, waiting)
+        return results_of(cells, folders)
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run has a result, which may turn out damaged."""
+    return (path / "result.json").is_file()
+
+
+def refuse_folders(groups: Iterable[Group]) -> None:
+    """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
+    for group in groups:
+        shas = {one.sample.id: one.sha for one in group.prompts or ()}
+        for cell in group.cells:
+            RunFolder.refuse(cell.path, cell.config, shas)
 
 
 def open_folders(cells: Sequence[Cell], stack: ExitStack) -> dict[Path, RunFolder]:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine.checkpoints.digests import digest_of
 from engine.checkpoints.load import (
     Letters,
@@ -24,9 +22,8 @@ from engine.checkpoints.load import (
 )
 from engine.model import Model
 from engine.shapes import ModelShape
+from evals.asked import architecture
 from evals.settings import ModelSpec, Settings
-
-ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 
 
 def resolve_hardware(settings: Settings) -> Settings:
@@ -47,12 +44,18 @@ def look_up(settings: Settings) -> tuple[ModelShape, str]:
     return shape, digest_of(where, spec.revision)
 
 
+def located(settings: Settings) -> Path | None:
+    """Where the model's files are, converted if they have to be; None where no file is known."""
+    spec = settings.model
+    if settings.weights == "random":
+        return None
+    where = Path(locate(spec.id, spec.revision, spec.trust_remote_code)[0])
+    return where if where.exists() else None
+
+
 def random_config(spec: ModelSpec) -> Any:
     """The architecture to draw weights for: as conf/architecture has it, else from where the model is."""
-    names = (spec.name, spec.name.removesuffix("-instruct"))
-    file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
-    given = None if file is None else yaml.safe_load(file.read_text())
-    return read_config(spec.id, given, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    return read_config(spec.id, architecture(spec), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 class Models:

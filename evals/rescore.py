@@ -100,7 +100,7 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
-        target = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
+        target = yaml.safe_load((CONF / f"{name.partition('_')[0]}.yaml").read_text(encoding="utf-8"))["_target_"]
         kind: Any = load_class(Choice("task", name, target, params))
         if not (kind.is_forced or kind.is_timed):
             task = object.__new__(kind)  # without its __init__, which looks for data

@@ -1,45 +1,55 @@
 """Runs cells: checked, grouped by what can share a prefill, each group's samples asked here or on a pool of workers.
 
-Everything that can be wrong with a cell is found before weights are loaded; what only prompts can tell, before the
-first prefill.
+Whatever can be refused is refused before the first folder is made, for all cells: what settings and a model's header
+tell before torch is imported, what only prompts tell before weights are loaded.
 
-Not here: what a cell is (`evals/cells.py`), the loop over samples (`evals/loop.py`), workers (`evals/shards.py`).
+Not here: what is asked for (`evals/asked.py`), what a cell is (`evals/cells.py`), the loop over samples
+(`evals/loop.py`), workers (`evals/shards.py`).
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from evals.cells import Cell, grouped, prepare
-from evals.logger import Copies
-from evals.loop import Group, open_folders, results_of
-from evals.models import Models
+from evals.asked import ask
 from evals.results import RunResult
 from evals.settings import Settings
-from evals.shards import run_groups
+
+if TYPE_CHECKING:
+    from evals.cells import Cell
+
+
+def prepare(cells: Sequence[Settings]) -> "list[Cell]":
+    """A cell for each of the settings, checked as far as that goes without weights."""
+    asked = ask(cells)
+    from evals.cells import ready_cells  # imports torch, so after the checks
+
+    return ready_cells(asked)
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
     ready = prepare(cells)
-    copies = Copies(cells, [cell.path for cell in ready])
+    # These import torch, so after the checks.
+    from evals.cells import distinct, grouped
+    from evals.logger import Copies
+    from evals.loop import Group, refuse_folders, run_group
+    from evals.models import Models
+    from evals.shards import run_groups
+
+    own = distinct(ready)
+    copies = Copies([cell.settings for cell in own], [cell.path for cell in own])
+    groups = [Group(each) for each in grouped(own)]
+    for group in groups:
+        group.check_prompts()
+    refuse_folders(groups)
     results: dict[Path, RunResult] = {}
     if cells and cells[0].pool is not None:
-        results = run_groups(grouped(ready), cells[0].pool)
+        results = run_groups(groups, cells[0].pool)
     else:
         models = Models()
-        for group in grouped(ready):
+        for group in groups:
             results.update(run_group(group, models))
             copies.send(results)
     copies.send(results)
     return [(cell.path, results[cell.path]) for cell in ready]
-
-
-def run_group(cells: Sequence[Cell], models: "Models") -> dict[Path, RunResult]:
-    """Run the cells of one group."""
-    with ExitStack() as stack:
-        folders = open_folders(cells, stack)
-        todo = [cell for cell in cells if folders[cell.path].finished is None]
-        if todo:
-            Group(todo, folders).run(models)
-        return results_of(cells, folders)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.errors import ConfigError
 from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
 from evals.typed import build, convert, same_names
+from methods.rules.base import Rules
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -252,6 +254,16 @@ def load_class(choice: Choice) -> type:
         if not module.startswith(error.name or ""):
             raise  # the module is there; something that it needs is not
         return of_kind(choice, None)
+
+
+def load_rules(choice: Choice) -> type[Rules]:
+    """The rules of a chosen method: of a file of their own, which imports no torch, or the method's class itself."""
+    module, _, name = choice.target.rpartition(".")
+    rules = f"methods.rules.{module.rpartition('.')[2]}"
+    if not outside.is_target(choice.target) and module.startswith("methods.") and find_spec(rules):
+        if found := getattr(importlib.import_module(rules), f"{name}Rules", None):
+            return found
+    return load_class(choice)
 
 
 def of_kind(choice: Choice, found: Any) -> type:

@@ -24,9 +24,9 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from engine.checkpoints.load import load_tokenizer
 from engine.errors import ConfigError, RunError
-from evals.cells import RUNS, Cell, prepare
+from evals.asked import ask as ask_for
+from evals.cells import RUNS, ready_cells
 from evals.lines import standing
 from evals.loop import Group, Waiting, log, open_folders, results_of
 from evals.models import load_model
@@ -70,32 +70,36 @@ class Work:
     left: set[str] = field(default_factory=set)  # shards that have not ended
 
 
-def run_groups(groups: Sequence[Sequence[Cell]], pool: Pool) -> dict[Path, RunResult]:
+def run_groups(groups: Sequence[Group], pool: Pool) -> dict[Path, RunResult]:
     """Run groups of cells on a pool of workers: each cell's result."""
     run = runner(pool)
-    cells = [cell for group in groups for cell in group]
+    for group in groups:
+        refuse_timed(group)
+    cells = [cell for group in groups for cell in group.cells]
     with ExitStack() as stack:
         folders = open_folders(cells, stack)
         works = []
         for number, group in enumerate(groups):
-            todo = [cell for cell in group if folders[cell.path].finished is None]
-            if todo:
-                works.append(divide(number, Group(todo, folders), pool.shards))
+            waiting = group.enter(folders)
+            if group.cells:
+                works.append(divide(number, group, waiting, pool.shards))
         with watching(works, folders) as look:
             ask(works, run, look, folders)
     return results_of(cells, folders)
 
 
-def divide(number: int, group: Group, n_shards: int) -> Work:
-    """Cut what a group misses into shards; neighbours go to different ones, as their lengths are alike."""
-    spec = group.first.settings.model
+def refuse_timed(group: Group) -> None:
     if group.first.task.is_timed:
         raise ConfigError(
             f"task={group.first.task.name} takes times, which workers beside each other would spoil; use "
             "hydra/launcher=fused"
         )
-    group.read_samples(load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code))
-    places = [one.place for one in group.missing()]
+
+
+def divide(number: int, group: Group, waiting: Sequence[Waiting], n_shards: int) -> Work:
+    """Cut what a group misses into shards; neighbours go to different ones, as their lengths are alike."""
+    ids = group.ids
+    places = [one.place for one in waiting]
     n_shards = min(n_shards, len(places))
     shards = [
         Shard(
@@ -103,7 +107,7 @@ def divide(number: int, group: Group, n_shards: int) -> Work:
             cells=tuple(replace(cell.settings, pool=None) for cell in group.cells),
             paths=tuple(cell.path.resolve() for cell in group.cells),
             answered=tuple(frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells),
-            samples=tuple((at, group.ids[at]) for at in places[i::n_shards]),
+            samples=tuple((at, ids[at]) for at in places[i::n_shards]),
             cwd=Path.cwd(),
         )
         for i in range(n_shards)
@@ -211,15 +215,17 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
         with at(shard.cwd), ExitStack() as stack:
             for path in shard.paths:
                 refuse_link(shard.folder(path))
-            ready = zip(prepare(shard.cells), shard.paths, strict=True)
+            ready = zip(ready_cells(ask_for(shard.cells)), shard.paths, strict=True)
             cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
             answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
-            group = Group(cells, open_folders(cells, stack), answered)
+            group = Group(cells, answered)
+            group.folders, group.cells_asked = open_folders(cells, stack), group.cells
             group.model = load_model(group.first.settings)
             group.read_samples(group.model.tokenizer)
-            waiting = list(missing(group, shard.samples))
+            waiting = group.missing(list(prompts(group, shard.samples)))
             n = len(shard.samples)
-            with Progress(f"shard {shard.name}", n, n - len(waiting)) as group.progress:
+            estimate = group.estimate(waiting)
+            with Progress(f"shard {shard.name}", n, n - len(waiting), estimate=estimate) as group.progress:
                 group.ask_all(waiting)
     except (ConfigError, RunError) as error:
         return error
@@ -233,8 +239,8 @@ def refuse_link(folder: Path) -> None:
             raise ConfigError(f"{path} is a symbolic link, which runs do not follow; remove the link")
 
 
-def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[Waiting]:
-    """The samples that an earlier worker did not come to."""
+def prompts(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[Waiting]:
+    """A shard's samples, made and encoded."""
     for i, id in samples:
         sample = group.samples[i]
         if sample.id != id:
@@ -242,7 +248,7 @@ def missing(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[Waitin
                 f"sample {i} is {sample.id!r} on {socket.gethostname()} and {id!r} where the command was given; "
                 "all machines must read the same data"
             )
-        yield from group.check_sample(i, sample)
+        yield group.check_sample(i, sample)
 
 
 @contextmanager

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
+from kernels.choices import EMPTY
 from kernels.jit import cdiv, jit, power_of_2, tl, triton
 from kernels.kmeans import cluster_means, nearest
-
-EMPTY = ("farthest", "keep")
 
 
 class Fit(NamedTuple):

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
+from kernels.choices import MERGES
 from kernels.jit import cdiv, jit, tl, triton
 from kernels.pq_codes import PackedCodes
 from kernels.topk import top_stable, top_stable_ref
-
-MERGES = ("softmax_sum", "logit_sum", "max", "per_query_head")
 
 
 def pq_tables(q: Tensor, centroids: Tensor) -> Tensor:

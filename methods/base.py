@@ -27,14 +27,14 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
-from engine.budget import Budget, BudgetRequest, resolve
+from engine.budget import Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
 from engine.shapes import ModelShape
 from engine.store import Store
 from methods.dropping.scorers import keep_top
+from methods.rules.base import Rules
 
 Row = TypeVar("Row", bound="SelectiveAttention")
 
@@ -68,24 +68,11 @@ class Variant:
         return self.method(self, trace, n_new)
 
 
-@dataclass(frozen=True)
-class NoParams:
-    """Of a method that has nothing to set."""
-
-
-class SelectiveAttention(ABC):
-    title: ClassVar[str]  # as tables print it
-    version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
-    drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
-    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
+class SelectiveAttention(Rules, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
-    skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
-    changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
-    thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
-    search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
 
     def __init__(self, variant: Variant, trace: Trace, n_new: int) -> None:
         self.variant = variant
@@ -94,7 +81,7 @@ class SelectiveAttention(ABC):
         self.store = Store(trace, n_new, variant.cache)
         self.setup()
 
-    def setup(self) -> None:  # noqa: B027
+    def setup(self) -> None:
         """Create what the method keeps of one sample; `params`, `plan`, `trace` and `store` are there."""
 
     @classmethod
@@ -111,32 +98,6 @@ class SelectiveAttention(ABC):
         return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache)
 
     @classmethod
-    def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
-        """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
-        if cls.skips and params.full_layers > max(shape.attention_layers):
-            raise ConfigError(
-                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
-                f"use at most {max(shape.attention_layers)}"
-            )
-
-    @classmethod  # noqa: B027
-    def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
-        """Raise `ConfigError` where the method cannot work with this cache of blocks."""
-
-    @classmethod
-    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
-        """What the method gets of a prompt."""
-        return resolve(request, s_prompt, cls.drops)
-
-    @classmethod
-    def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
-        """The method's integers for prompts of one length; `ConfigError` where the budget is too small for them.
-
-        Only `variant_for` calls it, once per variant and prompt length, before the first prefill.
-        """
-        return None
-
-    @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
         """What the prefill has to observe for this method, given its integers for the prompt."""
         return ()
@@ -145,12 +106,6 @@ class SelectiveAttention(ABC):
     def thinning(cls, plan: Any) -> Thinning | None:
         """What leaves the pass over the prompt, for methods with a prefill of their own; None: they share one."""
         return None
-
-    @classmethod
-    def label(cls, params: Any, request: BudgetRequest) -> str:
-        """The method's name in tables; "(C)" says that a dropping method was compensated for `comm`."""
-        compensated = cls.drops and request.compensate and request.comm > 0
-        return f"{cls.title} (C)" if compensated else cls.title
 
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
@@ -168,7 +123,7 @@ class SelectiveAttention(ABC):
     def arrange(self, layer: int) -> None:
         """Say where the prompt's tokens of this layer go: `store.keep`, `store.offload` or `store.keep_all`."""
 
-    def arrange_rest(self) -> None:  # noqa: B027
+    def arrange_rest(self) -> None:
         """Place what `arrange` left, for methods that divide a budget over layers once they have seen all of them."""
 
     def skipped_layers(self) -> Sequence[int]:

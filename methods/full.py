@@ -1,36 +1,21 @@
 """Full attention: nothing is dropped, nothing is moved. What every method is compared with.
 
 Per step  moved: nothing; resident: K and V of all tokens.
-Differs   ratio, budget and comm have no meaning here and do not change anything.
+Differs   ratio, budget, comm and cache have no meaning here: it has no budget, and runs once per sweep.
 Fails     never; it is what the others approximate.
 """
 
-from dataclasses import dataclass
-from fractions import Fraction
-
-from engine.budget import Budget, BudgetRequest, resolve
+from engine.budget import EVERYTHING
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention, Variant
+from methods.rules.full import FullRules
 
-EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))
 
-
-class Full(SelectiveAttention):
-    title = "Full"
-    drops = False
-
-    @dataclass(frozen=True)
-    class Params:
-        pass
-
-    @classmethod
-    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
-        return resolve(EVERYTHING, s_prompt, cls.drops)
-
+class Full(FullRules, SelectiveAttention):
     def arrange(self, layer: int) -> None:
         self.store.keep_all(layer)
 
 
 def full_attention(shape: ModelShape, s_prompt: int) -> Variant:
     """Full attention on prompts of so many tokens, which others are compared with."""
-    return Full.variant_for(Full.Params(), EVERYTHING, shape, s_prompt)
+    return Full.variant_for(FullRules.Params(), EVERYTHING, shape, s_prompt)

@@ -40,20 +40,20 @@ def test_a_method_has_one_name_everywhere(name: str) -> None:
     assert name.partition("_")[0] == part.target.split(".")[-2]
 
 
-@pytest.mark.parametrize("name", [n for n in config_groups()["method"] if "_" in n])
-def test_a_preset_says_only_what_differs(name: str) -> None:
-    base = composed(f"method={name.partition('_')[0]}").method.params
-    preset = composed(f"method={name}").method.params
-    lines = (CONF / "method" / f"{name}.yaml").read_text().splitlines()
+@pytest.mark.parametrize(("group", "name"), [(g, n) for g, n in FILES if g in ("method", "task") and "_" in n])
+def test_a_preset_says_only_what_differs(group: str, name: str) -> None:
+    base, preset = (getattr(composed(f"{group}={word}"), group).params for word in (name.partition("_")[0], name))
+    lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
     said = {line.partition(":")[0] for line in lines if re.match(r"\w+: \S", line)}
     assert {key for key in base if base[key] != preset[key]} == said != set()
 
 
 @pytest.mark.parametrize("name", config_groups()["task"])
 def test_a_task_has_one_name_everywhere(name: str) -> None:
-    part = composed(f"task={name}").task
-    assert part.target.startswith(f"evals.tasks.{name}.")
-    assert load_class(part).name == name  # type: ignore[attr-defined]
+    """A preset is called after its task: needle_short."""
+    part, task = composed(f"task={name}").task, name.partition("_")[0]
+    assert part.target.startswith(f"evals.tasks.{task}.")
+    assert load_class(part).name == task  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", [name for name in config_groups()["model"] if name != "any"])
@@ -65,7 +65,7 @@ def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
     for group in ("method", "task"):
         for file in (CONF / group).glob("*.yaml"):
             lines = [line for line in file.read_text().splitlines() if "_target_" in line]
-            is_preset = group == "method" and "_" in file.stem
+            is_preset = "_" in file.stem
             assert len(lines) == (not is_preset), file
             assert all(line.startswith("_target_: ") for line in lines), file
 

@@ -22,6 +22,7 @@ MAY_IMPORT = {
         *("engine", "methods", "evals.studies", "evals.foreign"),
         *("evals.overrides", "evals.settings", "evals.typed"),
     },
+    "evals.screen": {"engine", "kernels.build", "methods", "evals"},  # `make check` says which kernels are built
     "evals": {"engine", "methods", "evals"},
     "plots": {
         *("plots", "evals.results", "evals.tasks.needle.heatmap", "evals.foreign"),
@@ -29,14 +30,16 @@ MAY_IMPORT = {
     },
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "evals"},
+    "first_look": {"run", "engine.machine", "evals.results", "evals.screen.table", "plots"},
 }
 LARGEST_SHARE = 1 / 4  # of the code that a room may hold
 LONGEST_FILE = 500  # lines; a longer one says "Long because" in its docstring
 MOST_FILES = 16  # side by side in a folder, beside `__init__.py`
 FOR_TYPES = {"engine": {"methods"}}  # under `if TYPE_CHECKING:` only
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
-TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run"})
-FILES = [ROOT / "run.py", *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
+TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run", "first_look"})
+SCRIPTS = [ROOT / "run.py", ROOT / "first_look.py"]
+FILES = [*SCRIPTS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
 
 
 def module_of(file: Path) -> str:
@@ -45,8 +48,10 @@ def module_of(file: Path) -> str:
 
 
 WITHOUT_TORCH = (
-    *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run"),
-    *("evals.results", "evals.settings", "evals.overrides", "evals.screen.table"),
+    *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run", "first_look"),
+    *("evals.results", "evals.settings", "evals.overrides"),
+    *(f"evals.screen.{name}" for name in ("caches", "check", "estimate", "fits", "table")),
+    *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods" / "rules")),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )
 

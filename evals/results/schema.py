@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
 from functools import cache
 from math import isfinite
 from types import UnionType
@@ -111,6 +112,13 @@ ARE_MEASURES = check_of(dict[str, float | None])
 def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
     """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
     return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
+
+
+def shown_fraction(exact: str) -> str:
+    """A share as people write it: 1/8 and 1/64, where the exact form of `comm=1/8` is 0.125."""
+    value = Fraction(exact)
+    is_power = value.numerator == 1 and value.denominator >= 8 and value.denominator.bit_count() == 1
+    return f"1/{value.denominator}" if is_power else exact
 
 
 def check_types(row: Any) -> None:

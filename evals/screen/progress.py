@@ -1,7 +1,8 @@
 """Progress of a run on standard error: a live view on a terminal, a line per sample elsewhere.
 
-The view has a table of the variants with their scores so far, a bar over the samples with the time that is left, and
-one over what the present sample is at.
+The view has a table of the variants with their scores so far, a bar over the work with the time that is left, and one
+over what the present sample is at. The time is the same in both: `evals/screen/estimate.py` foretells it, where rich
+would only know it for samples shorter than half a minute.
 
 Not here: results. Whoever reads a log file finds them in the run's folder.
 """
@@ -16,21 +17,16 @@ from typing import Self
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
 from evals.foreign import printable
+from evals.screen.estimate import ANSWERING, PART, READING, Estimate, Load
 
 LONGEST_ID = 80  # characters of a sample's id
 ROOM = 10  # lines of a terminal that are left to bars and the table's frame
+PAGE_SECONDS = 4  # that variants are seen which a terminal has no room for at once
 
 
 @dataclass(frozen=True)
@@ -71,24 +67,35 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Of one group of variants; `done` of `n_samples` were there before."""
+    """Of one group of variants; `n_done` of `n_samples` were there before.
 
-    def __init__(self, title: str, n_samples: int, n_done: int, standings: Sequence[Standing] = ()) -> None:
+    Without an `estimate` all samples count alike.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        n_samples: int,
+        n_done: int,
+        standings: Sequence[Standing] = (),
+        estimate: Estimate | None = None,
+    ) -> None:
         self.title, self.n_samples, self.n_done, self.n_before = title, n_samples, n_done, n_done
         self.standings = standings
+        self.estimate = estimate or Estimate([Load(1, 0)] * (n_samples - n_done))
         self.console = Console(stderr=True, markup=False, emoji=False)
         self.live: Live | None = None
         self.bars = Bars(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), TimeRemainingColumn(), console=self.console,
+            TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self.console,
         )  # fmt: skip
-        self.samples = self.inner = TaskID(0)
+        self.samples = self.bars.add_task(title, total=1.0, count="", left="")
+        self.inner = self.bars.add_task("", total=1, visible=False, count="", left="")
         self.started = monotonic()
+        self.estimate.begin(self.started)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.samples = self.bars.add_task(self.title, total=self.n_samples, completed=self.n_done)
-            self.inner = self.bars.add_task("", total=1, visible=False)
             self.live = Live(get_renderable=self.view, console=self.console, transient=True, refresh_per_second=4)
             self.live.start()
         return self
@@ -104,13 +111,38 @@ class Progress:
 
     def view(self) -> Group:
         """What a terminal shows, as high as it is."""
-        table = Table("variant", "", "score so far", "samples", box=box.SIMPLE_HEAD)
-        shown = max(1, self.console.height - ROOM)
-        for one in self.standings[:shown]:
-            table.add_row(one.method, one.budget, one.shown, str(one.n_samples))
-        if len(self.standings) > shown:
-            table.add_row(f"… and {len(self.standings) - shown} more")
-        return Group(*([table] if self.standings else []), self.bars)
+        now = monotonic()
+        left, n_here = self.estimate.left(now), self.n_samples - self.n_before
+        self.bars.update(
+            self.samples,
+            completed=(self.n_before + n_here * self.estimate.share(now)) / max(1, self.n_samples),
+            count=f"{self.n_done}/{self.n_samples}",
+            left="" if left is None else f"about {duration(left)} left",
+        )
+        inner = self.bars.tasks[self.inner]
+        self.bars.update(self.inner, count=f"{inner.completed:.0f}/{inner.total:.0f}")
+        return Group(*([self.table()] if self.standings else []), self.bars)
+
+    def table(self) -> Table:
+        """All variants side by side as far as the terminal is wide; where it is too small, one page after the other."""
+        rows = [(one.method, one.budget, one.shown, str(one.n_samples)) for one in self.standings]
+        names = ("variant", "", "score so far", "samples")
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        n_beside = max(1, self.console.width // (sum(widths) + 2 * len(widths)))
+        n_lines = max(1, self.console.height - ROOM)
+        n_pages = -(-len(rows) // (n_beside * n_lines))
+        n_lines = -(-len(rows) // (n_beside * n_pages))  # evenly filled
+        first = int((monotonic() - self.started) / PAGE_SECONDS) % n_pages * n_beside * n_lines
+        page = rows[first : first + n_beside * n_lines]
+        n_beside = -(-len(page) // n_lines)
+        table = Table(*names * n_beside, box=box.SIMPLE_HEAD)
+        for i in range(n_lines):
+            beside = [page[at] for at in range(i, len(page), n_lines)]
+            if beside:
+                table.add_row(*(cell for row in beside for cell in row))
+        if n_pages > 1:
+            table.caption = f"variants {first + 1} to {first + len(page)} of {len(rows)}; the others follow"
+        return table
 
     def say(self, line: str) -> None:
         """A line above the view, or in the log; what it names may hold any character."""
@@ -120,26 +152,35 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def stage(self, what: str, total: int) -> None:
-        """The present sample begins to read its prompt, or to decode."""
+    def reading(self, id: str, n_tokens: int, n_layers: int) -> None:
+        """The present sample begins to read its prompt."""
+        self.stage(f"{id}: reading {n_tokens} tokens", n_layers, READING)
+
+    def answering(self, id: str, n_rows: int, n_steps: int) -> None:
+        """The present sample begins to decode so many variants at once."""
+        self.stage(f"{id}: answering, {n_rows} at once", n_steps, ANSWERING)
+
+    def stage(self, what: str, total: int, kind: str = PART) -> None:
+        """The present sample begins something that has so many parts."""
+        self.estimate.stage(kind, total, monotonic())
         if self.live is not None:
-            what = f"  {printable(what)}"
-            self.bars.reset(self.inner, description=what, total=total, visible=True)
+            self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True)
 
     def advance(self) -> None:
-        """One layer read, or one step decoded."""
+        """One layer read, one step decoded, or another part done."""
+        self.estimate.advance(monotonic())
         if self.live is not None:
             self.bars.advance(self.inner)
 
     def sample_done(self, id: str, standings: Sequence[Standing]) -> None:
         """A sample has ended; in a log this is a line with what is left."""
+        now = monotonic()
+        self.estimate.sample_done(now)
         self.n_done += 1
         self.standings = standings
         if self.live is not None:
-            self.bars.update(self.samples, completed=self.n_done)
             return
-        spent = monotonic() - self.started
-        left = spent / (self.n_done - self.n_before) * (self.n_samples - self.n_done)
-        ahead = f", about {duration(left)} left" if self.n_done < self.n_samples else ""
+        left = self.estimate.left(now)
+        ahead = f", about {duration(left)} left" if left and self.n_done < self.n_samples else ""
         which = f"{self.n_done}/{self.n_samples} {id[:LONGEST_ID]}"
-        self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(spent)}{ahead}")
+        self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(now - self.started)}{ahead}")

@@ -1,12 +1,13 @@
 """The table that ends a run: each result beside what it really cost.
 
-Text that all rows share stands once above the table. Numbers are never cut: on a narrow terminal
-the lines wrap. "-" was not measured.
+What all rows share stands once above the table, the folders stand below it. It fits 100 columns where the names of
+methods do; numbers are never cut, so on a narrower terminal the lines wrap. "-" was not measured.
 
 Not here: tables over many runs (`plots/tables/`), which read the folders again.
 """
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +15,110 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from evals.results import METRICS, RunResult
+from evals.results import METRICS, RunResult, shown_fraction
 
+WIDTH = 100  # columns, where no terminal says how many there are
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
-NUMBERS = (  # behind the score, which is called what it is, its interval and n
-    *("tokens\nattended", "prompt\nbudget", "KV KB\n/step", "find KB\n/step"),
-    *("device\nMB", "host\nMB", "prefill\ns", "s\n/token"),
-)
+NUMBERS = {  # behind the score, its interval and n: heads, and what one value says for all rows
+    "tokens\nattended": "{} tokens attended",
+    "prompt\nbudget": "{} of the prompt's tokens as budget",
+    "KV KB\n/step": "{} KB of K and V moved a step",
+    "find KB\n/step": "{} KB read a step to find tokens",
+    "device\nMB": "{} MB on the device",
+    "host\nMB": "{} MB on the host",
+    "prefill\ns": "prefill {} s",
+    "s\n/token": "{} s a token",
+}
+NO_MATTER = "any"  # budget and comm of full attention
+FEW = 10  # samples; fewer are said to be few
+MANY = 8  # folders; of more the first and the last are said
 READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
+Done = Sequence[tuple[Path, RunResult]]
 
 
-def print_table(done: Sequence[tuple[Path, RunResult]]) -> None:
+def print_table(done: Done) -> None:
     """To standard output, as wide as it has to be."""
     console = Console(markup=False, emoji=False, highlight=False)  # paths may look like either
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     shared, view = table(done)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
-    console.width = max(console.width, needed)
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=10_000), view).minimum)
     console.print(shared, soft_wrap=True)
     console.print(view)
-    for line in remarks([result for _, result in done]):
+    for line in [*remarks([result for _, result in done]), *folders([path for path, _ in done])]:
         console.print(line, soft_wrap=True)
 
 
-def table(done: Sequence[tuple[Path, RunResult]]) -> tuple[str, Table]:
-    """What all rows share, and one row per run."""
-    shown = [texts(result) for _, result in done]
-    differing = [i for i in range(len(TEXTS)) if len({row[i] for row in shown}) > 1]
-    shared = [shown[0][i] for i in range(len(TEXTS)) if i not in differing] if shown else []
+def table(done: Done) -> tuple[str, Table]:
+    """What all rows share, and one row per run; runs of full attention that differ in a budget alone are one."""
+    results = distinct([result for _, result in done])
+    measures = measured(results)
+    heads = [score_name(results), "95 %", "n", *measures, *NUMBERS]
+    cells = [[*score(result), *means(result, measures), *numbers(result)] for result in results]
+    words, given = split(TEXTS, [texts(result) for result in results], dict.fromkeys(TEXTS, "{}"))
+    # A score and its interval stay where they are looked for.
+    figures, values = split(heads, cells, {"n": "{} samples"} | NUMBERS)
     view = Table(box=None, pad_edge=False)
-    for name in ("method", *(TEXTS[i] for i in differing)):
-        view.add_column(name, vertical="bottom")
-    measures = measured([result for _, result in done])
-    for name in (score_name(result for _, result in done), "95 %", "n", *measures, *NUMBERS):
-        view.add_column(name, justify="right")
-    view.add_column("folder")
-    for (folder, result), row in zip(done, shown, strict=True):
-        label = " ".join([result.method_label, *varied(result, [other for _, other in done])])
+    view.add_column("method", vertical="bottom")
+    for head, column in given:
+        view.add_column(head, vertical="bottom", min_width=max(map(len, column)))
+    for head, column in values:
+        view.add_column(head, justify="right", min_width=max(map(len, [*head.split("\n"), *column])))
+    for i, result in enumerate(results):
+        label = " ".join([result.method_label, *varied(result, results)])
         label += "" if result.status == "ok" else " (out of memory)"
-        cells = *score(result), *means(result, measures), *numbers(result)
-        view.add_row(label, *(row[i] for i in differing), *cells, str(folder))
-    return " · ".join(shared), view
+        view.add_row(label, *(column[i] for _, column in (*given, *values)))
+    return "\n".join(" · ".join(line) for line in (words, figures) if line), view
+
+
+def split(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], sayings: Mapping[str, str]
+) -> tuple[list[str], list[tuple[str, Sequence[str]]]]:
+    """What all rows share, in words where there are any for it, and the columns that are left."""
+    shared, columns = [], []
+    for head, column in zip(heads, zip(*rows, strict=True), strict=True) if rows else ():
+        values = {value for value in column if value != NO_MATTER} or {NO_MATTER}
+        value = values.pop()
+        if values or head not in sayings or value.startswith("!"):
+            columns.append((head, column))
+        elif value not in ("-", NO_MATTER):
+            shared.append(sayings[head].format(value))
+    return shared, columns
+
+
+def distinct(results: Sequence[RunResult]) -> list[RunResult]:
+    """Each result once: full attention answers the same whatever budget and comm it was given."""
+    kept: dict[Any, RunResult] = {}
+    for i, result in enumerate(results):
+        is_full = attends_all(result)
+        same = (texts(result), result.method_label, result.prefill, str(parameters(result)), result.status)
+        kept.setdefault((*same, result.n_samples, result.score, result.dtype) if is_full else i, result)
+    return list(kept.values())
+
+
+def attends_all(result: RunResult) -> bool:
+    """Whether every token took part in every step, and none was looked for."""
+    return result.effective_ratio == 1 and not result.bytes_moved_meta_per_step and not result.bytes_searched_per_step
+
+
+def folders(paths: Sequence[Path]) -> list[str]:
+    """Where the runs lie, in the table's order: one by one, or the first and the last where they are many."""
+    paths = list(dict.fromkeys(near(path) for path in paths))
+    if len(paths) == 1:
+        return [f"folder: {paths[0]}"]
+    if not paths:
+        return []
+    parent = Path(os.path.commonpath([path.parent for path in paths]))
+    names = [path.relative_to(parent).as_posix() for path in paths]
+    if len(names) <= MANY:
+        return [f"folders, in {parent}:", *(f"  {name}" for name in names)]
+    return [f"folders: {len(names)} in {parent}, from", f"  {names[0]} to", f"  {names[-1]}"]
+
+
+def near(path: Path) -> Path:
+    """From where the command was given, if it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 
 
 def varied(result: RunResult, results: Sequence[RunResult]) -> list[str]:
@@ -72,12 +137,15 @@ def parameters(result: RunResult) -> dict[str, Any]:
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
     task = f"{result.task} {result.dataset}".strip()
-    budget = f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
+    budget = f"{result.budget} tokens" if result.ratio_exact is None else f"ratio {shown_fraction(result.ratio_exact)}"
+    comm = f"comm {shown_fraction(result.comm_exact)}"
+    if attends_all(result):
+        budget, comm = NO_MATTER, NO_MATTER
     return (
         result.model,
         f"{task} ({result.data_source} data)",
         budget,
-        f"comm {result.comm_exact}",
+        comm,
         result.protocol,
         f"seed {result.seed}",
     )
@@ -100,10 +168,10 @@ def measured(results: Iterable[RunResult]) -> list[str]:
 
 def score(result: RunResult) -> tuple[str, ...]:
     """Score, interval, n."""
-    ci = result.score_ci95
+    ci = result.score_ci95 if result.n_samples > 1 else None  # earlier runs have one of no width
     return (
         number(result.score, 3),
-        "-" if ci is None else f"{ci[0]:.3f} to {ci[1]:.3f}",
+        "-" if ci is None else f"{ci[0]:.2f} to {ci[1]:.2f}",
         str(result.n_samples),
     )
 
@@ -129,7 +197,8 @@ def numbers(result: RunResult) -> tuple[str, ...]:
 
 
 def number(value: float | None, digits: int, unit: float = 1) -> str:
-    return "-" if value is None else f"{value / unit:,.{digits}f}"
+    """With so many digits behind the point, and none from 1,000 on."""
+    return "-" if value is None else f"{value / unit:,.{0 if abs(value / unit) >= 1000 else digits}f}"
 
 
 def exceeds(value: float | None, bound: float | None) -> bool:
@@ -148,6 +217,11 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
             lines.append(f"the score of {task} is its {name}")
         if METRICS[name].better == "lower":
             lines.append(f"{name}: lower is better")
+    n_samples = sorted({result.n_samples for result in results if result.score is not None})
+    if n_samples and n_samples[0] == 1:
+        lines.append("a single sample has a score, and says nothing of how far it would be from another's")
+    elif n_samples and n_samples[0] < FEW:
+        lines.append(f"{n_samples[0]} samples are few: a difference that is smaller than the intervals says nothing")
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
     if rows > 1:
         lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")

@@ -57,6 +57,10 @@ class Task(ABC):
     def check(self, shape: ModelShape) -> None:
         """Raise `ConfigError` where data are missing or the model's window is too short."""
 
+    def shortest_prompt(self) -> int | None:
+        """Tokens that its shortest prompt has at most, where that is known without a tokenizer; `check` ran before."""
+        return None
+
     @abstractmethod
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         """All samples in their fixed order; the runner applies `limit`."""

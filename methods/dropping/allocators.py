@@ -1,7 +1,8 @@
 """How many tokens each layer keeps, for methods that keep the best: free functions from a budget to whole numbers.
 
-Counts are tokens per head beside the protected ones, one number for each layer that is compressed. `uniform` and
-`pyramid` need no scores; `by_need` divides the budget once the scores of all layers are there.
+Counts are tokens per head beside the protected ones, one number for each layer that is compressed. `uniform` needs no
+scores, nor does PyramidKV's (`methods/rules/pyramidkv.py`); `by_need` divides the budget once the scores of all layers
+are there.
 
 Not here: what a token is worth (`methods/dropping/scorers.py`). Heads of a layer keep equally many; an allocator that
 gives each head a count of its own will return a list of counts per layer.
@@ -17,25 +18,6 @@ from torch import Tensor
 def uniform(count: int, n_layers: int) -> list[int]:
     """The same for every layer."""
     return [count] * n_layers
-
-
-def pyramid(s: int, cap: int, w: int, beta: int, n_layers: int) -> list[int]:
-    """Most in the first layer, fewest in the last: PyramidKV's integers for a prompt of `s`, floors included.
-
-    `cap` is the nominal mean, with the `w` protected tokens that every layer keeps.
-    """
-    if s < cap:
-        return [max(0, s - w)] * n_layers
-    mean = cap - w
-    if s < 2 * mean or n_layers == 1:
-        return [mean] * n_layers
-    last = mean // beta
-    first = 2 * mean - last
-    if first >= s - w:  # too short for this slope: the first layer keeps all, the last the balance
-        first = s - w
-        last = 2 * mean - first
-    step = (first - last) // (n_layers - 1)
-    return [first - rank * step for rank in range(n_layers)]
 
 
 def normalised(weights: Tensor) -> Tensor:

@@ -14,9 +14,6 @@ from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
 from kernels.topk import top_stable
 
-POOLINGS = ("max", "avg")
-REDUCTIONS = ("mean", "sum", "max", "query_head")
-
 
 def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
     """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves all."""

@@ -16,68 +16,30 @@ Fails     where the question comes after the compression, or later text needs wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from engine.budget import Budget
-from engine.checks import each_one_of
-from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.prefill import Trace
-from engine.shapes import ModelShape
 from methods.base import ScoringMethod
 from methods.dropping.allocators import uniform
-from methods.dropping.scorers import POOLINGS, REDUCTIONS, pool_scores, reduce_group, window_votes
+from methods.dropping.scorers import pool_scores, reduce_group, window_votes
+from methods.rules.snapkv import SnapKVRules
 
 
-def fit_window(cap: int, window: int) -> int:
-    """The observation window within `cap` tokens; it must leave some of them for the past."""
-    return window if cap > window else max(1, cap // 2)
-
-
-def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int) -> Tensor:
+def voted_scores(trace: Trace, params: "SnapKVRules.Params", window: int, layer: int) -> Tensor:
     """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
     votes = window_votes(trace, LastQueries(params.window), window, layer)
     return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
 
 
-class SnapKV(ScoringMethod):
-    title = "SnapKV"
-
-    @dataclass(frozen=True)
-    class Params:
-        window: int
-        kernel: int
-        pooling: str
-        reduce: str
-
-        def __post_init__(self) -> None:
-            if self.window < 1:
-                raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
-            if self.kernel < 1 or self.kernel % 2 == 0:
-                raise ConfigError(
-                    f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
-                )
-            each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
-
-    @dataclass(frozen=True)
-    class Plan:
-        """What a layer keeps of the prompt."""
-
-        cap: int  # tokens per KV head, the window included
-        window: int  # the prompt's last tokens
-
-    params: Params
-    plan: Plan
+class SnapKV(SnapKVRules, ScoringMethod):
+    params: SnapKVRules.Params
+    plan: SnapKVRules.Plan
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        return SnapKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
-
-    @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+    def observations(cls, params: SnapKVRules.Params, plan: SnapKVRules.Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
     def scores(self, layer: int) -> Tensor:

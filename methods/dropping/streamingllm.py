@@ -12,55 +12,19 @@ Fails     on everything that must be looked up in the middle of the prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import Budget
-from engine.checks import tokens
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
+from methods.rules.streamingllm import StreamingLLMRules
 
 
-class StreamingLLM(SelectiveAttention):
-    title = "StreamingLLM"
-    drops = True
-
-    @dataclass(frozen=True)
-    class Params:
-        n_sink: int
-        generated: str
-        position: str
-
-        def __post_init__(self) -> None:
-            tokens("method.n_sink", self.n_sink)
-            if self.generated not in ("inside", "on_top"):
-                raise ConfigError(
-                    f"method.generated={self.generated} is unknown; use inside (rolling) or on_top (static)"
-                )
-            if self.position not in ("original", "cache"):
-                raise ConfigError(f"method.position={self.position} is unknown; use original or cache")
-
-    @dataclass(frozen=True)
-    class Plan:
-        """What is kept."""
-
-        n_sink: int
-        n_recent: int  # the current token included
-
-    params: Params
-    plan: Plan
-
-    @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        if budget.tokens <= params.n_sink and not budget.attends_all:
-            raise ConfigError(
-                f"a budget of {budget.tokens} tokens for a prompt of {budget.s_prompt} leaves nothing beside "
-                f"method.n_sink={params.n_sink} sinks; raise ratio or budget, or lower method.n_sink"
-            )
-        return StreamingLLM.Plan(params.n_sink, budget.tokens - params.n_sink + 1)
+class StreamingLLM(StreamingLLMRules, SelectiveAttention):
+    params: StreamingLLMRules.Params
+    plan: StreamingLLMRules.Plan
 
     def arrange(self, layer: int) -> None:
         if self.params.position == "cache" and self.trace.turn is None:

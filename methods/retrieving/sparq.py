@@ -24,21 +24,16 @@ Not here: an exact search (`methods/retrieving/oracle.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from math import floor
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from engine.checks import each_one_of, share, tokens
-from engine.errors import ConfigError
+from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.prefill import Trace
-from engine.shapes import ModelShape
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention, select_alike
+from methods.rules.sparq import SparQRules
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
@@ -72,64 +67,15 @@ def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int) -> Tensor:
     return (attended.logsumexp(-1) - logits.logsumexp(-1)).exp().clamp(max=1.0)
 
 
-class SparQ(SelectiveAttention):
-    title = "SPARQ"
-    drops = False
-
-    @dataclass(frozen=True)
-    class Params:
-        n_sink: int
-        local_share: Fraction
-        reallocate: bool
-        layout: str
-        generated: str
-        budget_rule: str
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                layout=("columns", "rows"),
-                generated=("on_top", "inside"),
-                budget_rule=("fair", "official"),
-            )
-            tokens("method.n_sink", self.n_sink)
-            share("method.local_share", self.local_share)
-
-    @dataclass(frozen=True)
-    class Plan:
-        """How a budget is divided, and how many components find the selected tokens."""
-
-        n_sink: int
-        n_window: int  # latest tokens that are always attended to, the current one included
-        k: int  # tokens that a KV head selects
-        r: int
-
-    params: Params
-    plan: Plan
+class SparQ(SparQRules, SelectiveAttention):
+    params: SparQRules.Params
+    plan: SparQRules.Plan
     late: dict[int, Tensor]  # per layer the generated tokens' columns (h_kv, d_h, n_new)
     means: dict[int, Tensor]  # per layer the mean of V over all tokens so far (1, h_kv, 1, d_h)
     covered: Tensor | None  # (1, h_kv, g) of the present step and layer; None: nothing is missing
 
     def setup(self) -> None:
         self.late, self.means, self.covered = {}, {}, None
-
-    @classmethod
-    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if request.ratio != 1:
-            n_components(request.comm, shape.d_h)
-
-    @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        r = 0 if budget.attends_all else n_components(budget.comm, shape.d_h)
-        if params.budget_rule == "fair":
-            fair = split(budget.tokens, params.n_sink, params.local_share)
-            return SparQ.Plan(fair.n_sink, fair.n_local + 1, fair.k, r)
-        # As PQCache's authors compute them, in double precision; sinks are on top.
-        share = budget.s_prompt * float(budget.ratio)
-        n_local = int(share * float(params.local_share))
-        n_sink = min(params.n_sink, budget.s_prompt)
-        return SparQ.Plan(n_sink, n_local + 1, int(share) - n_local, r)
 
     # While the prompt is read.
 
@@ -216,14 +162,6 @@ class SparQ(SelectiveAttention):
 
 
 TINY = torch.finfo(torch.float32).tiny
-
-
-def n_components(comm: Fraction, d_h: int) -> int:
-    """How many of `d_h` components `comm` pays for."""
-    r = floor(comm * d_h)
-    if r < 1:
-        raise ConfigError(f"comm={show(comm)} pays for none of the {d_h} components of a key; use comm=1/{d_h} or more")
-    return r
 
 
 def prompt_columns(trace: Trace, layer: int) -> Tensor:

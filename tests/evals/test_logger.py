@@ -2,6 +2,7 @@
 
 import json
 import struct
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,59 @@ def test_a_copy_holds_what_the_run_holds(tmp_path: Path) -> None:
     ]
     assert len([*folder.glob("wandb/offline-run-*/files/media/images/figures/*.png")]) == 1
     assert copy["exit"] == 0
+
+
+def sent_by(line: str) -> set[Path]:
+    """The folders that a shell gives to the command at the end of a line."""
+    command = line.partition("to send: ")[2].strip()
+    assert command.startswith("wandb sync ")
+    echoed = subprocess.run(["bash", "-c", f"ls -d {command[11:]}"], capture_output=True, text=True, check=True)
+    return {Path(path).absolute() for path in echoed.stdout.splitlines()}
+
+
+def test_the_last_line_says_where_offline_copies_are_and_how_to_send_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [write_run(Path("runs"), method, [1.0]) for method in ("quest", "snapkv")]
+    copies = Copies([], [folder for folder, _ in runs])
+    copies.logger = logger()
+    copies.send(dict(runs[:1]))
+    assert "to send" not in capsys.readouterr().err, "the sweep is not over"
+    copies.send(dict(runs))
+    copies.send(dict(runs))
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if "to send" in line]
+    assert line == said[-1]
+    assert line.startswith("W&B is offline: 2 copies in runs; to send: wandb sync runs/")
+    assert sent_by(line) == {*tmp_path.glob("runs/*/wandb/offline-run-*")} and len(sent_by(line)) == 2
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("where", ["my runs/{i}/wandb", "one for all"])
+def test_any_number_of_copies_is_sent_by_one_command(
+    n: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders, copies = [Path(f"my runs/{i}") for i in range(n)], []
+    for i, folder in enumerate(folders):
+        copies.append(tmp_path / where.format(i=i) / f"offline-run-{i}")
+        for path in (folder, copies[i]):
+            path.mkdir(parents=True, exist_ok=True)
+        (folder / "wandb.json").write_text(json.dumps({"folder": str(copies[i]), "mode": "offline"}))
+    line = logger().farewell(folders)
+    assert line is not None and line.startswith(f"W&B is offline: {n} cop")
+    assert sent_by(line) == {*copies}
+    assert len(line) < 250
+
+
+def test_copies_that_are_online_have_their_address(tmp_path: Path) -> None:
+    folder, _ = write_run(tmp_path, "quest", [1.0])
+    note = {"mode": "online", "url": "https://wandb.ai/me/kvbench/runs/abc"}
+    (folder / "wandb.json").write_text(json.dumps(note))
+    assert logger().farewell([folder]) == "W&B: 1 copy at https://wandb.ai/me/kvbench"
+    (folder / "wandb.json").unlink()
+    assert logger().farewell([folder]) is None
 
 
 def test_a_run_is_copied_once_and_a_copy_that_was_cut_off_is_made_again(

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from evals.screen import progress
+from evals.screen.estimate import Estimate, Load
 from evals.screen.progress import Progress, Standing, duration, in_words
 
 FULL = Standing("full", "ratio=0.1", 2, 1.0)
@@ -16,7 +17,7 @@ SNAPKV = [Standing("snapkv", f"ratio={ratio}", 2, score) for ratio, score in ((0
 def test_a_log_has_a_line_per_sample_with_every_score_and_what_is_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moments = iter([0.0, 60.0, 120.0])
+    moments = iter([0.0, 10.0, 20.0, 60.0, 120.0])
     monkeypatch.setattr(progress, "monotonic", lambda: next(moments))
     with Progress("needle", 5, 3) as shown:
         shown.stage("reading", 3)
@@ -29,9 +30,9 @@ def test_a_log_has_a_line_per_sample_with_every_score_and_what_is_left(
     ]
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, height: int = 30) -> io.StringIO:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, height: int = 30, width: int = 100) -> io.StringIO:
     written = io.StringIO()
-    console = Console(file=written, force_terminal=True, width=100, height=height, legacy_windows=False)
+    console = Console(file=written, force_terminal=True, width=width, height=height, legacy_windows=False)
     monkeypatch.setattr(progress, "Console", lambda **_: console)
     return written
 
@@ -51,7 +52,7 @@ def seen(shown: Progress, standings: Sequence[Standing]) -> str:
 def test_a_terminal_shows_variants_samples_and_the_present_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written = on_terminal(monkeypatch)
+    written = on_terminal(monkeypatch, width=70)
     lost = Standing("oracle", "budget=64", 1, None)
     view = seen(Progress("needle", 4, 1), [FULL, *SNAPKV, lost])
     lines = [" ".join(line.split()) for line in view.splitlines()]
@@ -63,11 +64,52 @@ def test_a_terminal_shows_variants_samples_and_the_present_stage(
     assert "a note" in written.getvalue()
 
 
-def test_a_low_terminal_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_terminal_shows_every_variant_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     on_terminal(monkeypatch, height=14)
-    view = seen(Progress("needle", 4, 1), [FULL] * 20)
-    assert "and 16 more" in view
-    assert len(view.splitlines()) <= 14
+    clock = {"now": 0.0}
+    monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
+    many = [Standing(f"method-{i}", "ratio=0.1", 2, 0.5) for i in range(20)]
+    shown, views = Progress("needle", 4, 1), ""
+    shown.standings = many
+    for _ in range(5):
+        with shown.console.capture() as capture:
+            shown.console.print(shown.view())
+        assert len(capture.get().splitlines()) <= 14
+        views += capture.get()
+        clock["now"] += progress.PAGE_SECONDS
+    assert all(f"method-{i} " in views for i in range(20))
+    assert "of 20; the others follow" in views
+
+
+def test_variants_stand_beside_each_other_before_any_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_terminal(monkeypatch, height=20)
+    view = seen(Progress("needle", 4, 1), [Standing(f"m{i}", "ratio=0.1", 2, 0.5) for i in range(18)])
+    assert all(f"m{i} " in view for i in range(18))
+    assert "follow" not in view
+
+
+def test_both_stages_move_the_bar_and_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a first and a second sample that take minutes each, where rich's own columns would show nothing."""
+    on_terminal(monkeypatch)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
+    shown, bars, words = Progress("needle", 2, 0, estimate=Estimate([Load(4000, 10)] * 2)), [], []
+    with shown:
+        for sample in ("a", "b"):
+            for begin in (lambda: shown.reading("s", 4000, 10), lambda: shown.answering("s", 2, 10)):
+                begin()
+                for _ in range(10):
+                    clock["now"] += 10
+                    shown.advance()
+                    shown.view()
+                    bar = shown.bars.tasks[shown.samples]
+                    bars.append(bar.completed)
+                    words.append(bar.fields["left"])
+            shown.sample_done(sample, [])
+    assert bars == sorted(bars) and len({*bars}) == 40
+    assert words[:20] == [""] * 20
+    assert words[20] == "about 3 min left"
+    assert 40 <= int(words[-6].split()[1]) <= 60, "half of an answer that takes 100 s is left"
 
 
 def test_figures_are_put_into_words() -> None:

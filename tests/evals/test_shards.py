@@ -93,7 +93,7 @@ def test_shards_leave_what_one_process_leaves(
     assert [len(shard.samples) for shard in asked] == [2, 2, 2]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("1 group in")]
     assert len(said) == 6  # each sample is seen once
-    monkeypatch.setattr(shards, "load_tokenizer", lambda *_, **__: pytest.fail("loaded again"))
+    monkeypatch.setattr(loop, "tokenizer_of", lambda *_, **__: pytest.fail("loaded again"))
     run_on_pool(cells("shards"))
     assert len(asked) == 3
 

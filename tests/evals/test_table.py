@@ -1,13 +1,13 @@
 """The table that ends a run."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from evals.results import RunResult
+from evals.results import RunResult, shown_fraction
 from evals.screen.table import number, print_table, remarks, table
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
@@ -15,7 +15,7 @@ FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "e
 FACTS |= {"model": "m", "compressed_layers": [0], "dtype": "float32", "device": "cpu", "seed": 0}
 FACTS |= {"ratio_exact": "0.2", "comm_exact": "1/64", "protocol": "full_prompt", "comm": 0.1}
 FACTS |= {"config_hash": "0123456789", "versions": {}, "peak_rss_bytes": 1}
-FACTS |= {"status": "ok", "n_samples": 4, "n_oom": 0, "score": 0.5}
+FACTS |= {"status": "ok", "n_samples": 40, "n_oom": 0, "score": 0.5}
 
 
 def result(**changes: Any) -> RunResult:
@@ -39,6 +39,7 @@ def test_what_all_rows_share_stands_once() -> None:
     shown = text(result(), result(method_label="Full"))
     assert shown.count("comm 1/64") == 1
     assert shown.count("ratio 0.2") == 1
+    assert shown.count("40 samples") == 1
 
 
 def test_what_differs_gets_a_column() -> None:
@@ -51,11 +52,88 @@ def test_what_differs_gets_a_column() -> None:
 def test_what_was_not_measured_is_no_zero() -> None:
     assert number(None, 2) == "-"
     assert number(0.0, 2) == "0.00"
+    assert number(1234.5, 1) == "1,234"
+
+
+FULL: dict[str, Any] = {
+    "method": "full", "method_label": "Full", "effective_ratio": 1.0, "bytes_moved_meta_per_step": 0.0,
+    "tokens_attended_mean": 2175.9, "tokens_budget_mean": 2170.9, "bytes_resident_device": 50.2e6,
+}  # fmt: skip
+
+
+def test_full_attention_stands_once_whatever_it_was_given() -> None:
+    asked = [{"ratio_exact": "0.1"}, {"ratio_exact": "0.2"}, {"ratio_exact": "0.2", "comm_exact": "0"}]
+    shown = text(*(result(**FULL, **one) for one in asked), result(ratio_exact="0.1"), result(ratio_exact="0.2"))
+    assert shown.count("Full") == 1
+    assert shown.count("Oracle") == 2
+    (line,) = [line for line in shown.splitlines() if line.startswith("Full")]
+    assert "any" in line and "ratio" not in line
+    assert "comm 1/64" in shown.splitlines()[0], "what no row needs differs in none"
+    twice = text(result(**FULL), result(**FULL | {"score": 0.25}))
+    assert twice.count("Full") == 2, "two answers are two rows"
+
+
+def test_a_share_is_written_as_people_write_it() -> None:
+    assert [shown_fraction(exact) for exact in ("0.125", "1/64", "0.0625", "0.2", "0.5", "1/3", "1", "0")] == [
+        "1/8", "1/64", "1/16", "0.2", "0.5", "1/3", "1", "0",
+    ]  # fmt: skip
+    shown = text(result(comm_exact="0.125"), result(comm_exact="1/64", ratio_exact="0.125"))
+    assert "comm 1/8" in shown and "ratio 1/8" in shown and "0.125" not in shown
+
+
+def test_a_single_sample_has_no_interval_and_few_samples_are_said_to_be_few() -> None:
+    one = result(n_samples=1, score=1.0, score_ci95=[1.0, 1.0])  # as earlier runs have it
+    assert "1.00 to 1.00" not in text(one)
+    assert any("a single sample" in line for line in remarks([one]))
+    assert any(line.startswith("4 samples are few") for line in remarks([result(n_samples=4)]))
+    assert not any("few" in line for line in remarks([result(n_samples=10)]))
+
+
+def sweep(n: int, root: Path) -> list[tuple[Path, RunResult]]:
+    """As a sweep leaves it: long labels, every number as large as they get."""
+    labels = ("StreamingLLM (C)", "Quest (matched)", "PQCache", "Full")
+    sizes = {"tokens_attended_mean": 102400.5, "tokens_budget_mean": 102400.0, "bytes_moved_kv_per_step": 12157.3e3,
+             "bytes_moved_meta_per_step": 387.1e3, "bytes_resident_device": 5234.5e6, "bytes_resident_host": 234.5e6,
+             "prefill_s": 12.34, "tpot_s": 0.123}  # fmt: skip
+    return [
+        (
+            root / f"needle-{labels[i % 4]}-m-{i:010}",
+            result(
+                method_label=labels[i % 4], ratio_exact=("0.1", "0.2")[i // 4 % 2], score=i / n, n_samples=15,
+                score_ci95=[i / n / 2, i / n], **{key: value * (1 - i / 1000) for key, value in sizes.items()},
+            ),
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 8, 30])
+def test_a_sweep_fits_a_hundred_columns(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    done = sweep(n, tmp_path / "runs")
+    same = {"prefill_s": 12.34, "tpot_s": 0.123}  # shared in a sweep
+    print_table([(path, replace(one, **same)) for path, one in done])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert str(tmp_path) not in shown
+    assert done[0][0].name in shown and done[-1][0].name in shown
+    assert sum(line.startswith(("Streaming", "Quest", "PQCache", "Full")) for line in shown.splitlines()) == n
+
+
+def test_a_run_elsewhere_has_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    print_table([(Path("/elsewhere/run"), result())])
+    assert "folder: /elsewhere/run" in capsys.readouterr().out
 
 
 def test_a_run_over_its_budget_is_marked() -> None:
     over = result(within_budget=False, tokens_attended_mean=12.0)
-    assert "!12.0" in text(over)
+    assert "!12.0" in text(over, over), "what exceeds its budget is marked where it stands"
     assert any(line.startswith("!") for line in remarks([over]))
     assert "!" not in text(result(within_budget=True, tokens_attended_mean=12.0))
 
@@ -92,7 +170,7 @@ def test_numbers_are_never_cut(
     print_table([(Path("runs/some-folder"), result(score=0.123, tokens_attended_mean=1234.5))])
     shown = capsys.readouterr().out
     assert "0.123" in shown
-    assert "1,234.5" in shown
+    assert "1,234 tokens attended" in shown
     assert "runs/some-folder" in shown
 
 

@@ -41,7 +41,7 @@ def composed(cell: list[str]) -> Settings:
 
 def test_every_table_and_figure_has_a_file() -> None:
     wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
-    assert {path.stem for path in FILES} == wanted
+    assert {path.stem for path in FILES} == wanted | {"first_look"}  # of `make run`
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

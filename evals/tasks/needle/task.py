@@ -349,6 +349,10 @@ class Needle(Task):
                 f"{fitting}"
             )
 
+    def shortest_prompt(self) -> int | None:
+        # What wraps the haystack takes less than is kept free for it, or nobody knows.
+        return min(self.grid.lengths) if self.params.reserve >= PROMPT_ROOM else None
+
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         return Cells(self, tokenizer)
 

@@ -164,7 +164,7 @@ def test_hashing_that_takes_long_is_said_once(
 def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.checkpoints.load import embedded_file
+    from engine.checkpoints.header import embedded_file
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert digest(embedded_file()) == digests.first_digest_of(str(embedded_file())) == "f398b721a399"

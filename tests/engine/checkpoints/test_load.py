@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoints import conversion, load
+from engine.checkpoints import conversion, header, load
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.errors import ConfigError
 from tests.tiny_gguf import save_tiny_gguf
@@ -61,9 +61,9 @@ def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
 
 
 def test_a_missing_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.setattr(header, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="make setup"):
-        load.embedded_file()
+        header.embedded_file()
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_one_sentence(folder: Path, damage: Callable[[Pa
 
 def test_a_huge_configuration_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (folder / "config.json").open("r+b") as file:
-        file.truncate(load.MAX_CONFIG + 1)
+        file.truncate(header.MAX_CONFIG + 1)
     with pytest.raises(ConfigError, match=r"config\.json is no model's configuration"):
         load.read_shape("tiny", str(folder))
 

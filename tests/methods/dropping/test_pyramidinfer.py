@@ -14,8 +14,9 @@ from engine.observe import MeanWeights
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
-from methods.dropping.pyramidinfer import Generated, PyramidInfer, fit_course, n_of_block, rising_weights
+from methods.dropping.pyramidinfer import Course, Generated, PyramidInfer, n_of_block, rising_weights
 from methods.full import Full
+from methods.rules.pyramidinfer import fit_course
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_for
 
@@ -52,7 +53,7 @@ def run_vectors(path: Path) -> list[Check]:
         rows = torch.from_numpy(x[f"attn_recent_L{layer}"]).mean(0)  # (1 + rec, n)
         going_on = np.arange(len(positions))
         if course.n_going_on(layer, len(positions)) < len(positions) - course.tail:
-            going_on = course.survivors(layer, rising @ rows / course.tail).numpy()
+            going_on = Course(course).survivors(layer, rising @ rows / course.tail).numpy()
         problem = problem or differs(
             f"positions of layer {layer + 1}", positions[going_on], x[f"positions_L{layer + 1}"]
         )
@@ -97,7 +98,7 @@ def test_pyramidinfer_agrees_with_reference_vectors(path: Path) -> None:
 def read(kind: str, s: int, course: PyramidInfer.Plan | None, seed: int = 0) -> Trace:
     model = tiny(kind)
     with model.hooked():
-        return prefill(model, prompt(s, seed), thinning=course)
+        return prefill(model, prompt(s, seed), thinning=PyramidInfer.thinning(course))
 
 
 def course_for(s: int, share: float, n_layers: int, **changes: Any) -> PyramidInfer.Plan:
@@ -158,7 +159,7 @@ def test_votes_are_the_mean_over_heads_of_weighted_attention() -> None:
     votes = (rows * rising).mean(0)
     votes[:4] = torch.inf
     best = votes[: 90 - course.tail].topk(course.n_going_on(0, 90)).indices.sort().values
-    ours = course.going_on(0, q, k, 0.25)
+    ours = Course(course).going_on(0, q, k, 0.25)
     assert ours is not None
     assert ours.tolist() == [*best.tolist(), *range(90 - course.tail, 90)]
 
@@ -241,7 +242,7 @@ def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
     course = fit_course(params, s, 60, model.shape.n_layers)
     observations = PyramidInfer.observations(params, course)
     with model.hooked():
-        trace = prefill(model, prompt(s), observations, thinning=course)
+        trace = prefill(model, prompt(s), observations, thinning=Course(course))
     row = built(row_for(PyramidInfer, params, request(tokens=60), trace, n_new))
     expected = {layer: course.lengths()[layer] for layer in range(3)}
     base = dict(expected)

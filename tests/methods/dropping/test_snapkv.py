@@ -16,7 +16,8 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from methods.dropping import scorers
 from methods.dropping.scorers import keep_top, pool_scores, reduce_group, window_votes
-from methods.dropping.snapkv import SnapKV, fit_window
+from methods.dropping.snapkv import SnapKV
+from methods.rules.snapkv import fit_window
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SnapKV.Params(8, 5, "max", "mean")

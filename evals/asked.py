@@ -1,0 +1,147 @@
+"""What is asked for, checked without torch: parameters, a model's header, a task's own numbers.
+
+Everything that can be refused here is refused for all cells before torch is imported, and before anything is converted
+or made.
+
+Not here: values of single keys (`evals/settings.py`), what takes the model's files (`evals/cells.py`) or its tokenizer
+(`evals/loop.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from engine import checks
+from engine.budget import EVERYTHING
+from engine.caches.blocks import BlockCacheSpec
+from engine.checkpoints.header import header_shape, shape_of_config
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from evals.settings import Choice, ModelSpec, Settings, load_class, load_rules
+from evals.tasks.base import Task
+from evals.typed import build, build_params
+from methods.rules.base import Rules
+
+if TYPE_CHECKING:  # imports torch
+    from engine.sparse import VerticalSlash
+
+ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
+MOST_COUNT = 10_000  # of anything that a task counts
+NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cell as far as it is known without torch."""
+
+    settings: Settings  # as they were given, but for a method without a budget
+    given: Settings
+    rules: type[Rules]
+    params: Any
+    task: Task
+    task_params: Any
+    shape: ModelShape | None  # None: the model's header does not say it
+    sparsity: "VerticalSlash | None"  # of the prefill
+
+
+def ask(cells: Sequence[Settings]) -> list[Asked]:
+    """Check every cell as far as that goes without torch."""
+    shapes: dict[Any, ModelShape | None] = {}
+    return [ask_one(settings, shapes) for settings in cells]
+
+
+@contextmanager
+def naming(settings: Settings) -> Iterator[None]:
+    """Name the method and its budget in what is refused."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
+
+
+def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
+    """Check a cell without torch; `shapes` are those of the models seen so far."""
+    rules, params = rules_and_params(given.method)
+    settings = given if rules.has_budget else replace(given, budget=EVERYTHING, cache=NO_CACHE)
+    task_class, task_params = class_and_params(settings.task)
+    task: Task = task_class(task_params, settings.data_dir, settings.seed)
+    if settings.weights == "random" and not task.is_timed:
+        raise ConfigError(f"weights=random answers nothing that task={task.name} could score; use it with task=latency")
+    if task.is_forced and settings.scope != "full_prompt":
+        raise ConfigError(
+            f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
+            "question; use full_prompt"
+        )
+    model = (settings.model, settings.weights)
+    if model not in shapes:
+        shapes[model] = early_shape(settings)
+    shape = shapes[model]
+    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity_of(settings, rules))
+    if shape is not None:
+        check(asked, shape)
+    return asked
+
+
+def check(asked: Asked, shape: ModelShape) -> None:
+    """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
+    settings, rules, task = asked.settings, asked.rules, asked.task
+    with naming(settings):
+        rules.check(asked.params, settings.budget, shape)
+        rules.check_cache(asked.params, settings.cache)
+        checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
+        checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+    if asked.sparsity is not None:
+        checks.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
+    task.check(shape)
+    checks.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
+    shortest = task.shortest_prompt()
+    if shortest is not None:
+        with naming(settings):
+            rules.plan_for(asked.params, rules.budget_for(settings.budget, shortest), shape)
+
+
+def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:
+    """The rules of the method that is chosen, and its parameters, checked."""
+    rules = load_rules(choice)
+    try:
+        return rules, build_params(rules, choice.params, choice.group)
+    except ConfigError as error:
+        raise ConfigError(f"method={choice.name}: {error}") from None
+
+
+def class_and_params(choice: Choice) -> tuple[Any, Any]:
+    """The class that a group's file names, and its parameters, checked."""
+    kind = load_class(choice)
+    return kind, build_params(kind, choice.params, choice.group)
+
+
+def sparsity_of(settings: Settings, rules: type[Rules]) -> "VerticalSlash | None":
+    """What the prefill leaves out; None where that is nothing."""
+    chosen = settings.prefill
+    if chosen is None:
+        return None
+    if rules.thins:
+        raise ConfigError(
+            f"method={settings.method.name} has a prefill of its own, which prefill={chosen.name} cannot make sparse; "
+            "use prefill=exact with it"
+        )
+    return build(load_class(chosen), chosen.params, "prefill")
+
+
+def early_shape(settings: Settings) -> ModelShape | None:
+    """The model's shape, where it can be read without torch."""
+    spec = settings.model
+    if settings.weights == "random" and (given := architecture(spec)) is not None:
+        return shape_of_config(given, spec.name)
+    return None if spec.trust_remote_code else header_shape(spec.name, spec.id, spec.revision)
+
+
+def architecture(spec: ModelSpec) -> dict[str, Any] | None:
+    """What conf/architecture has of a model."""
+    names = (spec.name, spec.name.removesuffix("-instruct"))
+    file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
+    return None if file is None else yaml.safe_load(file.read_text())

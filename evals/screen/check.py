@@ -1,0 +1,388 @@
+"""`make check`, `python run.py --check`: one screen on what this machine has, and whether the main job would work.
+
+Every line is a `Fact`: its name, what was found, and where it stops the main job a sentence on what to do. Nothing is
+built, converted, downloaded or written. Importing this file does not import torch; asking for the facts does.
+
+Not here: which memory a model takes (`evals/screen/fits.py`), what lies in the cache folder (`evals/screen/caches.py`).
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.checkpoints import header
+from engine.errors import ConfigError
+from evals.results.machine import cpu_model
+from evals.screen.fits import FORMULA, Shipped, shipped
+
+WIDTH = 100  # columns that the screen is made for
+EXTRAS = {  # optional packages, and what they are for
+    "ray": "sweeps on many machines",
+    "submitit": "on Slurm",
+    "wandb-workspaces": "make dashboard",
+    "faiss-cpu": "",
+    "numba": "",
+    "scikit-learn": "make bench",
+}
+SHORTEST = 4096  # tokens that the main job reads at most
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A line of the screen."""
+
+    name: str
+    text: str
+    problem: str | None = None  # why the main job would not work, and what to do
+
+
+def main() -> int:
+    """Print the screen: 0 where the main job would work, else 1."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    facts = machine()
+    if not any(fact.problem for fact in facts):  # the others need what these found
+        facts += folders()
+        console.print(grid((fact.name, fact.text) for fact in facts))
+        console.print(models())
+        console.print(grid(((one.name, one.text) for one in data()), "data"))
+    else:
+        console.print(grid((fact.name, fact.text) for fact in facts))
+    problems = [fact.problem for fact in facts if fact.problem]
+    for problem in problems:
+        console.print(f"\n{problem}", soft_wrap=True)
+    if not problems:
+        console.print("\nThe main job works here: make run", soft_wrap=True)
+    return int(bool(problems))
+
+
+def grid(rows: Iterable[tuple[str, str]], title: str = "") -> Table:
+    """Two columns; what is too long wraps in its own."""
+    table = Table(box=None, pad_edge=False, show_header=bool(title))
+    table.add_column(title, no_wrap=True, min_width=13)
+    table.add_column("", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+# --- what the machine has ---
+
+
+def machine() -> list[Fact]:
+    """Packages, processors, kernels, memory."""
+    missing = [name for name in ("torch", "transformers", "gguf", "hydra") if find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        return [
+            Fact("Python", platform.python_version()),
+            Fact("packages", f"missing: {names}", f"the packages {names} are not installed; run `make setup`"),
+        ]
+    return [python(), processors(), dtype(), kernels(), triton(), flash_attn(), memory(), extras(), wandb()]
+
+
+def python() -> Fact:
+    parts = [f"{name} {installed(name)}" for name in ("torch", "transformers")]
+    return Fact("Python", ", ".join([platform.python_version(), *parts]))
+
+
+def processors() -> Fact:
+    torch = import_module("torch")
+    cpu = f"{os.cpu_count()} cores of {cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
+    if not torch.cuda.is_available():
+        hint = ""
+        if shutil.which("nvidia-smi"):
+            hint = f"; nvidia-smi is there, but torch {torch.__version__} cannot use a GPU"
+        return Fact("processors", f"{cpu}; no GPU{hint}")
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_properties(i).name
+        gpus.append(f"cuda:{i} {name}, {gb(free)} of {gb(total)} free")
+    return Fact("processors", f"{cpu}; CUDA {torch.version.cuda}: {'; '.join(gpus)}")
+
+
+def dtype() -> Fact:
+    """What `dtype=auto` is, by the same functions as a run."""
+    load = import_module("engine.checkpoints.load")
+    device = load.resolve_device("auto")
+    chosen = load.resolve_dtype("auto", device)
+    if device != "cpu":
+        why = "on a GPU it is fast"
+    elif chosen == "bfloat16":
+        why = "this CPU multiplies it (AVX512-BF16 or AMX)"
+    else:
+        why = "this CPU has neither AVX512-BF16 nor AMX, so bfloat16 would be emulated, and slower"
+    return Fact("dtype", f"auto is {chosen} on {device}: {why}")
+
+
+def kernels() -> Fact:
+    build = import_module("kernels.build")
+    if os.environ.get("KVBENCH_KERNELS") == "torch":
+        return Fact("C++ kernels", "switched off by KVBENCH_KERNELS=torch; torch does their work")
+    names = sorted(file.stem for file in build.SOURCES.glob("*.cpp"))
+    paths = [build.library_path(name, build.level()) for name in names]
+    n_built = sum(os.path.isfile(path) for path in paths)  # noqa: PTH113 - Path.is_file raises in a closed folder
+    if n_built == len(names):
+        return Fact("C++ kernels", f"all {n_built} built for {build.level()} in {shown(paths[0].parent)}")
+    try:
+        compiler = " ".join(build.find_compiler())
+    except RuntimeError as error:
+        rest = "their" if not n_built else f"that of the other {len(names) - n_built}"
+        return Fact("C++ kernels", f"{n_built} of {len(names)} built: {error}; torch does {rest} work, slower")
+    return Fact("C++ kernels", f"{n_built} of {len(names)} built; {compiler} compiles the others when first used")
+
+
+def triton() -> Fact:
+    found = installed("triton")
+    if found is None:
+        return Fact(
+            "Triton", "not installed; kernels for GPUs take torch's path (pip install -c constraints.txt triton)"
+        )
+    return Fact("Triton", found if has_gpu() else f"{found}; there is no GPU to use it on")
+
+
+def flash_attn() -> Fact:
+    found = installed("flash-attn") if find_spec("flash_attn") else None
+    if found is None:
+        return Fact("flash-attn", "not installed; torch's own attention reads prompts" if has_gpu() else "not needed")
+    return Fact("flash-attn", found)
+
+
+def memory() -> Fact:
+    """Free memory where models are loaded; a container's limit counts."""
+    free = free_bytes()
+    text = f"{gb(free)} free on {'cuda:0' if has_gpu() else 'this machine'}"
+    return Fact("memory", text)
+
+
+def extras() -> Fact:
+    here = [f"{name} {found}" for name in EXTRAS if (found := installed(name))]
+    absent = [f"{name} ({use})" if use else name for name, use in EXTRAS.items() if not installed(name)]
+    text = ", ".join(here) if here else "none"
+    if absent:
+        text += f"; pip install -c constraints.txt: {', '.join(absent)}"
+    return Fact("extras", text)
+
+
+def wandb() -> Fact:
+    """What logger=wandb would meet; nothing is asked of a server."""
+    found = installed("wandb")
+    if found is None:
+        return Fact("W&B", "not installed: pip install -c constraints.txt wandb")
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode in ("offline", "disabled", "dryrun"):
+        return Fact("W&B", f"{found}, {mode} by WANDB_MODE")
+    if import_module("evals.logger").has_account():
+        return Fact("W&B", f"{found}, logged in")
+    return Fact("W&B", f"{found}, not configured: `wandb login`, or WANDB_MODE=offline; only logger=wandb needs it")
+
+
+# --- what lies on its disks ---
+
+
+def folders() -> list[Fact]:
+    """Where runs and conversions go."""
+    digests = import_module("engine.checkpoints.digests")
+    runs, cache = import_module("evals.cells").RUNS, digests.cache_home()
+    return [cache_folder(cache), runs_folder(runs), embedded(cache)]
+
+
+def cache_folder(cache: Path) -> Fact:
+    return Fact("cache", f"{shown(cache)}, {gb(shutil.disk_usage(existing(cache)).free)} free on its disk")
+
+
+def runs_folder(runs: Path) -> Fact:
+    if os.access(existing(runs), os.W_OK):
+        return Fact("runs", f"{shown(runs)}, {gb(shutil.disk_usage(existing(runs)).free)} free on its disk")
+    return Fact(
+        "runs",
+        f"{shown(runs)} cannot be written",
+        f"runs cannot be written to {shown(runs)}; unlock the folder, or give out=/somewhere/else with each command",
+    )
+
+
+def embedded(cache: Path) -> Fact:
+    """The model of the main job: installed, converted or convertible, and small enough."""
+    name = "embedded model"
+    try:
+        file = header.embedded_file()
+    except ConfigError as error:
+        return Fact(name, "not installed", str(error))
+    model = next(one for one in shipped() if one.id == "embedded")
+    if longest(model) < SHORTEST:
+        problem = f"the main job needs about 2 GB of free memory and {gb(free_bytes())} are free; end other programs"
+        return Fact(name, "does not fit into memory", problem)
+    if converted(cache, file):
+        return Fact(name, f"{file.stem}, converted in the cache")
+    wanted, free = model.n_weights * 4, shutil.disk_usage(existing(cache)).free
+    remedy = "or set XDG_CACHE_HOME to a folder on another disk"
+    if not os.access(existing(cache), os.W_OK):
+        return Fact(
+            name,
+            f"{file.stem}, not converted",
+            f"the cache folder {shown(cache)} cannot be written; unlock it, {remedy}",
+        )
+    if free < wanted:
+        problem = (
+            f"the embedded model takes {gb(wanted)} in {shown(cache)} and {gb(free)} are free; free some, {remedy}"
+        )
+        return Fact(name, f"{file.stem}, not converted", problem)
+    return Fact(name, f"{file.stem}, converted at the first start: {gb(wanted)}, a minute")
+
+
+def converted(cache: Path, file: Path) -> bool:
+    """Whether this version of transformers finds a conversion; which file it was made of, a run looks at."""
+    pattern = f"{file.stem[:80]}-*-transformers-{installed('transformers')}/config.json"
+    return any((cache / "models").glob(pattern))
+
+
+# --- models ---
+
+
+def models() -> Table:
+    """Each shipped model: whether it is here, and its longest prompt."""
+    load = import_module("engine.checkpoints.load")
+    width = import_module("engine.width")
+    kind = load.resolve_dtype("auto", "auto")
+    table = Table(box=None, pad_edge=False)
+    for name, side in (
+        ("model", "left"),
+        ("weights", "right"),
+        ("longest prompt", "right"),
+        ("here, or hf download …", "left"),
+    ):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for model in shipped():
+        n = longest(model)
+        fits = "does not fit" if n == 0 else f"{n:,}" + (" (all)" if n == model.window else "")
+        table.add_row(model.name, gb(model.n_weights * ELEMENT_BYTES[kind]), fits, where(model))
+    formula = FORMULA.format(share=width.SHARE, pass_values=width.PASS_VALUES)
+    table.caption, table.caption_justify = f"{formula}; {kind}, full attention", "left"
+    return table
+
+
+def longest(model: Shipped) -> int:
+    """Tokens of the longest prompt that fits now, as runs plan with memory."""
+    load, width = import_module("engine.checkpoints.load"), import_module("engine.width")
+    element_bytes = ELEMENT_BYTES[load.resolve_dtype("auto", "auto")]
+    return model.longest(free_bytes(), element_bytes, width.SHARE, width.PASS_VALUES)
+
+
+def where(model: Shipped) -> str:
+    """Whether a model's weights are here, or its name on the hub."""
+    if model.id == "embedded":
+        return "here, embedded" if find_spec(header.EMBEDDED_PACKAGE) else "make setup"
+    hub = Path(import_module("huggingface_hub.constants").HF_HUB_CACHE)
+    folder = hub / f"models--{model.id.replace('/', '--')}"
+    snapshots = folder.glob("snapshots/*/config.json")
+    if any(any(config.parent.glob(f"*.{kind}")) for config in snapshots for kind in ("safetensors", "bin")):
+        return "here, in the hub's cache"
+    return model.id
+
+
+# --- data ---
+
+
+def data() -> list[Fact]:
+    """Per task, which of upstream's files a run would find, and how to get the others."""
+    sources = import_module("evals.tasks.sources")
+    needle, ruler, pg19 = (import_module(f"evals.tasks.{name}") for name in ("needle.task", "ruler.task", "pg19"))
+    longbench, lists = (
+        import_module("evals.tasks.longbench.task"),
+        import_module("evals.tasks.longbench.datasets").LISTS,
+    )
+    infinite, gsm8k = import_module("evals.tasks.infinitebench.task"), import_module("evals.tasks.gsm8k")
+
+    def found(files: Sequence[str], what: str, without: str, remedy: str) -> str:
+        here = [path for file in files if (path := sources.find(file, None))]
+        where = f" in {shown(root_of(here[0], sources))}" if here else ""
+        if len(here) == len(files):
+            return f"{count(len(here), what)}{where}"
+        return f"{f'{len(here)} of {count(len(files), what)}{where}' if here else 'none'}; {without}; {remedy}"
+
+    def fetch(name: str) -> str:
+        return f"to get them: python -m evals.fetch {name}"
+
+    def by_hand(upstream: str) -> str:
+        return f"to get them: {upstream}, into {shown(sources.data_roots(None)[-1])}"
+
+    rows, tests = longbench.FOLDER, [gsm8k.TEST, gsm8k.EXEMPLARS]
+    own, generated = "without them Python's own text", f"without them {len(infinite.SYNTHETIC)} are generated"
+    lines = {
+        "longbench": found(
+            [f"{rows}/{name}.jsonl" for name in lists["all21"]], "datasets",
+            "without all English ones an embedded set", fetch("longbench"),
+        ),
+        "infinitebench": found(
+            [infinite.file_of(name) for name in infinite.DATASETS], "datasets", generated, fetch("infinitebench")
+        ),
+        "gsm8k": found(tests, "files", "fetched when asked for", fetch("gsm8k")),
+        "needle": found([needle.ESSAYS, needle.STRINGS], "files", own, by_hand(needle.UPSTREAM)),
+        "ruler": found([ruler.TEMPLATES], "files", "without them own words", by_hand(ruler.TEMPLATES_SOURCE)),
+        "pg19": found([pg19.FOLDER], "folders", own, by_hand(pg19.UPSTREAM)),
+    }  # fmt: skip
+    return [Fact(name, text) for name, text in lines.items()]
+
+
+def root_of(path: Path, sources: Any) -> Path:
+    return next(root for root in sources.data_roots(None) if path.is_relative_to(root))
+
+
+# --- words ---
+
+
+def count(n: int, what: str) -> str:
+    return f"{n} {what if n != 1 else what.removesuffix('s')}"
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def has_gpu() -> bool:
+    return import_module("torch").cuda.is_available()
+
+
+def free_bytes() -> int:
+    """What a model may take, where it would be loaded."""
+    torch, width = import_module("torch"), import_module("engine.width")
+    return width.free_bytes(torch.device("cuda:0" if has_gpu() else "cpu"))
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    return next(one for one in (path, *path.parents) if os.path.isdir(one))  # noqa: PTH112 - of a closed folder too
+
+
+def shown(path: Path) -> str:
+    """Short: from the present folder or from home, if it lies below."""
+    for base, sign in ((Path.cwd(), "."), (Path.home(), "~")):
+        if path.is_relative_to(base):
+            return str(Path(sign) / path.relative_to(base))
+    return str(path)
+
+
+def gb(n: float) -> str:
+    return f"{n / 1e9:,.1f} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

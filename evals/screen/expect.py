@@ -1,0 +1,56 @@
+"""How long a group of samples will take, said before the first one: from a short pass and a few steps, timed now.
+
+What they cost is laid on all samples by the arithmetic of `evals/screen/estimate.py`, which the first samples correct
+later. Steps are timed with as many rows of full attention as there are variants; what methods do besides is not in it.
+
+Not here: the time that is left while samples are asked (`evals/screen/progress.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.decode import decode
+from engine.model import Model
+from engine.prefill import prefill
+from evals.screen.estimate import Bends, Estimate, Load
+from evals.screen.progress import duration
+from methods.full import full_attention
+
+PROBE = 256  # tokens; reading them takes 0.5 s of the embedded model on two cores
+WARM_UP = 16  # tokens of a pass whose time does not count: it waits for compilers and allocators
+N_STEPS = 3  # the first of them does not count
+MOST_ROWS = 8
+LEAST_PROBES = 40  # shorter runs are over before it is worth while to time anything
+
+
+@dataclass(frozen=True)
+class Expected:
+    seconds: float
+    basis: str  # what was timed
+
+    def __str__(self) -> str:
+        return f"about {duration(self.seconds)} on this machine ({self.basis})"
+
+
+def is_worth_while(loads: Sequence[Load]) -> bool:
+    """Whether so many samples take long enough to be foretold."""
+    return len(loads) > 1 and sum(load.n_read for load in loads) >= LEAST_PROBES * PROBE
+
+
+def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> Expected:
+    """What the samples will take, from the first tokens of a prompt."""
+    n, n_rows = min(PROBE, len(ids)), min(n_rows, MOST_ROWS)
+    prefill(model, ids[:WARM_UP])
+    trace = prefill(model, ids[:n])
+    rows = [full_attention(model.shape, n).row(trace, N_STEPS + 1) for _ in range(n_rows)]
+    for row in rows:
+        for layer in model.shape.attention_layers:
+            row.build(layer)
+        row.complete()
+    trace.settle()
+    step = min(decode(model, trace, rows, max_new_tokens=N_STEPS + 1).step_seconds[1:])
+    estimate, probe = Estimate(loads, bends), Load(n, 0)
+    estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
+    estimate.step.add(*estimate.step_parts(probe), step)
+    basis = f"{n} tokens were read in {trace.seconds:.2g} s just now, a step took {step:.2g} s"
+    return Expected(sum(map(estimate.seconds, loads)), basis)

@@ -1,0 +1,64 @@
+"""`Rules`: the half of a method's interface that needs no tensors, and so no torch.
+
+A method's parameters, what it refuses, and the integers that follow from its budget. `SelectiveAttention` inherits
+from it, so that a method in one file writes all of this into its own class.
+
+Not here: what a method does with tokens (`methods/base.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engine.budget import Budget, BudgetRequest, resolve
+from engine.caches.blocks import BlockCacheSpec
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class NoParams:
+    """Of a method that has nothing to set."""
+
+
+class Rules:
+    title: ClassVar[str]  # as tables print it
+    version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
+    drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
+    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
+    skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
+    changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
+    thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
+    search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
+
+    @classmethod
+    def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
+        """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
+        if cls.skips and params.full_layers > max(shape.attention_layers):
+            raise ConfigError(
+                f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
+                f"use at most {max(shape.attention_layers)}"
+            )
+
+    @classmethod
+    def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
+        """Raise `ConfigError` where the method cannot work with this cache of blocks."""
+
+    @classmethod
+    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
+        """What the method gets of a prompt."""
+        return resolve(request, s_prompt, cls.drops)
+
+    @classmethod
+    def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
+        """The method's integers for prompts of one length; `ConfigError` where the budget is too small for them.
+
+        It is asked once per variant and prompt length, before the first prefill.
+        """
+        return None
+
+    @classmethod
+    def label(cls, params: Any, request: BudgetRequest) -> str:
+        """The method's name in tables; "(C)" says that a dropping method was compensated for `comm`."""
+        compensated = cls.drops and request.compensate and request.comm > 0
+        return f"{cls.title} (C)" if compensated else cls.title

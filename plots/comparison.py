@@ -1,0 +1,242 @@
+"""Methods against full attention on the same samples: one table for the terminal, one picture.
+
+Runs of each task are compared with that task's run of full attention, sample by sample. What is called lower or higher
+is so by the test that is corrected for all comparisons of the table.
+
+Not here: many budgets, models or benchmarks side by side (`plots/tables/`, `plots/figures/`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from evals.results import RunResult
+from evals.results.intervals import Interval
+from plots import style
+from plots.read import Run, read_one
+from plots.stats import Corrected, Paired, corrected, paired
+
+NAMES = {"longbench": "LongBench", "needle": "needles"}
+SHOWN = {-1: "lower", 0: "not shown", 1: "higher"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method: its run of each task, and how it differs from full attention there."""
+
+    label: str
+    method: str
+    runs: dict[str, Run]
+    against: dict[str, Corrected]  # by task; without those of full attention itself
+
+    def device_share(self, full: "Row") -> float | None:
+        """K and V on the device, relative to full attention's, mean over tasks."""
+        return ratio_of(self, full, "bytes_resident_device")
+
+    def moved_share(self, full: "Row") -> float | None:
+        """Bytes moved to the device per step, relative to what full attention holds there."""
+        pairs = [(moved(self.runs[task]), size(full.runs[task])) for task in full.runs if task in self.runs]
+        return fsum(a / b for a, b in pairs if b) / len(pairs) if pairs else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    tasks: list[str]
+    rows: list[Row]  # full attention first
+
+    @property
+    def full(self) -> Row:
+        return self.rows[0]
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """The runs in these folders; full attention is among them for each task, and each method once."""
+    runs = sorted((read_one(folder) for folder in folders), key=lambda run: not run.is_full)
+    full = {run.result.task: run for run in runs if run.is_full}
+    budgets = {budget_of(run) for run in runs if not run.is_full}
+    by_label: dict[str, dict[str, Run]] = {}
+    pairs: dict[tuple[str, str], Paired] = {}
+    for run in runs:
+        label, task = run.result.method_label, run.result.task
+        if len(budgets) > 1 and not run.is_full:
+            label = f"{label} {budget_of(run)}"
+        by_label.setdefault(label, {})[task] = run
+        if not run.is_full and (found := against(run, full[task])):
+            pairs[label, task] = found
+    tested = corrected(pairs)
+    rows = []
+    for label, own in by_label.items():
+        here = {task: found for (name, task), found in tested.items() if name == label}
+        rows.append(Row(label, next(iter(own.values())).method, own, here))
+    return Comparison(list(dict.fromkeys(run.result.task for run in runs)), rows)
+
+
+def is_comparable(results: Sequence[RunResult]) -> bool:
+    """Whether one table can hold them: alike but for task, method and budget, full attention and another per task."""
+    shared = {(r.model, r.dtype, r.device, r.seed, r.protocol, r.prefill) for r in results}
+    variants = [(r.task, r.method_label, r.ratio_exact, r.budget) for r in results]
+    with_full = {r.task for r in results if r.method == "full"}
+    return len(shared) == 1 and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
+
+
+def budget_of(run: Run) -> str:
+    result = run.result
+    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
+
+
+def against(run: Run, full: Run) -> Paired | None:
+    """The run's scores against full attention's on the samples that both answered."""
+    theirs = {row.id: row.score for row in full.rows if row.score is not None}
+    both = [(row.score, theirs[row.id]) for row in run.rows if row.score is not None and row.id in theirs]
+    return paired([a for a, _ in both], [b for _, b in both]) if both else None
+
+
+def size(run: Run) -> float:
+    return run.result.bytes_resident_device or 0.0
+
+
+def moved(run: Run) -> float:
+    return (run.result.bytes_moved_kv_per_step or 0.0) + (run.result.bytes_moved_meta_per_step or 0.0)
+
+
+def ratio_of(row: Row, full: Row, key: str) -> float | None:
+    """A figure relative to full attention's, mean over the tasks that both have."""
+    pairs = [(getattr(row.runs[task].result, key), getattr(full.runs[task].result, key)) for task in full.runs]
+    found = [a / b for a, b in pairs if a is not None and b]
+    return fsum(found) / len(found) if found else None
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def table(found: Comparison) -> Table:
+    """A row per method, a block of columns per task, and what it costs."""
+    view = Table(box=None, pad_edge=False)
+    view.add_column("method", vertical="bottom")
+    for task in found.tasks:
+        view.add_column(f"{name_of(task)}\nscore", justify="right")
+        view.add_column("less\nFull", justify="right")
+        view.add_column("95 %\nof that", justify="right")
+        view.add_column(f"n {n_of(found, task)}\nit is", justify="right")
+    view.add_column("KV on\ndevice", justify="right")
+    view.add_column("moved\n/step", justify="right")
+    for row in found.rows:
+        cells = [cell for task in found.tasks for cell in cells_of(row, task)]
+        costs = (percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
+        view.add_row(row.label, *cells, *costs)
+    return view
+
+
+def cells_of(row: Row, task: str) -> tuple[str, str, str, str]:
+    """Score, difference, its interval, and what the test makes of it."""
+    run, found = row.runs.get(task), row.against.get(task)
+    score = "-" if run is None or run.result.score is None else f"{run.result.score:.3f}"
+    if found is None:
+        return score, "", "", ""
+    return score, f"{found.paired.mean:+.3f}", in_words(found.paired.difference), SHOWN[found.sign]
+
+
+def in_words(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:+.2f} to {interval.high:+.2f}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def n_of(found: Comparison, task: str) -> int:
+    return max((row.runs[task].result.n_samples for row in found.rows if task in row.runs), default=0)
+
+
+def name_of(task: str) -> str:
+    return NAMES.get(task.partition("_")[0], task)
+
+
+def about(found: Comparison) -> str:
+    """What all runs share."""
+    result = next(run.result for row in found.rows[::-1] for run in row.runs.values())
+    budgets = {budget_of(run): None for row in found.rows[1:] for run in row.runs.values()}
+    return f"{result.model} · {', '.join(budgets)} · comm {result.comm_exact} · {result.dtype} · seed {result.seed}"
+
+
+def remarks(found: Comparison) -> list[str]:
+    """How to read the table, and what so few samples cannot show."""
+    lines = [
+        "less Full: score minus full attention's on the same samples, with its paired 95 % interval; lower, higher: by "
+        f"a sign-flip test, corrected for the {sum(len(row.against) for row in found.rows)} comparisons here",
+        "KV on device, moved /step: K, V and what finds them, relative to all K and V of full attention",
+    ]
+    for task in found.tasks:
+        undecided = [row.against[task] for row in found.rows if task in row.against and not row.against[task].sign]
+        few = next((words for one in undecided if "samples show" in (words := one.words)), "")
+        if few:
+            lines.append(f"{name_of(task)}: {few[few.index('n ') :].partition('; ')[2].rstrip(')')}")
+    free = [row.label for row in found.rows if any(run.result.bytes_searched_per_step for run in row.runs.values())]
+    if free:
+        lines.append(f"{', '.join(free)} reads every key to find its tokens: a ceiling, no compression")
+    return lines
+
+
+def print_comparison(found: Comparison) -> None:
+    """To standard output."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.width = max(console.width, 100)
+    console.print(about(found), soft_wrap=True)
+    console.print(table(found))
+    for line in remarks(found):
+        console.print(line, soft_wrap=True)
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
+    """A panel of scores per task, and one of what is held and moved: the PNG's path."""
+    n = len(found.tasks) + 1
+    with matplotlib.rc_context(style.RC):
+        figure, axes = style.new(
+            "Answers kept, and what it takes", about(found), style.PAGE, 1.1 + 0.25 * len(found.rows),
+            ncols=n, sharey=True,
+        )  # fmt: skip
+        for ax, task in zip(axes, found.tasks, strict=False):
+            draw_scores(ax, found, task)
+        draw_costs(axes[-1], found)
+        axes[0].set_yticks(range(len(found.rows)), [row.label for row in found.rows])
+        axes[0].invert_yaxis()
+        return style.save(figure, folder, name)[1]
+
+
+def draw_scores(ax: Any, found: Comparison, task: str) -> None:
+    """Scores with their intervals; a line down from full attention's."""
+    for i, row in enumerate(found.rows):
+        result = row.runs[task].result if task in row.runs else None
+        if result is None or result.score is None:
+            continue
+        low, high = result.score_ci95 or (result.score, result.score)
+        look = style.look(row.method)
+        ax.plot([low, high], [i, i], color=look["color"], linewidth=1)
+        ax.plot(result.score, i, **(look | {"linestyle": "none"}))
+        if i == 0:
+            ax.axvline(result.score, color=look["color"], linewidth=0.6, linestyle=":")
+    ax.set_xlim(-0.03, 1.03)
+    ax.set_xlabel(f"score of {name_of(task)}, n {n_of(found, task)}, 95 %")
+
+
+def draw_costs(ax: Any, found: Comparison) -> None:
+    """Bars of K and V on the device, and thin ones of what a step moves."""
+    for i, row in enumerate(found.rows):
+        colour = style.look(row.method)["color"]
+        held, carried = row.device_share(found.full) or 0.0, row.moved_share(found.full) or 0.0
+        ax.barh(i - 0.15, 100 * held, 0.35, color=colour, label="on the device" if i == 0 else None)
+        ax.barh(i + 0.2, 100 * carried, 0.2, color=colour, alpha=0.5, hatch="////", edgecolor="white", linewidth=0)
+        text = f"{100 * held:.0f} % held" + (f", {100 * carried:.0f} % moved" if carried else "")
+        ax.annotate(text, (100 * max(held, carried), i), (3, 0), textcoords="offset points", va="center", fontsize=5.5)
+    ax.set_xlim(0, 160)
+    ax.set_xticks([0, 50, 100])
+    ax.set_xlabel("K and V, % of full attention's")

@@ -1,0 +1,248 @@
+"""What `run.py --check` says of this machine, and of others that are made up."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+import run
+from engine.checkpoints import header, load
+from engine.width import PASS_VALUES, SHARE
+from evals.screen import check
+from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
+from kernels import build
+
+GB = 10**9
+
+
+def screen(capsys: pytest.CaptureFixture[str]) -> tuple[int, str, dict[str, str]]:
+    """Exit code, text, and the lines that begin with a name, wraps undone."""
+    code, text = check.main(), capsys.readouterr().out
+    lines: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        first = line[:14].strip()
+        name = first or name
+        lines[name] = f"{lines[name]} {line.strip()}" if name in lines else line[14:].strip()
+    return code, text, lines
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "KVBENCH_KERNELS", "KVBENCH_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's CUDA as on a machine with two H200, of which the first is half full."""
+    free = (70 * GB, 150 * GB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name="NVIDIA H200"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[getattr(device, "index", device)], 150 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def test_this_machine_can_do_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, lines = screen(capsys)
+    assert code == 0
+    assert text.rstrip().endswith("make run")
+    assert torch.__version__ in lines["Python"]
+    assert lines["dtype"].startswith(f"auto is {load.resolve_dtype('auto', 'auto')} on ")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text.replace("hf download …", ""), "something was cut"
+    for file in (ROOT / "conf" / "model").glob("*.yaml"):
+        assert file.stem == "any" or file.stem in text
+    for task in ("longbench", "infinitebench", "gsm8k", "needle", "ruler", "pg19"):
+        assert task in lines
+
+
+def test_it_is_a_flag_of_the_command_and_takes_seconds() -> None:
+    before = os.times().children_user
+    done = subprocess.run([sys.executable, "run.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert "embedded model" in done.stdout and not done.stderr
+    assert os.times().children_user - before < 15  # a third of it where nothing else runs
+    assert "--check" in run.help_text()
+
+
+def test_gpus_are_named_and_the_first_ones_memory_decides(h200: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, lines = screen(capsys)
+    assert code == 0
+    assert "CUDA 12.8: cuda:0 NVIDIA H200, 70.0 GB of 150.0 GB free; cuda:1" in lines["processors"]
+    assert lines["dtype"] == "auto is bfloat16 on cuda: on a GPU it is fast"
+    assert "torch's own attention" in lines["flash-attn"]
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert " 121,887 " in rows["llama-3.1-8b-instruct"], "of 70 GB, not of 150"
+    assert "does not fit" in rows["llama-3.1-70b-instruct"]
+
+
+def test_an_nvidia_driver_that_torch_cannot_use_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(check.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "nvidia-smi is there, but torch" in screen(capsys)[2]["processors"]
+
+
+def test_a_cpu_that_emulates_bfloat16_takes_float32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(load, "cpu_multiplies_bfloat16", lambda: False)
+    lines = screen(capsys)[2]
+    assert lines["dtype"].startswith("auto is float32 on cpu: this CPU has neither AVX512-BF16 nor AMX")
+
+
+def test_a_machine_without_a_compiler_works_and_says_what_is_slower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    code, _, lines = screen(capsys)
+    assert code == 0
+    assert lines["C++ kernels"].startswith("0 of 8 built: no C++ compiler")
+    assert "torch does their work" in lines["C++ kernels"]
+    assert "converted at the first start" in lines["embedded model"]
+
+
+def test_kernels_that_are_not_built_yet_and_those_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "my-c++")
+    path = build.library_path("clusters", build.level())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert check.kernels().text == "1 of 8 built; my-c++ compiles the others when first used"
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    assert check.kernels().text.startswith("switched off")
+
+
+def test_without_the_embedded_model_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(header, "EMBEDDED_PACKAGE", "no_such_package")
+    code, text, lines = screen(capsys)
+    assert code == 1
+    assert lines["embedded model"] == "not installed"
+    assert "make setup" in text.splitlines()[-1]
+
+
+def test_without_packages_it_says_only_that(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "gguf" else True)
+    code, text, _ = screen(capsys)
+    assert code == 1
+    assert text.splitlines()[-1] == "the packages gguf are not installed; run `make setup`"
+
+
+def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("engine.width.free_bytes", lambda device: GB // 2)
+    code, text, _ = screen(capsys)
+    assert code == 1
+    assert "needs about 2 GB of free memory and 0.5 GB are free" in text.splitlines()[-1]
+
+
+def test_too_small_a_disk_for_the_conversion_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    usage = check.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: usage)
+    code, text, _ = screen(capsys)
+    assert code == 1
+    assert "takes 0.5 GB in" in text.splitlines()[-1] and "XDG_CACHE_HOME" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "not configured: `wandb login`, or WANDB_MODE=offline"),
+        ({"WANDB_MODE": "offline"}, "offline by WANDB_MODE"),
+        ({"WANDB_API_KEY": "x" * 40}, "logged in"),
+    ],
+)
+def test_the_state_of_wandb(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert said in check.wandb().text
+
+
+def test_extras_that_are_missing_are_named_with_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> str:
+        if name == "ray":
+            return "2.50"
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(check, "version", found)
+    text = check.extras().text
+    assert text.startswith("ray 2.50; pip install -c constraints.txt: submitit (on Slurm), ")
+
+
+def test_data_are_found_where_a_run_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    for name in ("test.jsonl", "gsm8k_prompt_formal.txt"):
+        (tmp_path / "gsm8k" / name).write_text("")
+    monkeypatch.setenv("KVBENCH_DATA", str(tmp_path))
+    lines = {fact.name: fact.text for fact in check.data()}
+    assert lines["gsm8k"] == f"2 files in {tmp_path}"
+    assert "python -m evals.fetch infinitebench" in lines["infinitebench"]
+
+
+def test_a_model_in_the_hubs_cache_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = next(one for one in shipped() if one.name == "opt-6.7b")
+    snapshot = tmp_path / "hub" / "models--facebook--opt-6.7b" / "snapshots" / "abc"
+    assert check.where(model) == "facebook/opt-6.7b"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert check.where(model) == "facebook/opt-6.7b", "without weights"
+    (snapshot / "model-00001-of-00002.safetensors").write_text("")
+    assert check.where(model) == "here, in the hub's cache"
+
+
+@pytest.mark.parametrize("one", shipped(), ids=lambda model: model.name)
+def test_the_weights_of_a_shipped_model_are_those_that_transformers_makes(one: Shipped) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**one.architecture)
+    with torch.device("meta"):
+        n = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+    assert one.n_weights == pytest.approx(n, rel=0.002)
+    shape = load.shape_of(config, one.name)
+    kv = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h
+    assert one.token_values(PASS_VALUES) == kv + PASS_VALUES * shape.d_model
+    assert one.window == shape.window
+
+
+def test_every_shipped_model_has_an_architecture() -> None:
+    names = {file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")} - {"any"}
+    assert {model.name for model in shipped()} == names
+    used = {architecture_file(name) for name in names}
+    assert used == {*(ROOT / "conf" / "architecture").glob("*.yaml")}
+
+
+def test_the_longest_prompt_is_the_formulas() -> None:
+    model = next(one for one in shipped() if one.name == "llama-3.1-8b")
+    n = model.longest(24 * GB, 2, SHARE, PASS_VALUES)
+    taken = 2 * (model.n_weights + n * model.token_values(PASS_VALUES))
+    assert 0 < n < model.window
+    assert SHARE * 24 * GB - 2 * model.token_values(PASS_VALUES) < taken <= SHARE * 24 * GB
+    assert model.longest(10 * GB, 2, SHARE, PASS_VALUES) == 0
+    assert (
+        model.longest(900 * GB, 2, SHARE, PASS_VALUES)
+        == model.window
+        == yaml.safe_load((ROOT / "conf" / "architecture" / "llama-3.1-8b.yaml").read_text())["max_position_embeddings"]
+    )
