@@ -55,7 +55,7 @@ def attend_rows(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
-    On a GPU one launch for all rows; on a CPU they take turns.
+    On a GPU one launch for all rows; on a CPU they take turns. What q has behind the rows is nobody's.
     """
     if q.device.type == "cpu":
         done = [

@@ -155,7 +155,13 @@ class _Batch:
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
-        with self.model.watched(self.calls) if self.looks_ahead else nullcontext():
+        if not self.looks_ahead:
+            watching = nullcontext()
+        elif ids.is_cuda:
+            watching = self.model.foreseen(self.foresees)
+        else:
+            watching = self.model.watched(self.calls)
+        with watching:
             logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         self.position += 1
         return logits
@@ -163,14 +169,22 @@ class _Batch:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
             return attend_own(q, k, v, scale, window)
-        if self.looks_ahead:
+        if len(q) > len(self.rows):
+            for row, ahead in zip(self.rows, q[len(self.rows) :].split(1), strict=True):
+                row.q_ahead = ahead
+        elif self.looks_ahead:
             for _, where in self.groups:
                 self.look_ahead(layer, where)
         step = self.position - self.trace.s_prompt + 1
         out = attend_groups(self.groups, self.rows, layer, q, k, v, scale, step)
         if self.watch is not None:
-            self.watch.attended(layer, self.order, q, k, v, out)
+            self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
+
+    def foresees(self, layer: int) -> bool:
+        """Whether a row wants the query that the layer below foretells."""
+        wanting = (row for row in self.rows if row.wants_lookahead)
+        return layer in self.compressed and any(row.store[layer].can_fetch for row in wanting)
 
     def look_ahead(self, layer: int, where: slice) -> None:
         """Give each row that wants it the query that its input of the layer below foretells."""

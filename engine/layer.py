@@ -46,7 +46,7 @@ class Host:
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
-        return Part(self.k, self.v, mask, idx=idx.contiguous(), late=self.late if late else None)
+        return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
 
 
 class Layer:
@@ -216,7 +216,7 @@ class Layer:
 
         Where `padded`, -1 stands for no token.
         """
-        part = self.reach(idx)
+        part = self.reach(idx.contiguous())
         if padded:
             part.mask = idx >= 0
         n_tokens = idx.numel() if part.mask is None else int(part.mask.sum())
@@ -270,7 +270,8 @@ class Layer:
         """K and V of the generated tokens in order, the current one included, of a layer with a host tier."""
         assert self.host is not None, f"layer {self.index} has no host tier"
         t = self.n_seen - self.s_prompt
-        k, v = self.host.late
+        # From another memory all at once: to cut there would read what the accelerator may not have written yet.
+        k, v = (x.to(self.k.device, non_blocking=True) for x in self.host.late)
         return k[:, :, :t], v[:, :, :t]
 
     # The books.
@@ -283,20 +284,19 @@ class Layer:
         return self.meter.close(step, self.index, self.n_seen, n_resident, n_host, self.n_hidden, self.n_spare)
 
     def attended(self) -> Tensor:
-        """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks, never on the hot path."""
-        shape, n_kept = self.meter.shape, self.n_kept
-        seen = torch.zeros(shape.h, self.n_seen, dtype=torch.bool)
-        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0).cpu()  # (h, n_kept)
-        mask = None if self.mask is None else self.mask[0, :, :n_kept].cpu()
+        """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks."""
+        shape, n_kept, n = self.meter.shape, self.n_kept, self.n_seen
+        seen = torch.zeros(shape.h, n + 1, dtype=torch.bool, device=self.k.device)  # the last column is for no token
+        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0)  # (h, n_kept)
+        mask = None if self.mask is None else self.mask[0, :, :n_kept]
         seen.scatter_(1, kept, torch.ones_like(kept, dtype=torch.bool) if mask is None else mask)
-        seen[:, self.n_seen - self.n_window :] = True
+        seen[:, n - self.n_window : n] = True
         if self.evictions is not None:
-            seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0).cpu(), True)
+            seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0), True)
         for idx in self.fetches:
-            per_head = idx[0].int().long().cpu().repeat_interleave(shape.h // idx.shape[1], 0)
-            for head, tokens in enumerate(per_head):
-                seen[head, tokens[tokens >= 0]] = True
-        return seen
+            tokens = idx[0].int().long().repeat_interleave(shape.h // idx.shape[1], 0)
+            seen.scatter_(1, tokens.where(tokens >= 0, n), True)
+        return seen[:, :n]
 
     def allocated_bytes(self) -> int:
         """Bytes that the device tier really occupies, the trace's tensors included where they are held.

@@ -174,9 +174,10 @@ def attend_rows_triton(
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
     A part lies anywhere that the GPU can read, pinned host memory included: work items hold distances in memory from q.
-    Where a row has `logits`, (h, tokens of all its parts) float32, its scaled logits are stored there.
+    q may have more rows behind these, for which nothing is written. Where a row has `logits`, (h, tokens of all its
+    parts) float32, its scaled logits are stored there.
     """
-    n, h, _, d_h = q.shape
+    n, h, d_h = len(rows), q.shape[1], q.shape[3]
     q = q.contiguous()
     h_kv = min(part.k.shape[1] for row in rows for part in row)
     total = sum(part.n_tokens() for row in rows for part in row)
