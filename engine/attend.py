@@ -7,12 +7,13 @@ query head chose its own tokens.
 Not here: choosing tokens (`methods`), moving them (`engine/layer.py`), the prompt's own pass (`engine/causal.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.select_attend import Tokens, attend_parts_native, native_takes
+from kernels.select_attend import Near, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
 
 @dataclass(slots=True)  # not frozen: to make a part would take 1.5 us more, a row makes some in every layer and step
@@ -28,6 +29,7 @@ class Part:
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
     idx: Tensor | None = None  # (1, heads, s) places in k and v, -1 where the mask is False
     late: tuple[Tensor, Tensor] | None = None  # the places behind those of k and v
+    near: Near | None = None  # copies of its tokens, where k and v are another memory
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included."""
@@ -42,7 +44,30 @@ class Part:
 
     def tokens(self) -> Tokens:
         """As kernels take it."""
-        return Tokens(self.k, self.v, self.idx, self.late)
+        return Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near)
+
+
+def attend_rows(
+    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
+
+    On a GPU one launch for all rows; on a CPU they take turns. What q has behind the rows is nobody's.
+    """
+    if q.device.type == "cpu":
+        done = [
+            attend_weights(q[i : i + 1], parts, scale) if wants else (attend(q[i : i + 1], parts, scale), None)
+            for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
+        ]
+        outs = [out for out, _ in done]
+        return outs[0] if len(outs) == 1 else torch.cat(outs), [weights for _, weights in done]
+    h = q.shape[1]
+    logits = [
+        q.new_empty(h, sum(part.n_tokens() for part in parts), dtype=torch.float32) if wants else None
+        for parts, wants in zip(rows, wants_weights, strict=True)
+    ]
+    out, lse = attend_rows_triton(q, [[part.tokens() for part in parts] for parts in rows], scale, logits)
+    return out, [None if x is None else (x - lse[i]).exp_().unsqueeze(0) for i, x in enumerate(logits)]
 
 
 def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
@@ -94,9 +119,6 @@ def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32, which is what a compressed row attends to.
         out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=scale)
-        return out[0], out[1]
-    if part.mask is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, part.k, part.v, scale=scale)
         return out[0], out[1]
     logits = part_logits(q.reshape(n, h, 1, d_h), part, scale)  # (n, heads, g, s) float32
     lse = logits.logsumexp(-1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.attend import attend, attend_weights
+from engine.attend import attend_rows
 from engine.books.spans import span
 from engine.prefill import Trace
 
@@ -77,18 +77,19 @@ def decode(
     batch = _Batch(model, trace, rows, watch)
     seconds: list[float] = []
     logits = trace.logits.expand(len(rows), -1)
+    given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, sorted(stop_ids)))
     fed = 0
     while batch.rows:
         if fed < len(feed):
-            tokens = [feed[fed]] * len(batch.rows)
+            ids = given[fed].expand(len(batch.rows))
             fed += 1
         elif max_new_tokens == 0:
             break
         else:
             if stop_ids and len(answers[batch.order[0]].ids) < min_new_tokens:
-                never = torch.tensor(sorted(stop_ids), device=logits.device)
                 logits = logits.index_fill(1, never, -torch.inf)
-            tokens = logits.argmax(-1).tolist()
+            ids = logits.argmax(-1)
+            tokens = ids.tolist()  # where a GPU works, all that a step waits for
             for row, token in zip(batch.order, tokens, strict=True):
                 answers[row].ids.append(token)
                 answers[row].stopped = token in stop_ids
@@ -98,13 +99,12 @@ def decode(
                 if not answers[row].stopped and len(answers[row].ids) < max_new_tokens
             ]
             if len(unfinished) < len(tokens):
-                batch.only(unfinished)
-                tokens = [tokens[i] for i in unfinished]
                 if not unfinished:
                     break
+                ids = batch.only(unfinished, ids)
         start = perf_counter()
         with span("step"):
-            logits = batch.step(tokens)
+            logits = batch.step(ids)
         seconds.append(perf_counter() - start)
         if watch is not None:
             watch.predicted(batch.order, logits)
@@ -146,32 +146,45 @@ class _Batch:
                 self.groups.append((type(self.rows[start]), slice(start, i)))
                 start = i
 
-    def only(self, keep: list[int]) -> None:
-        """Let all rows go but those at `keep`."""
+    def only(self, keep: list[int], ids: Tensor) -> Tensor:
+        """Let all rows go but those at `keep`: their tokens, of the rows' tokens `ids`."""
         self.order, self.rows = [self.order[i] for i in keep], [self.rows[i] for i in keep]
         self.model.select_rows(self.cache, keep)
         self.group()
+        return ids[keep]
 
-    def step(self, tokens: list[int]) -> Tensor:
-        """Feed one token per row: logits of the next, (n, vocabulary) float32."""
-        ids = torch.tensor(tokens, device=self.model.device).unsqueeze(1)  # (n, 1)
-        with self.model.watched(self.calls) if self.looks_ahead else nullcontext():
-            logits = self.model.forward(ids, self.position, self.cache, self)
+    def step(self, ids: Tensor) -> Tensor:
+        """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
+        if not self.looks_ahead:
+            watching = nullcontext()
+        elif ids.is_cuda:
+            watching = self.model.foreseen(self.foresees)
+        else:
+            watching = self.model.watched(self.calls)
+        with watching:
+            logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         self.position += 1
         return logits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
             return attend_own(q, k, v, scale, window)
-        outs, step = [], self.position - self.trace.s_prompt + 1
-        for kind, where in self.groups:
-            if self.looks_ahead:
+        if len(q) > len(self.rows):
+            for row, ahead in zip(self.rows, q[len(self.rows) :].split(1), strict=True):
+                row.q_ahead = ahead
+        elif self.looks_ahead:
+            for _, where in self.groups:
                 self.look_ahead(layer, where)
-            outs += attend_group(kind, self.rows[where], layer, q[where], k[where], v[where], scale, step)
-        out = torch.cat(outs)  # (n, h, 1, d_h)
+        step = self.position - self.trace.s_prompt + 1
+        out = attend_groups(self.groups, self.rows, layer, q, k, v, scale, step)
         if self.watch is not None:
-            self.watch.attended(layer, self.order, q, k, v, out)
+            self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
+
+    def foresees(self, layer: int) -> bool:
+        """Whether a row wants the query that the layer below foretells."""
+        wanting = (row for row in self.rows if row.wants_lookahead)
+        return layer in self.compressed and any(row.store[layer].can_fetch for row in wanting)
 
     def look_ahead(self, layer: int, where: slice) -> None:
         """Give each row that wants it the query that its input of the layer below foretells."""
@@ -187,23 +200,29 @@ class _Batch:
                 self.rows[i].q_ahead = q
 
 
+def attend_groups(
+    groups: "Sequence[tuple[type[SelectiveAttention], slice]]", rows: "Sequence[SelectiveAttention]", layer: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
+) -> Tensor:  # fmt: skip
+    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h)."""
+    parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
+    with span("attention", layer):
+        out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])
+    with span("after", layer):
+        for kind, at in groups:
+            kind.after_rows(rows[at], layer, out[at], weights[at])
+        for row in rows:
+            row.store.close(layer, step)
+    return out
+
+
 def attend_group(
     kind: "type[SelectiveAttention]", rows: Sequence["SelectiveAttention"], layer: int,
     q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
 ) -> list[Tensor]:  # fmt: skip
-    """One layer of one step for all rows of a class: their parts, attention, the books; (1, h, 1, d_h) each."""
-    outs = []
-    for i, (row, parts) in enumerate(zip(rows, kind.step_rows(rows, layer, q, k, v), strict=True)):
-        weights = None
-        with span("attention", layer):
-            if row.wants_weights:
-                out, weights = attend_weights(q[i : i + 1], parts, scale)
-            else:
-                out = attend(q[i : i + 1], parts, scale)
-        with span("after", layer):
-            outs.append(row.after_attention(layer, out, weights))
-            row.store.close(layer, step)
-    return outs
+    """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
+    groups = [(kind, slice(0, len(rows)))]
+    return list(attend_groups(groups, rows, layer, q, k, v, scale, step).split(1))
 
 
 def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.books.meter import Meter
+from engine.caches.copies import Shelf
 from kernels.gather import flat_rows, gather_tokens
 
 
@@ -39,17 +40,12 @@ class Host:
 
     def __init__(self, k: Tensor, v: Tensor, n_new: int) -> None:
         self.k, self.v = k, v  # (1, h_kv, s_prompt, d_h), never written to
-        room = (1, k.shape[1], n_new, k.shape[3])
-        self.late = k.new_empty(room), v.new_empty(room)
-
-    def write(self, t: int, k_new: Tensor, v_new: Tensor) -> None:
-        """Take in the `t`-th generated token, counted from 0."""
-        self.late[0][:, :, t : t + 1] = k_new
-        self.late[1][:, :, t : t + 1] = v_new
+        # Pinned where the prompt's are: an accelerator writes there.
+        room, pinned = (1, k.shape[1], n_new, k.shape[3]), k.is_pinned()
+        self.late = tuple(torch.empty(room, dtype=k.dtype, device=k.device, pin_memory=pinned) for _ in "kv")
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
-        idx = idx.to(self.k.device).contiguous()
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
 
 
@@ -100,20 +96,28 @@ class Layer:
             self.mask = torch.nn.functional.pad(kept.mask, (0, capacity), value=True)
             self.n_hidden = int(hidden.sum())
             self.n_spare = int(hidden.unflatten(1, (meter.shape.h_kv, -1)).all(2).sum())
+        self.is_far = host is not None and host.k.device != self.k.device  # the host is another memory
+        self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
         self.fetches: list[Tensor] = []  # positions (1, heads, k), of this step
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
+        for k, v, slot in self.advance(k_new, v_new):
+            k[:, :, slot : slot + 1] = k_new
+            v[:, :, slot : slot + 1] = v_new
+
+    def advance(self, k_new: Tensor, v_new: Tensor) -> list[tuple[Tensor, Tensor, int]]:
+        """As `append`, but for the writing: the buffers of K and V that the token goes to, and the slot in each."""
         if self.n_releases:
             self._leave()
+        places = []
         if self.host is not None:
-            self.host.write(self.n_seen - self.s_prompt, k_new, v_new)
+            places.append((*self.host.late, self.n_seen - self.s_prompt))
         if self.capacity:
-            slot = self.n_front + (self.n_seen - self.start) % self.capacity
-            self.k[:, :, slot : slot + 1] = k_new
-            self.v[:, :, slot : slot + 1] = v_new
+            places.append((self.k, self.v, self.n_front + (self.n_seen - self.start) % self.capacity))
+        self.newest = k_new, v_new
         self.n_seen += 1
         self.fetches.clear()
         self.evictions = None
@@ -121,6 +125,7 @@ class Layer:
             self.n_window += 1
         elif self.host is not None:
             self.meter.count_released(1)
+        return places
 
     def resident(self) -> list[Part]:
         """Kept tokens and window as parts to attend to."""
@@ -207,26 +212,40 @@ class Layer:
     # The host tier, for methods that retrieve.
 
     def fetch(self, idx: Tensor, padded: bool = False) -> Part:
-        """Bring the tokens at `idx` (1, h_kv or h, k) from the host; where `padded`, -1 stands for no token.
+        """The tokens at `idx` (1, h_kv or h, k) of the host, where that is the same memory: they stay where they are.
 
-        Without an accelerator they stay where they are, and the part says which they are.
+        Where `padded`, -1 stands for no token.
         """
+        part = self.reach(idx.contiguous())
+        if padded:
+            part.mask = idx >= 0
+        n_tokens = idx.numel() if part.mask is None else int(part.mask.sum())
+        self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, self.n_host)
+        return part
+
+    def reach(self, idx: Tensor) -> Part:
+        """The tokens at `idx` of the host, wherever that is, noted but not counted."""
         assert self.host is not None, f"layer {self.index} has nothing on the host"
         shape, n_generated = self.meter.shape, self.n_seen - self.s_prompt
         assert idx.shape[1] in (shape.h, shape.h_kv), f"idx has {idx.shape[1]} heads"
         self.fetches.append(idx)
-        mask = idx >= 0 if padded else None
-        n_host = self.n_seen - self.n_kept - self.n_window
         if self.meter.accesses is not None:
-            self.meter.note(n_generated, self.index, self.n_seen, self.n_kept, n_host, idx)
-        n_tokens = idx.numel() if mask is None else int(mask.sum())
-        self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, n_host)
-        part = self.host.tokens(idx, mask, late=n_generated > self.n_window)
-        if idx.device == part.k.device:
-            return part
-        tokens = part.gathered()
-        k, v = (x.to(idx.device, non_blocking=True) for x in (tokens.k, tokens.v))
-        return Part(k, v, mask)
+            self.meter.note(n_generated, self.index, self.n_seen, self.n_kept, self.n_host, idx)
+        return self.host.tokens(idx, None, late=n_generated > self.n_window)
+
+    @property
+    def n_host(self) -> int:
+        """Tokens that are on the host alone."""
+        return self.n_seen - self.n_kept - self.n_window
+
+    @property
+    def n_recent(self) -> int:
+        """Selections whose tokens stay on the device."""
+        return 0 if self.meter.recent is None else self.meter.recent.n_steps
+
+    def brings(self, idx: Tensor, padded: bool) -> bool:
+        """Whether fetched tokens are copied before attention reads them: not where each is read just once."""
+        return padded or idx.shape[1] != self.meter.shape.h_kv or self.n_recent > 0
 
     def release(self, n: int | None = None) -> None:
         """After attention, send the window's oldest `n` tokens (None: all) to the host; the next step can ask."""
@@ -251,7 +270,8 @@ class Layer:
         """K and V of the generated tokens in order, the current one included, of a layer with a host tier."""
         assert self.host is not None, f"layer {self.index} has no host tier"
         t = self.n_seen - self.s_prompt
-        k, v = self.host.late
+        # From another memory all at once: to cut there would read what the accelerator may not have written yet.
+        k, v = (x.to(self.k.device, non_blocking=True) for x in self.host.late)
         return k[:, :, :t], v[:, :, :t]
 
     # The books.
@@ -264,25 +284,28 @@ class Layer:
         return self.meter.close(step, self.index, self.n_seen, n_resident, n_host, self.n_hidden, self.n_spare)
 
     def attended(self) -> Tensor:
-        """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks, never on the hot path."""
-        shape, n_kept = self.meter.shape, self.n_kept
-        seen = torch.zeros(shape.h, self.n_seen, dtype=torch.bool)
-        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0).cpu()  # (h, n_kept)
-        mask = None if self.mask is None else self.mask[0, :, :n_kept].cpu()
+        """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks."""
+        shape, n_kept, n = self.meter.shape, self.n_kept, self.n_seen
+        seen = torch.zeros(shape.h, n + 1, dtype=torch.bool, device=self.k.device)  # the last column is for no token
+        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0)  # (h, n_kept)
+        mask = None if self.mask is None else self.mask[0, :, :n_kept]
         seen.scatter_(1, kept, torch.ones_like(kept, dtype=torch.bool) if mask is None else mask)
-        seen[:, self.n_seen - self.n_window :] = True
+        seen[:, n - self.n_window : n] = True
         if self.evictions is not None:
-            seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0).cpu(), True)
+            seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0), True)
         for idx in self.fetches:
-            per_head = idx[0].cpu().repeat_interleave(shape.h // idx.shape[1], 0)
-            for head, tokens in enumerate(per_head):
-                seen[head, tokens[tokens >= 0]] = True
-        return seen
+            tokens = idx[0].int().long().repeat_interleave(shape.h // idx.shape[1], 0)
+            seen.scatter_(1, tokens.where(tokens >= 0, n), True)
+        return seen[:, :n]
 
     def allocated_bytes(self) -> int:
-        """Bytes that the device tier really occupies, the trace's tensors included where they are held."""
+        """Bytes that the device tier really occupies, the trace's tensors included where they are held.
+
+        Copies that live for a step are no tier.
+        """
         view = 0 if self.view is None else self.view.k.nbytes + self.view.v.nbytes
-        return self.k.nbytes + self.v.nbytes + view
+        copies = self.shelf.copies.nbytes if self.n_recent and self.shelf is not None and self.shelf.copies else 0
+        return self.k.nbytes + self.v.nbytes + view + copies
 
 
 def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:

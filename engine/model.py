@@ -141,9 +141,7 @@ class Model:
         """Inside, `calls` has what each layer's attention was called with last; nothing is watched outside."""
 
         def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(x, Tensor):
-                raise self._unforeseeable("does not hand its input to it as hidden_states")
+            x = self._input_of(args, kwargs)
             beside = {key: value for key, value in kwargs.items() if key != "hidden_states"}
             calls[module.layer_idx] = Call(x, beside)
 
@@ -153,6 +151,46 @@ class Model:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def foreseen(self, wants: Callable[[int], bool]) -> Iterator[None]:
+        """Inside, layers that `wants` names get the input of the layer below too, as rows behind their own.
+
+        Their sessions see the queries of both, and answer with as many rows, of which the first ones go on: what
+        `speculate` finds, with no call of its own.
+        """
+        below: Tensor | None = None
+
+        def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+            nonlocal below
+            x, before = self._input_of(args, kwargs), below
+            below = x
+            if before is None or not wants(module.layer_idx):
+                return None
+            both = {"hidden_states": torch.cat([x, before.to(x.device)])}
+            return args[1:], _of_one_row(kwargs) | both
+
+        def leave(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+            x = kwargs.get("hidden_states")
+            if not isinstance(x, Tensor) or below is None or len(x) == len(below):
+                return None
+            return (out[0][: len(below)], *out[1:])
+
+        hooks = []
+        for attention in self.attentions:
+            hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.append(attention.register_forward_hook(leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _input_of(self, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(x, Tensor):
+            raise self._unforeseeable("does not hand its input to it as hidden_states")
+        return x
 
     @cached_property
     def attentions(self) -> list[Any]:
@@ -173,14 +211,7 @@ class Model:
         architecture, with its bias, norm and rotation, and is left where it would attend. It computes key and value
         for nothing: 2 / g of the query's cost where projections are apart.
         """
-        arguments = dict(beside)
-        # All rows are at one position, and those that ask may be fewer than those that were called.
-        for name in ("position_embeddings", "position_ids"):
-            value = arguments.get(name)
-            if isinstance(value, Tensor):
-                arguments[name] = value[:1]
-            elif value is not None:
-                arguments[name] = tuple(part[:1] for part in value)
+        arguments = _of_one_row(beside)
         arguments |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
         try:
             self.attentions[layer].forward(**arguments)  # not by its call, which is watched
@@ -213,6 +244,18 @@ class Model:
     def select_rows(self, cache: Any, rows: list[int]) -> None:
         """Keep only these rows in the model's own layers."""
         cache.batch_select_indices(torch.tensor(rows, device=self.device, dtype=torch.long))
+
+
+def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments with positions of its first row: all rows are at one, and there may be more or fewer rows."""
+    found = dict(arguments)
+    for name in ("position_embeddings", "position_ids"):
+        value = found.get(name)
+        if isinstance(value, Tensor):
+            found[name] = value[:1]
+        elif value is not None:
+            found[name] = tuple(part[:1] for part in value)
+    return found
 
 
 def _hand_through() -> Any:

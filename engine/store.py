@@ -13,9 +13,10 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.ledger import Ledger
-from engine.books.meter import Access, Meter
+from engine.books.meter import Access, Debt, Meter
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache, BlockCacheSpec
+from engine.caches.copies import Shelf
 from engine.caches.recent import RecentTokens
 from engine.layer import Host, Layer
 from engine.prefill import Trace
@@ -32,6 +33,7 @@ class Store:
         self.cache_spec = cache
         self.ledger = Ledger()
         self.layers: dict[int, Layer] = {}
+        self.shelf = Shelf(trace.s_prompt + n_new, 0)  # one for all layers: each needs it until its attention
         self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # of one token of one KV head
         # Where it is a list, layers that are placed from then on note their fetches in it.
         self.accesses: list[Access] | None = None
@@ -75,6 +77,7 @@ class Store:
         self.trace.offload(layer)
         host = Host(*self.trace.host(layer), self.n_new)
         self._place(layer, self._part(layer, slice(n_sink)), n_window, capacity, host=host)
+        self[layer].shelf = self.shelf
 
     def keep_recent(self, layer: int, n_steps: int) -> None:
         """Leave what is fetched on the device for `n_steps` steps more: only tokens that are not there move."""
@@ -82,6 +85,7 @@ class Store:
         assert self[layer].can_fetch, f"layer {layer} has no host"
         assert not meter.has_cache, f"layer {layer} has a block cache, or keeps recent ones already"
         meter.recent = RecentTokens(n_steps, self.trace.s_prompt + self.n_new)
+        self[layer].shelf = Shelf(self.trace.s_prompt + self.n_new, n_steps)
 
     def _part(self, layer: int, tokens: slice) -> Part:
         return Part(self.trace.keys(layer)[:, :, tokens], self.trace.values(layer)[:, :, tokens])
@@ -109,7 +113,18 @@ class Store:
 
     def close(self, layer: int, step: int) -> None:
         """End the layer's step: its entry goes into the ledger."""
-        self.ledger.entries.append(self.layers[layer].close(step))
+        at = self.layers[layer]
+        self.ledger.written.append(at.close(step))
+        if at.meter.owed is not None:
+            self.owe(at.meter)
+
+    def owe(self, meter: Meter) -> None:
+        """The newest entry lacks what an accelerator counted."""
+        assert meter.owed is not None
+        if self.ledger.debt is None:
+            self.ledger.debt = self.debt = Debt()
+        self.debt.owed.append((len(self.ledger.written) - 1, meter, meter.owed))
+        meter.owed = None
 
     def attended(self, layer: int) -> Tensor:
         """Which of the tokens seen so far the last step attended to: (h, n) bool."""

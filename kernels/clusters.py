@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.build import library
 from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.topk import pack_key, pack_keys_ref
 
 
 def cluster_order(scores: Tensor) -> Tensor:
@@ -113,33 +114,78 @@ def cluster_tokens_native(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Te
     return chosen
 
 
+def cluster_keys_ref(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
+    """Keys of clusters by inner product with queries (n, h, 1, d_h): (n, h, c), or (n, h_kv, c) for `group_mean`."""
+    h_kv, c, _ = centroids.shape
+    grouped = q.float().unflatten(1, (h_kv, -1)).squeeze(3)  # (n, h_kv, g, d_h)
+    if agg == "group_mean":
+        grouped = grouped.mean(2, keepdim=True)  # the mean of scores is the score of the mean
+    scores = grouped @ centroids.float().mT
+    return pack_keys_ref(scores.flatten(1, 2), torch.arange(c, device=q.device))
+
+
 # On a GPU.
 
 SLOTS = 32  # that one program fills
 
 
-def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """A program for some slots of a head; each of them sums the sizes up anew."""
+def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0) -> Tensor:
+    """A program for some slots of a head; each of them sums the sizes up anew. `first` is added to every token."""
     n, heads, c = order.shape
     order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
     chosen = torch.empty(n, heads, k, dtype=torch.int64, device=order.device)
     if chosen.numel():
         fill_slots[(cdiv(k, SLOTS), n * heads)](
-            order, sizes, ends, tokens, chosen, heads, heads // len(sizes), c, tokens.shape[-1], k,
+            order, sizes, ends, tokens, chosen, heads, heads // len(sizes), c, tokens.shape[-1], k, first,
             power_of_2(c), SLOTS,
         )  # fmt: skip
     return chosen
 
 
+CLUSTERS = 16  # whose keys are one program's
+
+
+def cluster_keys_triton(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
+    """A program for some clusters of a KV head and a row."""
+    (n, h, _, d_h), (h_kv, c, _) = q.shape, centroids.shape
+    centroids, means = centroids.contiguous(), agg == "group_mean"
+    keys = torch.empty(n, h_kv if means else h, c, dtype=torch.int64, device=q.device)
+    key_clusters[(n, cdiv(c, CLUSTERS), h_kv)](
+        q.contiguous(), centroids, keys, d_h, c, h // h_kv, means, CLUSTERS, power_of_2(d_h)
+    )
+    return keys
+
+
+@jit
+def key_clusters(q, centroids, keys, d_h, c, g, MEANS: tl.constexpr, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr):
+    row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cluster, column = block * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, WIDTH)
+    inside, real = column < d_h, cluster < c
+    where = (head.to(tl.int64) * c + cluster)[:, None] * d_h + column[None]
+    means = tl.load(centroids + where, real[:, None] & inside[None], other=0.0).to(tl.float32)
+    h_kv = tl.num_programs(2)
+    total = tl.zeros((CLUSTERS,), tl.float32)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
+        score = tl.sum(means * query[None], 1)
+        if MEANS:
+            total += score / g
+        else:
+            tl.store(keys + query_head.to(tl.int64) * c + cluster, pack_key(score, cluster), real)
+    if MEANS:
+        tl.store(keys + (row * h_kv + head).to(tl.int64) * c + cluster, pack_key(total, cluster), real)
+
+
 @jit
 def fill_slots(
-    order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k,
+    order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k, first,
     CLUSTERS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
     owner = row % heads // heads_per_owner
     slot, at = block * SLOTS + tl.arange(0, SLOTS), tl.arange(0, CLUSTERS)
-    ranked = tl.load(order + row * c + at, at < c, other=0)
+    ranked = tl.load(order + row * c + at, at < c, other=0).to(tl.int32)  # the lower half, where they are keys
     size = tl.load(sizes + owner * c + ranked, at < c, other=0)
     stops = tl.cumsum(size, 0)
     behind = (stops[None] > slot[:, None]) & (at < c)[None]
@@ -147,7 +193,7 @@ def fill_slots(
     rank = CLUSTERS - tl.sum(behind.to(tl.int32), 1) - (CLUSTERS - c)
     stop = tl.min(tl.where(behind, stops[None], 1 << 62), 1)
     found = (rank < c) & (slot < k)
-    cluster = tl.load(order + row * c + rank, found, other=0)
+    cluster = tl.load(order + row * c + rank, found, other=0).to(tl.int32)
     end = tl.load(ends + owner * c + cluster, found, other=0)
     token = tl.load(tokens + owner * n_tokens + end + slot - stop, found, other=-1)
-    tl.store(chosen + row * k + slot, token, slot < k)
+    tl.store(chosen + row * k + slot, tl.where(found, token + first, -1), slot < k)

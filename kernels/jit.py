@@ -3,15 +3,23 @@
 Without it they are plain functions that nobody calls. With TRITON_INTERPRET=1 in the environment before the first
 import, Triton runs them on a CPU, operation by operation; the tests do where there is no GPU.
 
+Kernels that work for rows of several variants at once read where each row's tensors are from a list of integers: their
+distances in memory from a tensor that the kernel is given, because a GPU reads its own memory and pinned memory of the
+host by addresses of one kind, and a distance can be said to be even where a bare address cannot.
+
 Modules with kernels begin with `from __future__ import annotations`, so that Triton sees names of types.
 
 Not here: any kernel.
 """
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import torch
+from torch import Tensor
 
 triton: Any = None
 tl: Any = None
@@ -34,3 +42,16 @@ def cdiv(n: int, size: int) -> int:
 def power_of_2(n: int, least: int = 1) -> int:
     """The smallest power of two that is neither below n nor below `least`: Triton's blocks have such lengths."""
     return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def distance(x: Tensor, start: Tensor) -> int:
+    """From the first element of `start` to that of x, in elements of both."""
+    elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())
+    assert x.dtype == start.dtype and not rest, (x.dtype, start.dtype, rest)
+    return elements
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on their way to the device, (n,) int64; nobody waits for them."""
+    there = torch.tensor(numbers, dtype=torch.int64)
+    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)

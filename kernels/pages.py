@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, library
 from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.topk import pack_key, pack_keys_ref
 
 
 def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,22 @@ def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
         if q.is_cuda and triton is not None:
             return page_scores_triton(q, kmin, kmax)
     return page_scores_torch(q, kmin, kmax)
+
+
+def page_keys_ref(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str) -> Tensor:
+    """Keys of pages by `agg`, for queries (n, h, 1, d_h) of rows that share bounds: (n, h or h_kv, n_pages) int64."""
+    scores = page_scores_torch(q, kmin, kmax)
+    if agg != "query_head":
+        grouped = scores.unflatten(1, (kmin.shape[1], -1))
+        scores = grouped.mean(2) if agg == "group_mean" else grouped.amax(2)
+    return pack_keys_ref(scores, torch.arange(scores.shape[-1], device=q.device))
+
+
+def expand_keys_ref(keys: Tensor, start: int, length: int, stop: int) -> Tensor:
+    """Positions of the pages' tokens, (n, heads, k * length): -1 from `stop` on; page 0 begins at `start`."""
+    pages = keys.int().long().unsqueeze(-1)
+    tokens = pages * length + torch.arange(start, start + length, device=keys.device)
+    return tokens.masked_fill((tokens >= stop) | (pages < 0), -1).flatten(2)
 
 
 def page_bounds_ref(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -148,6 +165,71 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
             q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, PAGES, power_of_2(d_h)
         )
     return scores
+
+
+AGGREGATES = ("query_head", "group_mean", "group_max")
+
+
+def page_keys_triton(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str) -> Tensor:
+    """A program for some pages of a KV head and a row."""
+    (n, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
+    assert kmin.stride() == kmax.stride(), (kmin.stride(), kmax.stride())
+    how, g = AGGREGATES.index(agg), h // h_kv
+    keys = torch.empty(n, h if how == 0 else h_kv, n_pages, dtype=torch.int64, device=q.device)
+    if keys.numel():
+        key_pages[(n, cdiv(n_pages, PAGES), h_kv)](
+            q.contiguous(), kmin, kmax, keys, d_h, n_pages, kmin.stride(1), g, how, PAGES, power_of_2(d_h)
+        )
+    return keys
+
+
+def expand_keys_triton(keys: Tensor, start: int, length: int, stop: int) -> Tensor:
+    """A program for a row's and head's tokens, some at a time."""
+    (n, heads, k), block = keys.shape, 1024
+    assert keys.stride(-1) == 1, keys.stride()
+    tokens = torch.empty(n, heads, k * length, dtype=torch.int64, device=keys.device)
+    if tokens.numel():
+        expand_pages[(cdiv(k * length, block), heads, n)](
+            keys, tokens, k * length, start, length, stop, keys.stride(0), keys.stride(1), block
+        )
+    return tokens
+
+
+@jit
+def key_pages(
+    q, kmin, kmax, keys, d_h, n_pages, stride, g, HOW: tl.constexpr, PAGES: tl.constexpr, WIDTH: tl.constexpr
+):
+    row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    page, column = block * PAGES + tl.arange(0, PAGES), tl.arange(0, WIDTH)
+    inside, real = column < d_h, page < n_pages
+    where = head.to(tl.int64) * stride + page[:, None] * d_h + column[None]
+    low = tl.load(kmin + where, real[:, None] & inside[None], other=0.0).to(tl.float32)
+    high = tl.load(kmax + where, real[:, None] & inside[None], other=0.0).to(tl.float32)
+    h_kv = tl.num_programs(2)
+    merged = tl.full((PAGES,), float("-inf") if HOW == 2 else 0.0, tl.float32)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
+        score = tl.sum(tl.maximum(query, 0.0)[None] * high + tl.minimum(query, 0.0)[None] * low, 1)
+        if HOW == 0:
+            tl.store(keys + query_head.to(tl.int64) * n_pages + page, pack_key(score, page), real)
+        elif HOW == 1:
+            merged += score / g
+        else:
+            merged = tl.maximum(merged, score)
+    if HOW:
+        tl.store(keys + (row * h_kv + head).to(tl.int64) * n_pages + page, pack_key(merged, page), real)
+
+
+@jit
+def expand_pages(keys, tokens, n, start, length, stop, row_stride, head_stride, TOKENS: tl.constexpr):
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = block * TOKENS + tl.arange(0, TOKENS)
+    page = tl.load(keys + row * row_stride + head * head_stride + at // length, at < n, other=0).to(tl.int32)
+    token = start + page * length + at % length
+    token = tl.where((page >= 0) & (token < stop), token, -1)
+    to = (row * tl.num_programs(1) + head).to(tl.int64) * n
+    tl.store(tokens + to + at, token.to(tl.int64), at < n)
 
 
 @jit

@@ -12,6 +12,7 @@ Not here: centroids (`pq_fit.py`), scores by codes (`pq_scores.py`).
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -149,6 +150,12 @@ class PackedCodes:
         packed = pack(tail, self.b)
         first = whole // 8 * self.b
         self.data[..., first : first + packed.shape[-1]] = packed
+
+    def copied(self, device: torch.device) -> PackedCodes:
+        """The same codes elsewhere, without waiting for them."""
+        there = copy(self)
+        there.data = self.data.to(device, non_blocking=True)
+        return there
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Codes of tokens [start, stop), (h_kv, m, stop - start) uint8."""

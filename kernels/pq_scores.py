@@ -2,6 +2,7 @@
 
 `pq_logits` is the sums themselves. `pq_top` is a decode step's choice: a softmax of every query head over all
 candidates, added up over the heads of a group, and the k tokens with the highest sum, lower indices first among equals.
+`pq_keys` are what a GPU chooses by for all rows of a class at once; it codes their newest tokens on the way.
 
 Shapes    q (h, d_h), centroids (h_kv, m, c, d_m), codes (h_kv, m, >= n) uint8 or `PackedCodes` -> logits (h, n)
           float32, unscaled; idx (h_kv, k), or (h, k) where query heads choose for themselves, int64, in no order.
@@ -16,17 +17,18 @@ Not here: codes (`pq_codes.py`), attention over what was chosen (`select_attend.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.build import library
 from kernels.choices import MERGES
-from kernels.jit import cdiv, jit, tl, triton
+from kernels.jit import cdiv, distance, jit, power_of_2, tl, triton, upload
 from kernels.pq_codes import PackedCodes
-from kernels.topk import top_stable, top_stable_ref
+from kernels.topk import pack_key, pack_keys_ref, top_stable, top_stable_ref
 
 
 def pq_tables(q: Tensor, centroids: Tensor) -> Tensor:
@@ -210,6 +212,145 @@ def pq_scores_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
     lse = lses.logsumexp(-1)
     merge_weights[(n_blocks, h_kv)](entries, codes_of(codes), lse, scores, scale, n, c, *strides)
     return scores
+
+
+class Coded(NamedTuple):
+    """The quantised candidates of one row."""
+
+    centroids: Tensor  # (h_kv, m, c, d_m) float32
+    codes: PackedCodes  # where the scores are made
+    n: int  # candidates
+    first: int  # position of the first one
+    home: PackedCodes | None = None  # where the newest token's code is stored, None: it is not
+    at: int = 0  # as which of its tokens
+
+
+def pq_keys_ref(q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float) -> list[Tensor]:
+    """Row by row: keys (1, h_kv, n) each. The newest keys (n_rows, h_kv, 1, d_h) are not coded."""
+    found = []
+    for i, row in enumerate(rows):
+        logits = pq_logits_ref(q[i, :, 0], row.centroids, row.codes, row.n) * scale
+        scores = merged(logits, len(row.centroids), "softmax_sum")
+        positions = torch.arange(row.first, row.first + row.n, device=q.device)
+        found.append(pack_keys_ref(scores, positions).unsqueeze(0))
+    return found
+
+
+def pq_keys_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float) -> Tensor:
+    """Two launches more for all rows whose quantisers have one shape: (n, h_kv, most candidates) int64."""
+    (h_kv, m, c, _), (n, h) = rows[0].centroids.shape, q.shape[:2]
+    s = max(row.n for row in rows)
+    entries, table = pq_tables_triton(q, keys, rows)
+    n_blocks, sizes = cdiv(s, TOKENS), (scale, c, h // h_kv, m, rows[0].codes.b % 8, TOKENS)
+    lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
+    found = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
+    lses_of_rows[(n, n_blocks, h)](entries, table, lses, *sizes)
+    keys_of_rows[(n, n_blocks, h_kv)](entries, table, lses, found, s, *sizes, power_of_2(n_blocks))
+    return found
+
+
+def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> tuple[Tensor, Tensor]:
+    """Tables of all rows of q (n, h, 1, d_h), (n, h, m, c), and the integers that the next kernels want.
+
+    Codes of the newest keys (n, h_kv, 1, d_h) are stored where a row has a `home` for them.
+    """
+    (h_kv, m, c, d_m), b = rows[0].centroids.shape, rows[0].codes.b
+    n, h = q.shape[:2]
+    q, keys, start = q.contiguous(), keys.contiguous(), rows[0].centroids
+    numbers: list[int] = []
+    for row in rows:
+        assert row.centroids.shape == start.shape and row.codes.b == b and row.n <= row.codes.n, "of another shape"
+        home = (0, 0, 0) if row.home is None else (row.home.data.data_ptr(), *row.home.data.stride()[:2])
+        data = row.codes.data
+        numbers += [
+            distance(row.centroids, start),
+            data.data_ptr(),
+            *data.stride()[:2],
+            row.n,
+            row.first,
+            *home,
+            row.at,
+        ]
+    table = upload(numbers, q.device)
+    entries = torch.empty(n, h, m, c, dtype=torch.float32, device=q.device)
+    tables_of_rows[(n, h_kv, m)](
+        q, keys, start, table, entries, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m)
+    )
+    return entries, table
+
+
+@jit
+def tables_of_rows(
+    q, keys, start, table, entries, c, d_m, g, PLANES: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Inner products of a part's centroids with a group's queries, and the code of that part of the newest key."""
+    row, head, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    at, h_kv = table + row * 10, tl.num_programs(1)
+    centroid, column = tl.arange(0, C), tl.arange(0, WIDTH)
+    inside, real = column < d_m, centroid < c
+    where = ((head * m + part) * c + centroid)[:, None] * d_m + column[None]
+    x = tl.load(start + tl.load(at) + where, real[:, None] & inside[None], other=0.0)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        query = tl.load(q + (query_head * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
+        tl.store(entries + (query_head * m + part) * c + centroid, tl.sum(x * query[None], 1), real)
+    home = tl.load(at + 6)
+    if home != 0:
+        key = tl.load(keys + ((row * h_kv + head) * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
+        apart = tl.where(inside[None], x - key[None], 0.0)
+        far = tl.where(real, tl.sum(apart * apart, 1), float("inf"))
+        nearest = tl.min(tl.where(far == tl.min(far, 0), centroid, C), 0)
+        codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 7) + part * tl.load(at + 8)
+        token = tl.load(at + 9)
+        if PLANES == 0:
+            tl.store(codes + token, nearest.to(tl.uint8))
+        else:
+            first = codes + token // 64 * (8 * PLANES) + token % 64 // 8
+            for j in range(PLANES):
+                byte = tl.load(first + 8 * j).to(tl.int32)
+                tl.store(first + 8 * j, (byte | (((nearest >> j) & 1) << (token % 8).to(tl.int32))).to(tl.uint8))
+
+
+@jit
+def lses_of_rows(entries, table, lses, scale, c, g, M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr):
+    """Log-sum-exp of a block of a row's tokens for a query head."""
+    row, block, head, h = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    at = table + row * 10
+    codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
+    mask = token < tl.load(at + 4)
+    x = add_entries(
+        entries + row * h * M * c, codes, head, head // g, token, mask, c, tl.load(at + 2), tl.load(at + 3), M, PLANES
+    )
+    x = tl.where(mask, x * scale, float("-inf"))
+    highest = tl.max(x, 0)
+    safe = tl.where(highest > -1e30, highest, 0.0)
+    lse = safe + tl.log(tl.sum(tl.exp(x - safe), 0))
+    tl.store(lses + (row * h + head) * tl.num_programs(1) + block, lse)
+
+
+@jit
+def keys_of_rows(
+    entries, table, lses, found, s, scale, c, g,
+    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Keys of a block of a row's tokens, by their weights for the query heads of a KV head."""
+    row, block, owner, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    at, n_blocks = table + row * 10, tl.num_programs(1)
+    codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
+    mask, every = token < tl.load(at + 4), tl.arange(0, BLOCKS)
+    total = tl.zeros((TOKENS,), tl.float32)
+    for i in range(g):
+        head = owner * g + i
+        mine = tl.load(lses + (row * h_kv * g + head) * n_blocks + every, every < n_blocks, other=float("-inf"))
+        highest = tl.max(mine, 0)
+        lse = highest + tl.log(tl.sum(tl.exp(mine - highest), 0))
+        x = add_entries(
+            entries + row * h_kv * g * M * c, codes, head, owner, token, mask, c,
+            tl.load(at + 2), tl.load(at + 3), M, PLANES,
+        )  # fmt: skip
+        total += tl.exp(x * scale - lse)
+    key = tl.where(mask, pack_key(total, tl.load(at + 5) + token), tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64))
+    tl.store(found + (row * h_kv + owner).to(tl.int64) * s + token, key, token < s)
 
 
 @jit

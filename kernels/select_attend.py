@@ -1,11 +1,13 @@
 """Attention of one query per head over chosen tokens of a cache, where they lie: K and V are not copied.
 
 `select_attend` is over one set of tokens; `attend_parts` over several at once, chosen ones and whole stretches, which
-is a decode step of a method that retrieves: sinks, window and what was fetched.
+is a decode step of a method that retrieves: sinks, window and what was fetched; `attend_rows` does so for all rows of a
+batch, wherever their tokens lie.
 
-Shapes    q (1, h, 1, d_h); k, v (1, h_kv, s, d_h); idx (1, h_kv or h, n_chosen) int64, -1: no token; late: more rows of
-          K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s. out (1, h, 1, d_h) in q's dtype,
-          lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where there is no token.
+Shapes    q (1, h, 1, d_h); k, v (1, h_kv, s, d_h); idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the
+          lower half of each); late: more rows of K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s.
+          out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where
+          there is no token.
 Paths     C++ on a CPU: float32 sums whatever the dtype; rows of a KV head are read once for its query heads, unless
           those chose tokens of their own. Triton on a GPU. Both cut tokens into pieces and join them by log-sum-exp.
 Checks    tests/kernels/test_select_attend.py, benchmarks/bench_select_attend.py.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +30,17 @@ from torch import Tensor
 
 from kernels.build import DTYPES, library
 from kernels.gather import gather_split
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, distance, jit, power_of_2, tl, triton, upload
 
 NEVER = 1 << 62  # more rows than any cache has
+
+
+class Near(NamedTuple):
+    """Copies of tokens on the device, of those that lie far away."""
+
+    k: Tensor  # (1, h_kv, slots, d_h)
+    v: Tensor
+    slots: Tensor  # (h_kv or 1, tokens) int32, where a token's copy is, -1: there is none
 
 
 class Tokens(NamedTuple):
@@ -40,6 +50,13 @@ class Tokens(NamedTuple):
     v: Tensor
     idx: Tensor | None = None  # (1, h_kv or h, n_chosen) int64, -1: no token
     late: tuple[Tensor, Tensor] | None = None  # tokens from s on
+    mask: Tensor | None = None  # (1, h_kv or h, tokens) bool, False on what is hidden
+    q: Tensor | None = None  # (1, h, 1, d_h), a query for these tokens alone
+    near: Near | None = None  # where some of the tokens at idx lie nearer
+
+    def n_tokens(self) -> int:
+        """Tokens of a head, hidden ones included."""
+        return self.k.shape[2] if self.idx is None else self.idx.shape[2]
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Copies of K and V, (1, heads, n_chosen, d_h); some row or other where there is no token."""
@@ -68,10 +85,10 @@ def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[
     logits, values = [], []
     for part in parts:
         k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in part.gathered())
-        x = (q.float() @ k.mT) * scale  # (1, h, 1, n)
-        if part.idx is not None:
-            hidden = (part.idx < 0).repeat_interleave(h // part.idx.shape[1], 1)
-            x = x.masked_fill(hidden.unsqueeze(2), -torch.inf)
+        x = ((q if part.q is None else part.q).float() @ k.mT) * scale  # (1, h, 1, n)
+        hidden = part.idx < 0 if part.idx is not None else None if part.mask is None else ~part.mask
+        if hidden is not None:
+            x = x.masked_fill(hidden.repeat_interleave(h // hidden.shape[1], 1).unsqueeze(2), -torch.inf)
         logits.append(x)
         values.append(v)
     joined = torch.cat(logits, -1)
@@ -120,7 +137,7 @@ def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tup
 
 def packed_part(part: Tokens) -> tuple[int, ...]:
     """The numbers of `struct Part` in select_attend.cpp."""
-    k, v, idx, late = part
+    k, v, idx, late = part[:4]
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
     heads, n, where, late_numbers, rows = h_kv, s, 0, (0, 0, 0), NEVER
     if idx is not None:
@@ -138,98 +155,211 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
 
 # On a GPU.
 
-SPLIT = 256  # tokens of a head that one program attends to
-TILE = 64  # of them at once
+TILE = 64  # tokens that a program attends to at once
+SPLIT = 256  # tokens of a head that one program attends to at least
+PROGRAMS = 1024  # that a launch should have, where there are tokens enough
+ITEM = 26  # numbers of a work item, as `attend_items` reads them
 
 
 def select_attend_triton(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor, scale: float,
     late: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A program for every head of idx and split of its tokens, and one per query head that joins them."""
-    (_, h, _, d_h), (_, h_kv, s, _) = q.shape, k.shape
-    _, heads, n = idx.shape
-    k_late, v_late = late or (k, v)
-    q, idx = q.contiguous(), idx.contiguous()
-    for x in (k, v, k_late, v_late):
-        assert x.stride()[2:] == (d_h, 1) and x.dtype == q.dtype, (x.stride(), x.dtype)
-    assert k_late.stride() == v_late.stride(), (k_late.stride(), v_late.stride())
-    g, splits, width = h // heads, cdiv(n, SPLIT), power_of_2(d_h, 16)
-    sums = torch.empty(h, splits, d_h, dtype=torch.float32, device=q.device)
-    lses = torch.empty(h, splits, dtype=torch.float32, device=q.device)
-    out, lse = torch.empty_like(q), torch.empty(1, h, 1, dtype=torch.float32, device=q.device)
-    attend_split[(heads, splits)](
-        q, k, v, k_late, v_late, idx, sums, lses, scale, s, n, d_h, splits,
-        k.stride(1), v.stride(1), k_late.stride(1), heads // h_kv,
-        g, power_of_2(g, 16), width, TILE, SPLIT, not q.is_cuda,
-    )  # fmt: skip
-    join_splits[(h,)](sums, lses, out, lse, d_h, splits, power_of_2(splits), width)
+    return attend_rows_triton(q, [[Tokens(k, v, idx, late)]], scale)
+
+
+def attend_rows_triton(
+    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = ()
+) -> tuple[Tensor, Tensor]:
+    """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
+
+    A part lies anywhere that the GPU can read, pinned host memory included: work items hold distances in memory from q.
+    q may have more rows behind these, for which nothing is written. Where a row has `logits`, (h, tokens of all its
+    parts) float32, its scaled logits are stored there.
+    """
+    n, h, d_h = len(rows), q.shape[1], q.shape[3]
+    q = q.contiguous()
+    h_kv = min(part.k.shape[1] for row in rows for part in row)
+    total = sum(part.n_tokens() for row in rows for part in row)
+    split = max(SPLIT, TILE * cdiv(total * h_kv, TILE * PROGRAMS))
+    items: list[list[int]] = []
+    ends = [0]
+    for i, parts in enumerate(rows):
+        at = 0
+        for part in parts:
+            items += work_items(q, i, part, h_kv, split, at, logits[i] if logits else None)
+            at += part.n_tokens()
+        ends.append(len(items))
+    work = upload([number for item in items for number in item] + ends, q.device)
+    g = h // h_kv
+    width = power_of_2(d_h, 16)
+    out, lse = torch.empty_like(q), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
+    sums = torch.empty(len(items), h, d_h, dtype=torch.float32, device=q.device)
+    lses = torch.empty(len(items), h, dtype=torch.float32, device=q.device)
+    if items:
+        attend_items[(len(items), h_kv)](
+            q, work, sums, lses, scale, h_kv, d_h, g, power_of_2(g, 16), width, TILE, ITEM, lanes(q, items),
+            not q.is_cuda,
+        )  # fmt: skip
+    join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_h, ITEM, width)
     return out, lse
 
 
+def work_items(
+    q: Tensor, row: int, part: Tokens, h_kv: int, split: int, at: int, logits: Tensor | None
+) -> list[list[int]]:
+    """The items of one part of a row: one per split of its tokens, and per query head where these chose their own."""
+    h, g = q.shape[1], q.shape[1] // h_kv
+    own_q = q[row] if part.q is None else part.q
+    d_h = q.shape[3]
+    for x in (part.k, part.v, *(part.late or ())):
+        assert x.stride()[2:] == (d_h, 1) and x.dtype == q.dtype, (x.stride(), x.dtype)
+    assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
+    away = partial(distance, start=q)
+    heads = part.k.shape[1] if part.idx is None else part.idx.shape[1]
+    n, own_heads = part.n_tokens(), heads != h_kv  # query heads with tokens of their own
+    k, v, kv_heads = part.k, part.v, part.k.shape[1] // h_kv
+    k_late, v_late, behind = k, v, NEVER
+    if part.late is not None:
+        (k_late, v_late), behind = part.late, k.shape[2]
+        assert k_late.stride() == v_late.stride(), (k_late.stride(), v_late.stride())
+    near = [0] * 5
+    if part.near is not None:
+        k_near, v_near, slots = part.near
+        assert k_near.stride() == v_near.stride() and slots.dtype == torch.int32, (k_near.stride(), slots.dtype)
+        near = [away(k_near), away(v_near), k_near.stride(1), slots.data_ptr(), slots.stride(0) * (len(slots) > 1)]
+    mask_at = mask_kv = mask_q = 0
+    if part.mask is not None and part.idx is None:
+        mask_at = part.mask.data_ptr()
+        mask_kv = part.mask.stride(1) * (part.mask.shape[1] // h_kv)
+        mask_q = part.mask.stride(1) if part.mask.shape[1] == h else 0
+    found = []
+    for j in range(g if own_heads else 1):
+        # KV heads may be repeated, one per query head: then the j-th of each group is read.
+        kv = j if kv_heads > 1 else 0
+        idx_at = idx_stride = 0
+        if part.idx is not None:
+            assert part.idx.dtype == torch.int64 and part.idx.stride(-1) == 1, (part.idx.dtype, part.idx.stride())
+            idx_stride = part.idx.stride(1) * (g if own_heads else 1)
+            idx_at = part.idx.data_ptr() + 8 * j * part.idx.stride(1)
+        numbers = [
+            row, away(own_q), away(k) + kv * k.stride(1), away(v) + kv * v.stride(1),
+            k.stride(1) * kv_heads, v.stride(1) * kv_heads, idx_at, idx_stride,
+            away(k_late), away(v_late), k_late.stride(1), behind, mask_at, mask_kv, mask_q,
+            j if own_heads else 0, j + 1 if own_heads else g,
+            *((0, 0) if logits is None else (logits.data_ptr() + 4 * at, logits.stride(0))), *near,
+        ]  # fmt: skip
+        found += [[*numbers, first, min(n, first + split)] for first in range(0, n, split)]
+    return found
+
+
+def lanes(q: Tensor, items: list[list[int]]) -> int:
+    """Elements that may be loaded at once: 16 bytes where all tokens begin at a multiple of that."""
+    wide = 16 // q.element_size()
+    numbers = (q.shape[3], *(number for item in items for number in (*item[1:6], *item[8:11], *item[19:22])))
+    return wide if all(number % wide == 0 for number in numbers) and q.data_ptr() % 16 == 0 else 1
+
+
 @jit
-def attend_split(
-    q, k, v, k_late, v_late, idx, sums, lses, scale, s, n, d_h, splits,
-    k_stride, v_stride, late_stride, heads_per_owner,
-    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
+def attend_items(
+    q, work, sums, lses, scale, h_kv, d_h,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, ITEM: tl.constexpr,
+    LANES: tl.constexpr, WIDE: tl.constexpr,  # WIDE: float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
-    """Softmax over up to SPLIT tokens for the G query heads that chose them, padded to ROWS for the tensor cores."""
-    head, split = tl.program_id(0), tl.program_id(1)
-    owner = (head // heads_per_owner).to(tl.int64)
+    """Softmax over the tokens of an item for the query heads of a KV head, padded to ROWS for the tensor cores."""
+    item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = work + item * ITEM
+    own_q = tl.multiple_of(tl.load(at + 1), LANES)
+    k = tl.multiple_of(tl.load(at + 2) + head * tl.load(at + 4), LANES)
+    v = tl.multiple_of(tl.load(at + 3) + head * tl.load(at + 5), LANES)
+    idx, idx_stride = tl.load(at + 6), tl.load(at + 7)
+    late_stride = tl.load(at + 10)
+    k_late = tl.multiple_of(tl.load(at + 8) + head * late_stride, LANES)
+    v_late = tl.multiple_of(tl.load(at + 9) + head * late_stride, LANES)
+    behind, mask_at = tl.load(at + 11), tl.load(at + 12)
+    first_head, last_head = tl.load(at + 15), tl.load(at + 16)
+    logits_at, logits_stride = tl.load(at + 17), tl.load(at + 18)
+    near_stride = tl.load(at + 21)
+    k_near = tl.multiple_of(tl.load(at + 19) + head * near_stride, LANES)
+    v_near = tl.multiple_of(tl.load(at + 20) + head * near_stride, LANES)
+    slots_at = tl.load(at + 22)
+    first, last = tl.load(at + 24).to(tl.int32), tl.load(at + 25).to(tl.int32)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    inside = column < d_h
-    where = (head * G + row) * d_h
-    queries = tl.load(q + where[:, None] + column[None], (row < G)[:, None] & inside[None], other=0.0)
+    inside, mine = column < d_h, (row >= first_head) & (row < last_head)
+    where = own_q + (head * G + row)[:, None] * d_h + column[None]
+    queries = tl.load(q + where, mine[:, None] & inside[None], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(split * SPLIT, split * SPLIT + SPLIT, TILE):
+    chosen = idx.to(tl.pointer_type(tl.int64)) + head * idx_stride
+    seen_at = mask_at.to(tl.pointer_type(tl.int8)) + head * tl.load(at + 13)
+    mask_stride = tl.load(at + 14)
+    slots = slots_at.to(tl.pointer_type(tl.int32)) + head * tl.load(at + 23)
+    for start in range(first, last, TILE):
         place = start + tl.arange(0, TILE)
-        token = tl.load(idx + head.to(tl.int64) * n + place, place < n, other=-1)
-        is_late, real = token >= s, token >= 0
-        early = tl.where(real & (token < s), token, 0) * d_h
-        behind = tl.where(is_late, token - s, 0) * d_h
-        k_rows = tl.where(is_late, k_late + owner * late_stride + behind, k + owner * k_stride + early)
-        v_rows = tl.where(is_late, v_late + owner * late_stride + behind, v + owner * v_stride + early)
-        mask = real[:, None] & inside[None]
-        keys = tl.load(k_rows[:, None] + column[None], mask, other=0.0)
+        token = place.to(tl.int64)
+        if idx != 0:
+            token = tl.load(chosen + place, place < last, other=-1).to(tl.int32).to(tl.int64)
+        real, is_late = (place < last) & (token >= 0), token >= behind
+        early, late = tl.where(real & (token < behind), token, 0) * d_h, tl.where(is_late, token - behind, 0) * d_h
+        key_at, value_at = tl.where(is_late, k_late + late, k + early), tl.where(is_late, v_late + late, v + early)
+        if slots_at != 0:
+            slot = tl.load(slots + token, real, other=-1)
+            beside = tl.where(slot >= 0, slot, 0).to(tl.int64) * d_h
+            key_at, value_at = (
+                tl.where(slot >= 0, k_near + beside, key_at),
+                tl.where(slot >= 0, v_near + beside, value_at),
+            )
+        seen = mine[:, None] & real[None]
+        if mask_at != 0:
+            seen = seen & (tl.load(seen_at + row[:, None] * mask_stride + place[None], seen, other=0) != 0)
+        there = real[:, None] & inside[None]
+        keys = tl.load(q + key_at[:, None] + column[None], there, other=0.0)
         if WIDE:
             keys = keys.to(tl.float32)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        logits = tl.where(real[None], logits, -1e30)
+        logits = tl.where(seen, logits, -1e30)
+        if logits_at != 0:
+            kept = logits_at.to(tl.pointer_type(tl.float32)) + (head * G + row)[:, None] * logits_stride
+            tl.store(kept + place[None], logits, mine[:, None] & (place < last)[None])
         higher = tl.maximum(highest, tl.max(logits, 1))
-        weights = tl.where(real[None], tl.exp(logits - higher[:, None]), 0.0)
+        weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)
-        values = tl.load(v_rows[:, None] + column[None], mask, other=0.0)
+        values = tl.load(q + value_at[:, None] + column[None], there, other=0.0)
         if WIDE:
             values = values.to(tl.float32)
-        part = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        acc = acc * shrink[:, None] + part
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
     some = tl.where(total > 0, total, 1.0)
-    lse = tl.where(total > 0, highest + tl.log(some), float("-inf"))
-    mine = (head * G + row) * splits + split
-    tl.store(lses + mine, lse, row < G)
-    tl.store(sums + mine[:, None] * d_h + column[None], acc / some[:, None], (row < G)[:, None] & inside[None])
+    to = (item * h_kv + head) * G + row
+    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), row < G)
+    tl.store(sums + to[:, None] * d_h + column[None], acc / some[:, None], mine[:, None] & inside[None])
 
 
 @jit
-def join_splits(sums, lses, out, lse, d_h, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The splits of one query head, weighted by their log-sum-exps."""
-    head = tl.program_id(0)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    mine = tl.load(lses + head * splits + split, split < splits, other=float("-inf"))
-    highest = tl.max(mine, 0)
-    safe = tl.where(highest > -1e30, highest, 0.0)
-    weights = tl.exp(mine - safe)
-    total = tl.sum(weights, 0)
+def join_items(sums, lses, out, lse, work, n_items, h, d_h, ITEM: tl.constexpr, WIDTH: tl.constexpr):
+    """The items of one row for one query head, weighted by their log-sum-exps."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(work + n_items * ITEM + row).to(tl.int32)
+    last = tl.load(work + n_items * ITEM + row + 1).to(tl.int32)
+    column = tl.arange(0, WIDTH)
+    highest = tl.full((1,), -1e30, tl.float32)
+    total, acc = tl.zeros((1,), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    for start in range(first, last, 16):
+        item = start + tl.arange(0, 16)
+        mine = tl.load(lses + item.to(tl.int64) * h + head, item < last, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(mine, 0))
+        weights, shrink = tl.exp(mine - higher), tl.exp(highest - higher)
+        # What an item has of other query heads was never written.
+        there = ((item < last) & (weights > 0))[:, None] & (column < d_h)[None]
+        part = tl.load(sums + (item.to(tl.int64) * h + head)[:, None] * d_h + column[None], there, other=0.0)
+        acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        highest = higher
     some = tl.where(total > 0, total, 1.0)
-    mask = (split < splits)[:, None] & (column < d_h)[None]
-    rows = tl.load(sums + (head * splits + split)[:, None] * d_h + column[None], mask, other=0.0)
-    joined = tl.sum(rows * weights[:, None], 0) / some
-    tl.store(out + head * d_h + column, joined.to(out.dtype.element_ty), column < d_h)
-    tl.store(lse + head, tl.where(total > 0, safe + tl.log(some), float("-inf")))
+    to = row * h + head
+    tl.store(out + to * d_h + column, (acc / some).to(out.dtype.element_ty), column < d_h)
+    tl.store(lse + to + tl.arange(0, 1), tl.where(total > 0, highest + tl.log(some), float("-inf")))

@@ -7,13 +7,23 @@ Paths     On a CPU topk, and where equal scores straddle the border the choice a
           without such ties, 1.5 with them (8 rows x 32,768 scores, k = 512, one thread: 1.5 and 2.0 ms; the packed form
           2.6, a stable sort 16). On an accelerator, where asking for ties would wait for it, the packed form; a float64
           has no bits to spare and is sorted.
+Keys      A GPU's kernels store `pack_key` of a score and a position in place of the score: int64, no two equal, the
+          best the smallest, the position in the lower half. `top_keys` are then one launch, and who reads positions
+          takes the lower half. The largest int64 stands for no token: its lower half is -1.
 Checks    tests/kernels/test_topk.py.
 
 Not here: which scores. Those without ties take `torch.topk`.
 """
 
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
+
 import torch
 from torch import Tensor
+
+from kernels.jit import jit, tl
 
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's
 LARGEST = torch.finfo(torch.float32).max
@@ -56,3 +66,26 @@ def top_packed(scores: Tensor, k: int) -> Tensor:
 def top_stable_ref(scores: Tensor, k: int) -> Tensor:
     """The same by a stable sort, best first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+# Keys.
+
+
+def top_keys(keys: Tensor, k: int) -> Tensor:
+    """The `k` smallest of keys (..., n), best first: their lower halves are positions (..., k)."""
+    return keys.topk(min(k, keys.shape[-1]), largest=False).values
+
+
+def pack_keys_ref(scores: Tensor, positions: Tensor) -> Tensor:
+    """Keys of float32 scores."""
+    bits = (scores + 0.0).view(torch.int32)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ((~rising).long() << 32) | positions
+
+
+@jit
+def pack_key(score, position):
+    """A float32 as an integer that rises where the score falls, the position below it."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ((rising ^ -1).to(tl.int64) << 32) | position.to(tl.int64)

@@ -31,6 +31,7 @@ from engine.budget import Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.observe import Observation
 from engine.prefill import Thinning, Trace
+from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
 from methods.dropping.scorers import keep_top
@@ -167,23 +168,37 @@ class SelectiveAttention(Rules, ABC):
     ) -> list[list[Part]]:
         """Append the current token of every row, select, fetch: the parts that each row attends to."""
         with span("append", layer):
-            for i, row in enumerate(rows):
-                row.store[layer].append(k_new[i : i + 1], v_new[i : i + 1])
+            append_rows([row.store[layer] for row in rows], k_new, v_new)
         parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
         fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
         if fetching:
             with span("search", layer):
                 queries = q if len(fetching) == len(rows) else q[fetching]
                 selections = cls.select_rows([rows[i] for i in fetching], layer, queries)
-            with span("fetch", layer):
-                for i, idx in zip(fetching, selections, strict=True):
-                    if idx is not None:
-                        parts[i] = [*parts[i], rows[i].store[layer].fetch(idx, cls.pads)]
+            asking = [(i, idx) for i, idx in zip(fetching, selections, strict=True) if idx is not None]
+            if asking:
+                with span("fetch", layer):
+                    found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
+                for (i, _), part in zip(asking, found, strict=True):
+                    parts[i] = [*parts[i], part]
         return parts
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The layer's output (1, h, 1, d_h), for methods that correct it or learn from the weights (1, h, s)."""
         return out
+
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence["SelectiveAttention"], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        """`after_attention` for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
+        if cls.after_attention is SelectiveAttention.after_attention:
+            return
+        for i, row in enumerate(rows):
+            given = out[i : i + 1]
+            corrected = row.after_attention(layer, given, weights[i])
+            if corrected is not given:
+                given.copy_(corrected)
 
     def report(self) -> dict[str, Any]:
         """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""

@@ -8,7 +8,7 @@ Not here: means over samples (`evals/results/`), and bytes really allocated (`St
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.budget import Budget, find_bytes
 from engine.shapes import ModelShape
@@ -34,11 +34,28 @@ class Entry(NamedTuple):
     cache_lookups: int
 
 
+class Debt(Protocol):
+    """Counts that are not in the entries yet."""
+
+    def settle(self, entries: list[Entry]) -> None:
+        """Put them there."""
+        ...
+
+
 class Ledger:
     """The entries of one variant on one sample, in the order in which they were written."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.written: list[Entry] = []
+        self.debt: Debt | None = None  # counts that an accelerator still has
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All of them, complete."""
+        if self.debt is not None:
+            self.debt, debt = None, self.debt
+            debt.settle(self.written)
+        return self.written
 
     def columns(self) -> dict[str, list[int]]:
         """The entries as columns, ready for a table."""
@@ -55,7 +72,7 @@ class Ledger:
         """Whether every step stayed within the tokens and the finding bytes, as a mean over the layers not exempt."""
         exempt = frozenset(exempt)
         priced = Ledger()
-        priced.entries = [entry for entry in self.entries if entry.layer not in exempt]
+        priced.written = [entry for entry in self.entries if entry.layer not in exempt]
         n_layers = len({entry.layer for entry in priced.entries})
         steps = sorted({entry.step for entry in priced.entries})
         tokens_ok = all(

@@ -2,15 +2,17 @@
 
 A meter counts from one `close` to the next, which makes a ledger's entry of its counts. Methods count here what they
 move or read beside K and V. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
-tokens need not move.
+tokens need not move. An accelerator keeps some counts to itself (`Owed`), and gives them all at once when the ledger is
+read: asking at every step would wait for it.
 
 Not here: moving (`engine/layer.py`), what the counts mean (`engine/books/ledger.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.books.ledger import Entry
@@ -45,6 +47,14 @@ class Access:
     idx: Sequence[Any]  # positions per KV head or query head, -1 where padded
 
 
+@dataclass(slots=True)
+class Owed:
+    """What one fetch counted on an accelerator, as `kernels/union.py` does."""
+
+    counts: Tensor  # (h_kv, 3 + ages) int32
+    heads: int  # that asked
+
+
 class Meter:
     """The counts of a layer's step."""
 
@@ -61,6 +71,8 @@ class Meter:
         self.accesses = accesses  # a list: every fetch is noted in it
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
+        self.owed: Owed | None = None  # of this step
+        self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
     def count(self, field: str, amount: int) -> None:
         """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
@@ -116,7 +128,11 @@ class Meter:
     def note(self, step: int, layer: int, n: int, n_kept: int, n_host: int, idx: Tensor) -> None:
         """Keep a fetch for a replay."""
         assert self.accesses is not None, "fetches are not kept"
-        access = Access(step, layer, n, n_kept, n_host, list(idx[0].cpu().numpy()))
+        home = idx[0]
+        if home.device.type != "cpu":  # the numbers are there once the GPU has come so far
+            positions = home.int().long()
+            home = torch.empty(home.shape, dtype=home.dtype, pin_memory=True).copy_(positions, non_blocking=True)
+        access = Access(step, layer, n, n_kept, n_host, list(home.numpy()))
         self.accesses.append(access)
 
     def cached_bytes(self) -> int:
@@ -150,6 +166,39 @@ class Meter:
         host_bytes = n_host * self.shape.h_kv * self.token_bytes
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
+
+    def settled(self, entry: Entry, heads: int, counts: Sequence[int]) -> Entry:
+        """The entry with what its fetch counted; for the entries of a layer in their order."""
+        n_tokens, n_distinct, n_there, *by_age = counts
+        n_recent = 0 if self.recent is None else self.recent.n_steps
+        for age in range(1, min(n_recent, len(self.came)) + 1):
+            self.came[-age] -= by_age[age - 1]
+        self.came = [*self.came, n_distinct][-n_recent - 1 :]
+        hits = sum(by_age[:n_recent])
+        return entry._replace(
+            attended=entry.attended + n_tokens * (self.shape.h // heads),
+            resident_kv_bytes=entry.resident_kv_bytes + sum(self.came[-n_recent:]) * self.token_bytes * self.has_cache,
+            moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.token_bytes,
+            moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.token_bytes,
+            cache_hits=entry.cache_hits + hits,
+            cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
+        )
+
+
+@dataclass
+class Debt:
+    """What an accelerator owes to a ledger."""
+
+    owed: list[tuple[int, Meter, Owed]] = field(default_factory=list)  # by entry
+
+    def settle(self, entries: list[Entry]) -> None:
+        """Fill in the entries; one transfer, which waits."""
+        flat = torch.cat([owed.counts.flatten() for _, _, owed in self.owed]).tolist()
+        for i, meter, owed in self.owed:
+            n_heads, n_counts = owed.counts.shape
+            mine, flat = flat[: n_heads * n_counts], flat[n_heads * n_counts :]
+            entries[i] = meter.settled(entries[i], owed.heads, [sum(mine[j::n_counts]) for j in range(n_counts)])
+        self.owed.clear()
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:

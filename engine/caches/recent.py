@@ -18,6 +18,7 @@ class RecentTokens:
 
     def __init__(self, n_steps: int, n_tokens: int) -> None:
         assert n_steps >= 1, f"{n_steps} steps"
+        self.n_steps = n_steps
         self.n_tokens = n_tokens  # prompt and all tokens that may follow
         self.selections: deque[Tensor] = deque(maxlen=n_steps)  # (h_kv, n_tokens + 1) bool each
         self.n_held = 0  # (KV head, token) pairs on the device, the latest selection included

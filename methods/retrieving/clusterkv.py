@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from engine.books.spans import following, span
-from kernels.clusters import cluster_tokens
+from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.clusterkv import ClusterKVRules
@@ -127,19 +127,19 @@ class Hits:
     """Counts a layer's cluster hits, some steps at a time."""
 
     n_steps: int  # R
-    rates: list[float] = field(default_factory=list)
-    orders: list[Tensor] = field(default_factory=list)  # (heads, c) int32, not yet counted
+    rates: list[Tensor] = field(default_factory=list)  # (steps,) float64 each, read at the end
+    orders: list[Tensor] = field(default_factory=list)  # (heads, c), ids in the lower halves, not yet counted
     last: Tensor | None = None  # (<= R, heads, c) bool
 
     def fold(self, sizes: Tensor, k: int) -> None:
         """Count what has come, with the sizes (heads, c) that held all the while."""
-        flags = touched(torch.stack(self.orders).long(), sizes, k)
+        flags = touched(torch.stack(self.orders).int().long(), sizes, k)
         self.orders.clear()
         if self.last is not None:
             missing = flags.shape[-1] - self.last.shape[-1]  # clusters were appended since
             last = torch.nn.functional.pad(self.last, (0, missing)) if missing else self.last
             flags = torch.cat([last, flags])
-        self.rates += hit_rates(flags, self.n_steps).tolist()
+        self.rates.append(hit_rates(flags, self.n_steps))
         self.last = flags[-self.n_steps :]
 
 
@@ -201,14 +201,18 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
 
         def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Tensor]:
-            clusters = alike[0].clusters[layer]
-            order = cluster_order(q, clusters.centroids, alike[0].params.agg)  # (n, heads, c)
-            k = max(row.plan.k for row in alike)
-            tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k)  # (n, heads, k)
-            short = order.to(torch.int32)
+            clusters, agg, n_sink = alike[0].clusters[layer], alike[0].params.agg, alike[0].plan.n_sink
+            k, owned = max(row.plan.k for row in alike), (clusters.sizes, clusters.ends, clusters.tokens)
+            if q.is_cuda:
+                order = cluster_keys_triton(q, clusters.centroids, agg).sort(-1).values  # ids in the lower halves
+                tokens = cluster_tokens_triton(order, *owned, k, n_sink)
+            else:
+                order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
+                tokens = cluster_tokens(order, *owned, k)  # (n, heads, k)
+                order, tokens = order.to(torch.int32), tokens + n_sink
             for i, row in enumerate(alike):
-                row.note(layer, clusters, short[i])
-            return [tokens[i : i + 1, :, : row.plan.k] + row.plan.n_sink for i, row in enumerate(alike)]
+                row.note(layer, clusters, order[i])
+            return [tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(alike)]
 
         clusterkvs = cast("Sequence[ClusterKV]", rows)
         return select_alike(clusterkvs, q, lambda row: (id(row.ready(layer)), row.params.agg), select)
@@ -266,9 +270,10 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
         }
         for layer in self.hits:
             self.fold_hits(layer)
-        rates = [np.mean(hits.rates) for hits in self.hits.values() if hits.rates]
-        if rates:
-            report["cluster_hit_rate"] = float(np.mean(rates))
+        rates = [torch.cat(hits.rates) for hits in self.hits.values() if hits.rates]
+        means = [np.mean(layer.tolist()) for layer in rates if len(layer)]
+        if means:
+            report["cluster_hit_rate"] = float(np.mean(means))
         clusters = list(self.clusters.values())
         if clusters:
             report["clustering_s"] = sum(layer.seconds for layer in clusters)

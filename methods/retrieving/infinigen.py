@@ -36,7 +36,9 @@ Fails     where a layer changes its input much, as the first do, and where so fe
 Not here: how the model makes q~ (`engine/model.py`), the basis (`engine/observe.py`).
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +47,8 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES
 from engine.observe import ChannelSums, Observation
-from kernels.topk import top_stable
+from kernels.logits import channel_keys
+from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.infinigen import InfiniGenRules
 
@@ -139,10 +142,16 @@ class InfiniGen(InfiniGenRules, SelectiveAttention):
         queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
 
         def select(alike: Sequence[InfiniGen], q: Tensor) -> list[Tensor]:
+            if q.is_cuda and not any(layer in row.late or row.params.alpha is not None for row in alike):
+                return choose_keys(alike, layer, q)
             partial, logits = foretold_logits(q, alike[0].proxies[layer], alike[0].trace.scales[layer])
             return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(alike)]
 
-        return select_alike(infinigens, torch.cat(queries), lambda row: id(row.proxies[layer]), select)
+        def alike(row: InfiniGen) -> Hashable:
+            return id(row.proxies[layer]), row.params.agg
+
+        asked = queries[0] if len(queries) == 1 else torch.cat(queries)
+        return select_alike(infinigens, asked, alike, select)
 
     def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Tensor:
         """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""
@@ -153,19 +162,22 @@ class InfiniGen(InfiniGenRules, SelectiveAttention):
         ranking, k = merged(logits, self.params.agg), self.plan.k_most
         if self.params.alpha is not None:
             k = min(common_count(ranking, self.params.alpha), k)
-        self.n_selections += 1
-        self.n_selected += k
-        self.n_capped += k == self.plan.k_most
-        self.count_resident(layer)
+        self.count_selection(layer, k)
         return top_stable(ranking, k).unsqueeze(0)  # (1, h or h_kv, k)
 
     def take_in(self, layer: int) -> Tensor:
         """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
         late, proxy = self.late[layer], self.proxies[layer]
         t = self.store[layer].n_seen - self.trace.s_prompt
-        key = self.store[layer].generated()[0][:, :, -1:].to(late.device)
+        key = self.store[layer].newest[0]
         late[:, t - 1 : t] = partial_keys(key, proxy.basis)
         return late[:, : t - 1]
+
+    def count_selection(self, layer: int, k: int) -> None:
+        self.n_selections += 1
+        self.n_selected += k
+        self.n_capped += k == self.plan.k_most
+        self.count_resident(layer)
 
     def count_resident(self, layer: int) -> None:
         """Count what stays on the device: partial keys, the projection's part for the channels, A."""
@@ -198,3 +210,12 @@ class InfiniGen(InfiniGenRules, SelectiveAttention):
             "achieved_ratio": share,
             "overall_ratio": self.overall_ratio(share),
         }
+
+
+def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Tensor]:
+    """The best tokens of rows with the same partial keys, on a GPU: positions in the lower halves."""
+    proxy, counts = rows[0].proxies[layer], [row.plan.k_most for row in rows]
+    for row, k in zip(rows, counts, strict=True):
+        row.count_selection(layer, k)
+    keys = top_keys(channel_keys(q, proxy.basis, proxy.keys, rows[0].params.agg), max(counts))
+    return [keys[i : i + 1, :, :k] for i, k in enumerate(counts)]

@@ -24,7 +24,9 @@ Fails     where an answer's tokens are few and apart: a block is fetched for one
           ratios of a few thousand tokens need shorter blocks.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,8 +38,10 @@ from engine.budget import ELEMENT_BYTES
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from kernels.gather import gather_tokens
-from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from kernels.logits import block_keys
+from kernels.pages import expand_keys_triton
+from kernels.topk import top_keys, top_stable
+from methods.base import SelectiveAttention, select_alike
 from methods.rules.infllm import (
     InfLLMRules,
 )
@@ -154,10 +158,25 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         logits = q.float().view(len(window), -1, q.shape[-1]) @ window.mT
         self.scores[layer][:, band] += logits.flatten(0, 1) * self.trace.scales[layer]
 
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """On a GPU rows with as many blocks are compared at once."""
+        infllms = cast("Sequence[InfLLM]", rows)
+        if not q.is_cuda:
+            return [row.select(layer, q[i : i + 1]) for i, row in enumerate(infllms)]
+        queries = [q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(infllms)]
+        if any(row.q_far is not None for row in infllms):
+            q = torch.cat(queries)
+
+        def kind(row: InfLLM) -> Hashable:
+            heads, plan = row.means[layer].shape[1], row.plan
+            return row.n_blocks[layer], heads, plan.n_sink, plan.block_len, row.params.per_head
+
+        return select_alike(infllms, q, kind, lambda alike, q: select_blocks(alike, layer, q))
+
     def select(self, layer: int, q: Tensor) -> Tensor | None:
-        n_blocks, plan, shape = self.n_blocks[layer], self.plan, self.trace.shape
-        means = self.means[layer][:n_blocks]
-        self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
+        n_blocks, plan = self.n_blocks[layer], self.plan
+        means = self.take_means(layer)
         if n_blocks == 0:
             return None
         if n_blocks <= plan.k:
@@ -166,9 +185,18 @@ class InfLLM(InfLLMRules, SelectiveAttention):
             query = q if self.q_far is None else self.q_far
             blocks = top_stable(block_scores(query, means, self.params.per_head), plan.k)
         within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
-        tokens = (blocks.unsqueeze(-1) * plan.block_len + within).flatten(1)  # (1 or h, n)
+        return self.chosen((blocks.unsqueeze(-1) * plan.block_len + within).flatten(1))
+
+    def take_means(self, layer: int) -> Tensor:
+        """Means of the blocks that there are, which go into the books."""
+        means = self.means[layer][: self.n_blocks[layer]]
+        self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
+        return means
+
+    def chosen(self, tokens: Tensor) -> Tensor:
+        """What is fetched, of tokens (1 or h, n)."""
         self.selected = tokens
-        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, shape.h_kv, -1)
+        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
 
     @classmethod
     def step_rows(
@@ -231,6 +259,19 @@ class InfLLM(InfLLMRules, SelectiveAttention):
             "repr_bytes": heads * n_blocks * shape.d_h * ELEMENT_BYTES,
             "repr_nominal_bytes": shape.h_kv * n_blocks * plan.n_repr * shape.d_h * ELEMENT_BYTES,
         }
+
+
+def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Tensor | None]:
+    """Tokens of the best blocks of rows that have as many of them, on a GPU."""
+    means, first = [row.take_means(layer) for row in rows], rows[0]
+    n_blocks, plan = first.n_blocks[layer], first.plan
+    counts = [min(n_blocks, row.plan.k) for row in rows]
+    if n_blocks == 0 or max(counts) == 0:
+        return [None] * len(rows)
+    keys = top_keys(block_keys(q, means, n_blocks, first.params.per_head), max(counts))
+    stop = plan.n_sink + n_blocks * plan.block_len
+    tokens = expand_keys_triton(keys, plan.n_sink, plan.block_len, stop)
+    return [row.chosen(tokens[i, :, : k * plan.block_len]) for i, (row, k) in enumerate(zip(rows, counts, strict=True))]
 
 
 def observed_band(params: InfLLMRules.Params, plan: InfLLMRules.Plan) -> Observation:

@@ -11,6 +11,8 @@ Differs   sinks are inside the ratio, as for every method here; `budget_rule: of
 Fails     where a task needs more tokens than the budget has: kept mass is maximal, an answer's worth need not be.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import cast
 
@@ -19,7 +21,9 @@ from torch import Tensor
 
 from engine.budget import key_bytes
 from engine.store import Store
-from methods.base import SelectiveAttention
+from kernels.logits import Searched, token_logits, weigh_logits
+from kernels.topk import top_keys
+from methods.base import SelectiveAttention, select_alike
 from methods.rules.oracle import OracleRules
 
 
@@ -60,13 +64,15 @@ class Oracle(OracleRules, SelectiveAttention):
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """All rows score the same prompt, so its keys are read once for all of them."""
         oracles = cast("Sequence[Oracle]", rows)
+        for row in oracles:
+            row.store[layer].meter.count("searched_bytes", key_bytes(row.trace.shape, row.store[layer].n_seen))
+        if q.is_cuda:
+            return select_alike(oracles, q, lambda row: row.params.agg, lambda alike, q: select_keys(alike, layer, q))
         logits = all_logits([row.store for row in rows], layer, q, rows[0].trace.scales[layer])
         scores = {agg: token_scores(logits, agg) for agg in dict.fromkeys(row.params.agg for row in oracles)}
         chosen: list[Tensor | None] = []
         for i, row in enumerate(oracles):
-            n = logits.shape[-1]
-            row.store[layer].meter.count("searched_bytes", key_bytes(row.trace.shape, n))
-            own_scores = scores[row.params.agg][i : i + 1]
+            n, own_scores = logits.shape[-1], scores[row.params.agg][i : i + 1]
             chosen.append(top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window))
             if row.params.lost_mass == "spread":
                 row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
@@ -76,15 +82,33 @@ class Oracle(OracleRules, SelectiveAttention):
         """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
         if self.params.lost_mass == "renormalise" or self.variant.is_full:
             return out
-        dropped = ~self.store.attended(layer).to(out.device)  # (h, n)
-        if not dropped.any():
+        dropped = ~self.store.attended(layer)  # (h, n)
+        if dropped.device.type == "cpu" and not dropped.any():  # to ask a GPU would wait for it
             return out
         lost = (self.weights * dropped).sum(-1).view(1, -1, 1, 1)
-        late = self.store[layer].generated()[1].to(out.device)  # the host has them
-        values = torch.cat([self.trace.values(layer), late], 2).float()
+        late = self.store[layer].generated()[1]
+        values = torch.cat([self.trace.values(layer), late.to(out.device)], 2).float()
         per_head = values.repeat_interleave(self.trace.shape.g, 1)  # (1, h, n, d_h)
-        share = (dropped / dropped.sum(-1, keepdim=True)).view(1, *dropped.shape[:1], 1, -1)
+        share = (dropped / dropped.sum(-1, keepdim=True).clamp(min=1)).view(1, *dropped.shape[:1], 1, -1)
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)
+
+
+def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Tensor | None]:
+    """The best tokens of rows whose groups agree in one way, on a GPU: positions in the lower halves."""
+    searched = []
+    for row in rows:
+        at = row.store[layer]
+        assert at.host is not None
+        stop = at.n_seen - at.n_window
+        searched.append(Searched(row.trace.keys(layer), at.host.late[0], at.n_seen, row.plan.n_sink, stop))
+    logits, lses, table = token_logits(q, searched, rows[0].trace.scales[layer])
+    counts = [max(0, min(row.plan.k, at.stop - at.start)) for row, at in zip(rows, searched, strict=True)]
+    keys = weigh_logits(logits, lses, table, rows[0].trace.shape.h_kv, rows[0].params.agg)
+    best = top_keys(keys, max(counts)) if max(counts) else keys[..., :0]
+    for i, row in enumerate(rows):
+        if row.params.lost_mass == "spread":
+            row.weights = logits[i, :, : searched[i].n].softmax(-1)
+    return [best[i : i + 1, :, :k] for i, k in enumerate(counts)]
 
 
 def all_logits(stores: Sequence[Store], layer: int, q: Tensor, scale: float) -> Tensor:

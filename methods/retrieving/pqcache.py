@@ -34,10 +34,10 @@ quantiser per turn of a conversation: every sample here is one prompt and one an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,8 +46,9 @@ from torch import Tensor
 from engine.books.spans import following, span
 from engine.budget import ELEMENT_BYTES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
-from kernels.pq_scores import pq_top
-from methods.base import SelectiveAttention
+from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
+from kernels.topk import top_keys
+from methods.base import SelectiveAttention, select_alike
 from methods.retrieving.pqcache_quantiser import (
     Lane,
     Quantiser,
@@ -77,7 +78,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
             self.store.cache_spec = replace(cache, tokens=tokens)
         self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
         self.seconds, self.n_rebuilds = 0.0, 0
-        self.lane = Lane(device) if device.type == "cuda" else None
+        self.lane = self.trace.once("PQCache's lane", lambda: Lane(device)) if device.type == "cuda" else None
 
     # While the prompt is read.
 
@@ -108,7 +109,6 @@ class PQCache(PQCacheRules, SelectiveAttention):
     def start(self, layer: int, n: int, old: Quantiser | None = None) -> Future[Quantiser]:
         """Cluster the `n` tokens behind the sinks, on a thread beside the model or at once."""
         trace, plan, params = self.trace, self.plan, self.params
-        keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
         first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
@@ -120,6 +120,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
             if written is not None:
                 written.synchronize()
             with torch.inference_mode(), span("cluster", layer):
+                keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
                 return quantise(
                     keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, trace.device
                 )
@@ -136,7 +137,9 @@ class PQCache(PQCacheRules, SelectiveAttention):
         prompt = self.trace.host(layer)[0][0, :, start : min(stop, s)]
         if stop <= s:
             return prompt
-        late = self.store[layer].generated()[0][0, :, max(0, start - s) : stop - s]
+        host = self.store[layer].host
+        assert host is not None
+        late = host.late[0][0, :, max(0, start - s) : stop - s]
         return late if start >= s else torch.cat([prompt, late], 1)
 
     # The adaptive bound.
@@ -176,24 +179,69 @@ class PQCache(PQCacheRules, SelectiveAttention):
 
     # A decode step.
 
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """On a GPU rows with quantisers of one shape are scored at once."""
+        pqcaches = cast("Sequence[PQCache]", rows)
+        if not q.is_cuda:
+            return [row.select(layer, q[i : i + 1]) for i, row in enumerate(pqcaches)]
+
+        def kind(row: PQCache) -> Hashable:
+            """False where there is nothing to choose from, or another way to choose."""
+            n, plan = row.candidates(layer), row.plan
+            chooses = n > plan.k > 0 and row.params.group_merge == "softmax_sum"
+            return chooses and (plan.b, row.with_codes(layer, n).resident.shape)
+
+        def select(alike: Sequence[PQCache], q: Tensor) -> list[Tensor | None]:
+            if not kind(alike[0]):
+                return [row.select(layer, q[i : i + 1]) for i, row in enumerate(alike)]
+            return select_keys(alike, layer, q)
+
+        return select_alike(pqcaches, q, kind, select)
+
+    def candidates(self, layer: int) -> int:
+        """Tokens that are neither sinks nor in the window."""
+        return self.store[layer].n_seen - self.plan.n_sink - self.store[layer].n_window
+
     def select(self, layer: int, q: Tensor) -> Tensor | None:
-        plan, store, shape = self.plan, self.store, self.trace.shape
-        n = store[layer].n_seen - plan.n_sink - store[layer].n_window
+        plan, h_kv, n = self.plan, self.trace.shape.h_kv, self.candidates(layer)
         if n <= 0 or plan.k == 0:
             return None
-        quantiser = self.with_codes(layer, n)
-        centroids = quantiser.resident
-        codes = quantiser.codes if self.lane is None else self.bring(layer, n)
-        store[layer].meter.count("moved_meta_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, n))
-        store[layer].meter.count("resident_meta_bytes", centroids.numel() * ELEMENT_BYTES)
-        if n > quantiser.n_fit:  # this step's newest candidate was coded when it left the window
-            store[layer].meter.count("released_bytes", counted_bytes(shape.h_kv, plan.m, plan.b, 1))
+        if self.lane is None:
+            quantiser = self.searched(layer, n)
+            resident, codes = quantiser.resident, quantiser.codes
+        else:
+            coded = self.coded(layer)
+            resident, codes = coded.centroids, coded.codes
+            if coded.home is not None:
+                pq_tables_triton(q, self.store[layer].newest[0], [coded])
         if n <= plan.k:
             every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
-            return every.expand(1, shape.h_kv, n)
+            return every.expand(1, h_kv, n)
         scale, merge = self.trace.scales[layer], self.params.group_merge
-        idx = pq_top(q[0, :, 0], centroids, codes, n, plan.k, scale, merge)
+        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, scale, merge)
         return (idx + plan.n_sink).unsqueeze(0)
+
+    def searched(self, layer: int, n: int) -> Quantiser:
+        """The layer's quantiser with codes of `n` candidates; what searching them costs goes into the books."""
+        plan, meter, h_kv = self.plan, self.store[layer].meter, self.trace.shape.h_kv
+        quantiser = self.with_codes(layer, n)
+        meter.count("moved_meta_bytes", counted_bytes(h_kv, plan.m, plan.b, n))
+        meter.count("resident_meta_bytes", quantiser.resident.numel() * ELEMENT_BYTES)
+        if n > quantiser.n_fit:  # this step's newest candidate was coded when it left the window
+            meter.count("released_bytes", counted_bytes(h_kv, plan.m, plan.b, 1))
+        return quantiser
+
+    def coded(self, layer: int) -> Coded:
+        """What a GPU searches, and where it stores the newest token's code if that will be asked for."""
+        n = self.candidates(layer)
+        quantiser = self.searched(layer, n)
+        codes = self.bring(layer, n)
+        home, at = quantiser.codes, self.store[layer].n_seen - 1 - self.plan.n_sink
+        if at != home.n or at >= home.capacity:
+            return Coded(quantiser.resident, codes, n, self.plan.n_sink)
+        home.n += 1
+        return Coded(quantiser.resident, codes, n, self.plan.n_sink, home, at)
 
     def with_codes(self, layer: int, n: int) -> Quantiser:
         """The layer's quantiser with codes of `n` candidates; waits for it at the first step."""
@@ -202,8 +250,15 @@ class PQCache(PQCacheRules, SelectiveAttention):
                 self.quantisers[layer] = self.pending.pop(layer).result()
             self.seconds += self.quantisers[layer].seconds
             self.own_layers.discard(layer)
+            if self.lane is not None and self.codes_late(layer):
+                self.code_late(layer)  # those that a GPU does not code as they come
         quantiser = self.quantisers[layer]
         return quantiser if quantiser.codes.n >= n else self.code_late(layer)
+
+    def codes_late(self, layer: int) -> bool:
+        """Whether generated tokens will be candidates."""
+        last = self.trace.s_prompt + self.store.n_new - self.plan.n_sink - self.window()
+        return last > self.quantisers[layer].n_fit
 
     def code_late(self, layer: int) -> Quantiser:
         """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
@@ -212,7 +267,9 @@ class PQCache(PQCacheRules, SelectiveAttention):
             room = self.trace.s_prompt + self.store.n_new - n_sink
             quantiser = self.quantisers[layer] = with_room(quantiser, room)
             self.own_layers.add(layer)
-        keys = self.keys(layer, n_sink + quantiser.codes.n, self.store[layer].n_seen)
+        # On a GPU the current token's key may still be on its way; its code is stored with the step's tables.
+        stop = self.store[layer].n_seen - (self.lane is not None)
+        keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
         return quantiser
 
@@ -271,3 +328,11 @@ class PQCache(PQCacheRules, SelectiveAttention):
         if lookups:
             report["cache_hit_rate_warm"] = sum(entry.cache_hits for entry in warm) / lookups
         return report
+
+
+def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Tensor | None]:
+    """The best tokens of rows with quantisers of one shape, on a GPU: positions in the lower halves."""
+    coded, newest = [row.coded(layer) for row in rows], [row.store[layer].newest[0] for row in rows]
+    keys = newest[0] if len(rows) == 1 else torch.cat(newest)
+    found = top_keys(pq_keys_triton(q, keys, coded, rows[0].trace.scales[layer]), max(row.plan.k for row in rows))
+    return [found[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]

@@ -76,40 +76,36 @@ def first_centroids(seed: int, n: int, c: int) -> Tensor:
 
 
 class Lane:
-    """Codes on their way from the host to an accelerator, on a stream of their own."""
+    """Codes on their way from the host to an accelerator, on a stream of their own; one for all rows of a sample."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.coming: dict[int, tuple[PackedCodes, int, PackedCodes]] = {}  # source, tokens, copy
+        self.coming: dict[int, list[tuple[PackedCodes, PackedCodes]]] = {}  # by layer: source, copy
+        self.latest: int | None = None  # layer whose codes were taken last
 
-    def request(self, layer: int, codes: PackedCodes) -> None:
-        """Begin to copy."""
+    def request(self, layer: int, codes: PackedCodes) -> PackedCodes:
+        """Begin to copy, unless that was begun."""
+        for at in self.coming.keys() - {layer, self.latest}:
+            del self.coming[at]
+        coming = self.coming.setdefault(layer, [])
+        for source, copy in coming:
+            if source is codes and copy.n == codes.n:
+                return copy
+        # Behind what this stream does: codes of generated tokens come from there.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            self.coming[layer] = (codes, codes.n, copy_of(codes, self.device))
-
-    def take(self, layer: int, codes: PackedCodes) -> PackedCodes:
-        """The copy, once it is there; made anew where the codes are others by now."""
-        source, n, _ = self.coming.get(layer, (None, 0, None))
-        if source is not codes or n != codes.n:
-            self.request(layer, codes)
-        copy = self.coming.pop(layer)[2]
-        self.wait_for(copy)
+            copy = codes.copied(self.device)
+        coming[:] = [(source, other) for source, other in coming if source is not codes] + [(codes, copy)]
         return copy
 
-    def wait_for(self, copy: PackedCodes) -> None:
-        """Let the current stream go on behind the copy."""
+    def take(self, layer: int, codes: PackedCodes) -> PackedCodes:
+        """The copy, on which the current stream waits; made anew where the codes are others by now."""
+        self.latest = layer
+        copy = self.request(layer, codes)
         here = torch.cuda.current_stream(self.device)
         here.wait_stream(self.stream)
         copy.data.record_stream(here)
-
-
-def copy_of(codes: PackedCodes, device: torch.device) -> PackedCodes:
-    """The same codes elsewhere, without waiting for them."""
-    h_kv, m, _ = codes.data.shape
-    copy = PackedCodes(h_kv, m, codes.b, codes.capacity, device)
-    copy.data.copy_(codes.data, non_blocking=True)
-    copy.n = codes.n
-    return copy
+        return copy
 
 
 def n_threads(trace: Trace) -> int:

@@ -25,7 +25,7 @@ Fails     where keys of one page point apart: the bound is loose and ranks pages
 Not here: bounds and scores (`kernels/pages.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, cast
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES
-from kernels.pages import page_bounds, page_scores
-from kernels.topk import top_stable
+from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
+from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.quest import QuestRules
 
@@ -44,7 +44,7 @@ from methods.rules.quest import QuestRules
 class Bounds:
     """Of every page the smallest and largest keys, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
 
-    The keys' own values, held in float32: to convert them at every step took longer than to score them.
+    The keys' own values, held in float32 on a CPU, where to convert them at every step took longer than to score them.
     """
 
     kmin: Tensor
@@ -119,7 +119,7 @@ class Quest(QuestRules, SelectiveAttention):
             store.offload(layer, 0, 0, capacity=0)  # the current token has to be selected, too
         shared = trace.once(
             ("Quest's bounds", layer, page_len),
-            lambda: Bounds(*(x.float() for x in page_bounds(trace.keys(layer), page_len))),
+            lambda: Bounds(*(x if x.is_cuda else x.float() for x in page_bounds(trace.keys(layer), page_len))),
         )
         most = ceil((trace.s_prompt + store.n_new) / page_len)
         self.bounds[layer] = shared.longer(most) if self.params.page_generated else shared
@@ -148,30 +148,45 @@ class Quest(QuestRules, SelectiveAttention):
                 row.take_in(layer)
 
         def select(alike: Sequence[Quest], q: Tensor) -> list[Tensor | None]:
-            n = alike[0].candidates(layer)[0]
-            scores = scores_of_rows(q, alike[0].bounds[layer], ceil(n / alike[0].plan.page_len))
-            return [row.choose(layer, scores[i : i + 1], n) for i, row in enumerate(alike)]
+            first = alike[0]
+            n, bounds, page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
+            n_pages = ceil(n / page_len)
+            counts = [row.n_chosen(layer, n_pages, n) for row in alike]
+            if not q.is_cuda:
+                scores = scores_of_rows(q, bounds, n_pages)
+                return [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(alike)]
+            if max(counts) == 0:
+                return [None] * len(alike)
+            keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
+            tokens = expand_keys_triton(top_keys(keys, max(counts)), 0, page_len, n)
+            return [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
 
-        return select_alike(quests, q, lambda row: (id(row.bounds[layer].kmin), row.candidates(layer)[0]), select)
+        def alike(row: Quest) -> Hashable:
+            return id(row.bounds[layer].kmin), row.candidates(layer)[0], row.params.agg
+
+        return select_alike(quests, q, alike, select)
 
     def take_in(self, layer: int) -> None:
         """Widen the current page by the current token."""
         bounds = self.bounds[layer]
-        key = self.store[layer].generated()[0][:, :, -1:].to(bounds.kmin)
+        key = self.store[layer].newest[0].to(bounds.kmin)
         page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
         bounds.take_in(key, page, place == 0)
 
-    def choose(self, layer: int, scores: Tensor, n: int) -> Tensor | None:
-        """Tokens of the best pages by scores (1, h_kv, g, n_pages), of the first `n` tokens."""
-        shape, n_pages, page_len = self.trace.shape, scores.shape[-1], self.plan.page_len
+    def n_chosen(self, layer: int, n_pages: int, n: int) -> int:
+        """How many of `n_pages` pages of the first `n` tokens are fetched; their bounds go into the books."""
+        shape = self.trace.shape
         of_page = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES  # bounds
         paged = self.store[layer].n_seen if self.params.page_generated else n
-        self.store[layer].meter.count("resident_meta_bytes", of_page * ceil(paged / page_len))
+        self.store[layer].meter.count("resident_meta_bytes", of_page * ceil(paged / self.plan.page_len))
         self.store[layer].meter.count("moved_meta_bytes", of_page * n_pages)
-        k = min(self.candidates(layer)[1], n_pages)
+        return min(self.candidates(layer)[1], n_pages)
+
+    def choose(self, scores: Tensor, k: int, n: int) -> Tensor | None:
+        """Tokens of the `k` best pages by scores (1, h_kv, g, n_pages), of the first `n` tokens."""
         if k == 0:
             return None
-        return tokens_of(select_pages(scores, k, self.params.agg), page_len, n)
+        return tokens_of(select_pages(scores, k, self.params.agg), self.plan.page_len, n)
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """A full page leaves the window, and competes with the others from now on."""

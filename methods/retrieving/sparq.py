@@ -23,7 +23,10 @@ Fails     where few components do not stand for the product, as with one of 64; 
 Not here: an exact search (`methods/retrieving/oracle.py`).
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,7 +34,8 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.prefill import Trace
-from kernels.topk import top_stable
+from kernels.columns import Columns, blend, component_keys, cover, find_components
+from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.sparq import SparQRules
 
@@ -67,15 +71,25 @@ def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int) -> Tensor:
     return (attended.logsumexp(-1) - logits.logsumexp(-1)).exp().clamp(max=1.0)
 
 
+@dataclass(frozen=True)
+class Lacking:
+    """What the mean of V has to stand for in rows that a GPU searched together."""
+
+    covered: Tensor  # (rows, h), -1 where nothing is missing
+    table: Tensor  # as `kernels/columns.py` has it
+    place: int  # of this row
+
+
 class SparQ(SparQRules, SelectiveAttention):
     params: SparQRules.Params
     plan: SparQRules.Plan
     late: dict[int, Tensor]  # per layer the generated tokens' columns (h_kv, d_h, n_new)
     means: dict[int, Tensor]  # per layer the mean of V over all tokens so far (1, h_kv, 1, d_h)
+    lacking: Lacking | None  # of the present step and layer, on a GPU
     covered: Tensor | None  # (1, h_kv, g) of the present step and layer; None: nothing is missing
 
     def setup(self) -> None:
-        self.late, self.means, self.covered = {}, {}, None
+        self.late, self.means, self.covered, self.lacking = {}, {}, None, None
 
     # While the prompt is read.
 
@@ -84,14 +98,16 @@ class SparQ(SparQRules, SelectiveAttention):
         n_past = min(plan.n_window - 1, trace.s_prompt - plan.n_sink)
         slides = self.params.generated == "inside"
         store.offload(layer, plan.n_sink, n_past, plan.n_window if slides else None)
-        if self.params.layout == "columns":
-            columns = prompt_columns(trace, layer)
+        columns = prompt_columns(trace, layer) if self.params.layout == "columns" else None
+        if columns is not None and not trace.keys(layer).is_cuda:  # a GPU reads generated tokens by rows
             self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
         if self.params.reallocate:
             self.means[layer] = trace.once(
                 ("SPARQ's mean of V", layer),
                 lambda: trace.values(layer).mean(2, keepdim=True, dtype=torch.float32),
             )
+            if self.means[layer].is_cuda:  # where it is added to in place
+                self.means[layer] = self.means[layer].clone()
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)
@@ -100,18 +116,20 @@ class SparQ(SparQRules, SelectiveAttention):
 
     def take_in(self, layer: int) -> None:
         """Add the current token to the columns and to the mean of V."""
-        keys, values = self.store[layer].generated()  # (1, h_kv, t, d_h)
+        key, value = self.store[layer].newest  # (1, h_kv, 1, d_h)
         if layer in self.late:
-            self.late[layer][:, :, keys.shape[2] - 1] = keys[0, :, -1]
+            self.late[layer][:, :, self.store[layer].n_seen - self.trace.s_prompt - 1] = key[0, :, 0]
         if layer in self.means:
             mean = self.means[layer]
-            newest = values[:, :, -1:].to(mean)
+            newest = value.to(mean)
             self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with as many components read their columns together."""
         sparqs = cast("Sequence[SparQ]", rows)
+        if q.is_cuda:
+            return select_alike(sparqs, q, kind_of, lambda alike, q: select_keys(alike, layer, q))
         for row in sparqs:
             row.take_in(layer)
 
@@ -125,14 +143,11 @@ class SparQ(SparQRules, SelectiveAttention):
             logits = (weights @ keys).split(1) if params.reallocate else [None] * len(alike)  # n of (1, h_kv, g, s)
             return [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
 
-        return select_alike(sparqs, q, lambda row: (row.plan.r, row.params.layout, row.params.reallocate), select)
+        return select_alike(sparqs, q, kind_of, select)
 
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
         """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
-        shape = self.trace.shape
-        start, stop = self.plan.n_sink, scores.shape[-1] - self.store[layer].n_window
-        line = self.plan.r if self.params.layout == "columns" else shape.d_h
-        self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
+        start, stop = self.candidates(layer)
         idx = top_stable(scores[..., start:stop], self.plan.k) + start
         # With everything selected nothing is missing, which sums in half precision would not quite say.
         if logits is None or idx.shape[-1] == stop - start:
@@ -140,6 +155,31 @@ class SparQ(SparQRules, SelectiveAttention):
         else:
             self.covered = covered_mass(logits, idx, start, stop)
         return idx
+
+    def candidates(self, layer: int) -> tuple[int, int]:
+        """The first position that may be fetched, and that behind the last one; reading them goes into the books."""
+        shape, start, stop = self.trace.shape, self.plan.n_sink, self.store[layer].n_seen - self.store[layer].n_window
+        line = self.plan.r if self.params.layout == "columns" else shape.d_h
+        self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
+        return start, stop
+
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        sparqs = cast("Sequence[SparQ]", rows)
+        if not out.is_cuda:
+            return super().after_rows(rows, layer, out, weights)
+        for i, row in enumerate(sparqs):
+            lacking = row.lacking
+            if lacking is not None and lacking.place == 0:
+                n = len(lacking.covered)
+                assert all(
+                    other.lacking is not None and other.lacking.covered is lacking.covered
+                    for other in sparqs[i : i + n]
+                ), "rows that were searched together lie apart"
+                blend(out[i : i + n], lacking.covered, lacking.table, row.trace.shape.h_kv)
+        return None
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The mean of V takes the place of what was not attended to."""
@@ -162,6 +202,32 @@ class SparQ(SparQRules, SelectiveAttention):
 
 
 TINY = torch.finfo(torch.float32).tiny
+
+
+def kind_of(row: SparQ) -> Hashable:
+    """Rows of which this is the same are searched together."""
+    return row.plan.r, row.params.layout, row.params.reallocate
+
+
+def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Tensor | None]:
+    """The best tokens of rows of one kind, on a GPU: positions in the lower halves."""
+    searched, newest = [], [row.store[layer].newest[1] for row in rows]
+    for row in rows:
+        at, (start, stop) = row.store[layer], row.candidates(layer)
+        assert at.host is not None
+        by_columns = row.params.layout == "columns"
+        prompt = prompt_columns(row.trace, layer) if by_columns else at.host.k[0].mT
+        k = max(0, min(row.plan.k, stop - start))
+        searched.append(Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k))
+    q, values = q.contiguous(), newest[0] if len(rows) == 1 else torch.cat(newest)
+    found = find_components(q, values.contiguous(), searched, rows[0].plan.r, rows[0].trace.scales[layer])
+    keys, logits, lses = component_keys(q, *found, max(row.n for row in searched))
+    most = max(row.k for row in searched)
+    best = top_keys(keys, most) if most else keys[..., :0]
+    covered = cover(best, logits, lses, found[2]) if rows[0].params.reallocate else None
+    for i, row in enumerate(rows):
+        row.lacking = None if covered is None else Lacking(covered, found[2], i)
+    return [best[i : i + 1, :, : at.k] for i, at in enumerate(searched)]
 
 
 def prompt_columns(trace: Trace, layer: int) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_layer_with_a_host_drops_nothing(verb: str) -> None:
 def test_the_host_gives_rows_of_the_prompt_and_of_what_came_behind_it() -> None:
     prompt = torch.cat([token(i) for i in range(5)], 2)
     host = Host(prompt, -prompt, 3)
-    host.write(0, token(5), -token(5))
-    host.write(1, token(6), -token(6))
+    for t in range(2):
+        host.late[0][:, :, t : t + 1], host.late[1][:, :, t : t + 1] = token(5 + t), -token(5 + t)
     assert positions(host.tokens(torch.tensor([[[6, 2, 5]] * H_KV]), None, late=True)) == [6, 2, 5]
     assert host.tokens(torch.tensor([[[1, 2]] * H_KV]), None, late=False).late is None

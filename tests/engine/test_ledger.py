@@ -15,7 +15,7 @@ def entry(step: int, layer: int, attended: int, **fields: int) -> Entry:
 
 def ledger(*entries: Entry) -> Ledger:
     ours = Ledger()
-    ours.entries += entries
+    ours.written += entries
     return ours
 
 
@@ -76,3 +76,18 @@ def test_an_answer_without_a_step_has_a_summary_too() -> None:
     assert set(summary) == set(SUMMARY)
     assert summary["tokens_attended_mean"] is None
     assert summary["within_budget"] is True
+
+
+def test_counts_that_are_owed_are_filled_in_once_when_somebody_reads() -> None:
+    class Debt:
+        n_calls = 0
+
+        def settle(self, entries: list[Entry]) -> None:
+            self.n_calls += 1
+            entries[0] = entries[0]._replace(cache_hits=7)
+
+    ours, debt = ledger(entry(1, 0, 5), entry(2, 0, 5)), Debt()
+    ours.debt = debt
+    assert ours.totals("cache_hits") == [7, 0]
+    assert ours.columns()["cache_hits"] == [7, 0]
+    assert debt.n_calls == 1

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 from kernels import build
 from kernels.jit import triton
 from kernels.select_attend import (
+    Near,
     Tokens,
     attend_parts_native,
     attend_parts_ref,
+    attend_rows_triton,
     native,
     native_takes,
     select_attend,
@@ -145,6 +148,69 @@ def test_cpp_of_every_level_agrees_with_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_agrees_with_float64(dtype: torch.dtype) -> None:
     check(in_triton, dtype)
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, list[list[Tokens]]]:
+    """Rows with parts of every kind: whole, chosen by KV heads and by query heads, masked, far with copies near."""
+    h, h_kv, d_h = 6, 2, 16
+    draws = torch.Generator().manual_seed(3)
+
+    def some(heads: int, n: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.randn(1, heads, n, d_h, generator=draws).to(dtype) for _ in "kv")  # type: ignore[return-value]
+
+    def chosen(heads: int, n: int, k: int) -> Tensor:
+        return torch.rand(1, heads, n, generator=draws).topk(k).indices
+
+    far, late = some(h_kv, 400), some(h_kv, 9)
+    idx = chosen(h, 409, 130)
+    idx[0, 2, 5:9] = -1
+    keys = chosen(h_kv, 400, 270)
+    slots = torch.where(torch.rand(h_kv, 400, generator=draws) < 0.5, torch.arange(400).expand(h_kv, -1), -1).int()
+    near = Near(far[0].clone(), far[1].clone(), slots)
+    seen = torch.rand(1, h, 300, generator=draws) < 0.4
+    own_q = torch.randn(1, h, 1, d_h, generator=draws).to(dtype)
+    rows = [
+        [Tokens(*some(h_kv, 41))],
+        [Tokens(*some(h_kv, 12)), Tokens(*far, idx, late), Tokens(*some(h_kv, 0))],
+        [Tokens(*some(h_kv, 300), mask=seen), Tokens(*some(h, 7), q=own_q)],
+        [Tokens(*far, keys + (3 << 32), near=near)],
+    ]
+    return torch.randn(4, h, 1, d_h, generator=draws).to(dtype), rows
+
+
+@has_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dtype) -> None:
+    q, rows = batch(dtype)
+    moved = [[Tokens(*(deep_to(x, GPU) for x in part)) for part in parts] for parts in rows]
+    n_tokens = sum(part.n_tokens() for part in rows[2])
+    logits = [None, None, torch.empty(q.shape[1], n_tokens, device=GPU), None]
+    out, lse = attend_rows_triton(q.to(GPU), moved, 0.25, logits)
+    for i, parts in enumerate(rows):
+        parts = [part if part.idx is None else part._replace(idx=part.idx.int().long()) for part in parts]
+        plain, _ = attend_parts_ref(q[i : i + 1], parts, 0.25)
+        wide = [Tokens(*(doubled_part(x) for x in part)) for part in parts]
+        right, right_lse = attend_parts_ref(q[i : i + 1].float(), wide, 0.25)
+        assert (out[i : i + 1].cpu() - right).abs().max() <= 2 * (plain - right).abs().max() + 4e-7
+        torch.testing.assert_close(lse[i : i + 1].cpu(), right_lse, rtol=1e-6, atol=2e-6)
+    assert logits[2] is not None
+    torch.testing.assert_close((logits[2] - lse[2]).exp().sum(-1), torch.ones(q.shape[1], device=GPU))
+
+
+def deep_to(x: object, device: str) -> Any:
+    """A tensor, or a tuple of some, elsewhere; anything else as it is."""
+    if isinstance(x, tuple):
+        moved = [deep_to(each, device) for each in x]
+        return type(x)(*moved) if isinstance(x, Near) else tuple(moved)
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def doubled_part(x: object) -> Any:
+    if isinstance(x, Near):
+        return None  # copies are what they are copies of
+    if isinstance(x, tuple):
+        return tuple(each.float() for each in x)
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 @pytest.mark.gpu

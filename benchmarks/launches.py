@@ -1,0 +1,184 @@
+"""Kernels that a decode step launches, and how often it waits, by method: `python -m benchmarks.launches`.
+
+Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV on standard output. Launches are those of
+one compressed layer, the model's own included: what a deeper model launches more, by its further layers. A further row
+is one of a class that is there already. Waits are those of a whole step, whatever its layers and rows.
+
+Exit code 1 says that a method is above its budget, which is what it needed when it was last lowered; `--goal` holds it
+to the goal instead. `--lines METHOD` lists the lines of code that launch and wait.
+
+Not here: how long a launch takes, what graphs save.
+"""
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+if __name__ == "__main__":  # before Triton's kernels are imported
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+import torch
+
+from benchmarks.pretend.counts import Counts
+from benchmarks.pretend.cuda import Machine
+from benchmarks.pretend.machine import pretended
+from engine.budget import BudgetRequest
+from engine.checkpoints.load import load_random, read_config
+from engine.decode import decode
+from engine.model import Model
+from engine.prefill import Trace, prefill
+from evals.studies.hardware import FULL_REQUEST, method_of
+from methods.base import SelectiveAttention
+
+N_PROMPT = 448
+DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
+N_ROWS = 2
+FIRST, LAST = 1, 3  # steps between which is counted; the ones before make buffers
+REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a decode step."""
+
+    row: float  # launches of a compressed layer with one row
+    further: float  # launches of a compressed layer for each further row
+    waits: float  # of the whole step, the more of one and several rows
+
+
+GOAL = Cost(45, 3, 1)  # the model itself has 37, and 5 more a layer where embedding and head are shared out among four
+GOALS = {"h2o": Cost(55, 6, 1)}  # learns from weights
+BUDGETS = {  # as measured when somebody last changed what a step does; lower them whenever it launches less
+    "full": Cost(52, 14, 2),
+    "streamingllm": Cost(42, 4, 2),
+    "snapkv": Cost(42, 4, 2),
+    "pyramidkv": Cost(42, 4, 2),
+    "h2o": Cost(82, 44, 2),
+    "xkv": Cost(42, 4, 2),
+    "pyramidinfer": Cost(52, 14, 2),
+    "oracle": Cost(62, 17, 57),
+    "sparq": Cost(96, 38, 72),
+    "quest": Cost(86, 45, 44),
+    "clusterkv": Cost(64, 23, 50),
+    "infllm": Cost(67, 29, 52),
+    "infinigen": Cost(83, 28, 41),
+    "pqcache": Cost(70, 32, 52),
+}
+
+
+def config_of(n_layers: int) -> Any:
+    """A small Llama with groups of query heads."""
+    return read_config("small", {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64,
+        "num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    })  # fmt: skip
+
+
+def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
+    """One prompt, and rows for one step loop with one row and one with several."""
+    kind, params = method_of(method)
+    request = FULL_REQUEST if method == "full" else REQUEST
+    variant = kind.variant_for(params, request, model.shape, N_PROMPT)
+    rows: list[SelectiveAttention] = []
+
+    def build(trace: Trace, layer: int) -> None:
+        if not rows:
+            rows.extend(variant.row(trace, LAST + 2) for _ in range(1 + N_ROWS))
+        for row in rows:
+            row.build(layer)
+
+    ids = [i % 250 for i in range(N_PROMPT)]
+    trace = prefill(model, ids, variant.observations, build, variant.thinning)
+    for row in rows:
+        row.complete()
+    trace.settle()
+    return trace, rows
+
+
+def count(machine: Machine, model: Model, trace: Trace, rows: Sequence[SelectiveAttention]) -> Counts:
+    """What the steps between `FIRST` and `LAST` ask for."""
+    counts = Counts()
+
+    def on_step(done: int, n_rows: int) -> None:
+        machine.counts = counts if FIRST <= done < LAST else None
+
+    decode(model, trace, rows, max_new_tokens=LAST + 1, on_step=on_step)
+    return counts
+
+
+def cost_of(machine: Machine, method: str) -> Cost:
+    """Launches and waits of a method's steps."""
+    launches: dict[tuple[int, int], float] = {}
+    waits = 0.0
+    for n_layers in DEPTHS:
+        model = load_random("small", config_of(n_layers), dtype="bfloat16", device="cuda")
+        with model.hooked():
+            trace, rows = read(model, method)
+            for some in (rows[:1], rows[1:]):
+                counts = count(machine, model, trace, some)
+                launches[n_layers, len(some)] = counts.launches / (LAST - FIRST)
+                waits = max(waits, counts.waits / (LAST - FIRST))
+    few, many = DEPTHS
+    row, rows = ((launches[many, n] - launches[few, n]) / (many - few) for n in (1, N_ROWS))
+    return Cost(row, (rows - row) / (N_ROWS - 1), waits)
+
+
+def lines_of(machine: Machine, method: str) -> None:
+    """Print where the launches and waits of a step with one row and with several come from."""
+    model = load_random("small", config_of(DEPTHS[-1]), dtype="bfloat16", device="cuda")
+    with model.hooked():
+        trace, rows = read(model, method)
+        for some in (rows[:1], rows[1:]):
+            counts = count(machine, model, trace, some)
+            for what in ("wait", "launch"):
+                print(f"{method}, {len(some)} rows, {DEPTHS[-1]} layers: {what}, per step")
+                for line, n in counts.lines(what):
+                    print(f"  {n / (LAST - FIRST):8.1f}  {line}")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("methods", nargs="*", default=[*BUDGETS])
+    parser.add_argument("--goal", action="store_true", help="exit with 1 above the goal instead of the budget")
+    parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that launch and wait, and end")
+    asked = parser.parse_args(words)
+    torch.set_num_threads(1)
+    with pretended() as machine:
+        if asked.lines is not None:
+            lines_of(machine, asked.lines)
+            return 0
+        return run(machine, asked.methods, asked.goal)
+
+
+def run(machine: Machine, methods: Sequence[str], is_goal: bool) -> int:
+    """Print a row per method as soon as it was counted; 1 where one is above its limit."""
+    table = csv.writer(sys.stdout)
+    table.writerow(["method", "launches_row", "launches_further_row", "waits_step", "budget", "goal", "verdict"])
+    found = []
+    for method in methods:
+        cost, goal = cost_of(machine, method), GOALS.get(method, GOAL)
+        limit = goal if is_goal else BUDGETS.get(method, goal)
+        found.append(exceeds(cost, limit))
+        verdict = "above" if found[-1] else "within" if exceeds(cost, goal) else "goal reached"
+        numbers = [f"{x:.1f}" for x in (cost.row, cost.further, cost.waits)]
+        table.writerow([method, *numbers, text(BUDGETS.get(method)), text(goal), verdict])
+        sys.stdout.flush()
+    return int(any(found))
+
+
+def exceeds(cost: Cost, limit: Cost) -> bool:
+    return cost.row > limit.row or cost.further > limit.further or cost.waits > limit.waits
+
+
+def text(cost: Cost | None) -> str:
+    return "-" if cost is None else f"{cost.row:g}/{cost.further:g}/{cost.waits:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

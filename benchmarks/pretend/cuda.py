@@ -1,0 +1,316 @@
+"""`torch.cuda` of a machine that has no GPU: devices, streams and events that keep the order of work and do none.
+
+Work has a tick on its stream. A stream is settled up to the tick that somebody waited for, and with it whatever other
+streams it waited for itself. Copies between device and pinned memory are on their way until then.
+
+Not here: operators (`benchmarks/pretend/tensors.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from benchmarks.pretend.counts import Counts
+
+MEMORY = 80 << 30  # bytes of a device
+
+
+@dataclass
+class Copy:
+    """A copy on its way: rubbish lies at its target, or its source must stay as it is."""
+
+    tick: int
+    host: Tensor  # in pinned memory
+    numbers: Tensor
+    to_host: bool
+    has_landed: bool = False
+
+    def land(self) -> None:
+        """The numbers arrive, in the eyes of what comes later on the device."""
+        if self.to_host and not self.has_landed:
+            with torch.inference_mode():  # it may be a tensor of that mode
+                self.host.copy_(self.numbers)
+        self.has_landed = True
+
+    def check(self) -> None:
+        if not self.to_host and not torch.equal(bytes_of(self.host), bytes_of(self.numbers)):
+            raise RuntimeError("pinned memory was written to while a copy from it was on its way")
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+class Machine:
+    """Devices, who is current, what was counted."""
+
+    def __init__(self, n_devices: int) -> None:
+        self.n_devices = n_devices
+        self.ticks = count(1)
+        self.here = threading.local()
+        self.all_streams: WeakSet[Stream] = WeakSet()
+        self.defaults = [Stream(self, i) for i in range(n_devices)]
+        self.pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets the address
+        self.counts: Counts | None = None
+
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """Inside, requests are counted."""
+        before, self.counts = self.counts, Counts()
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
+
+    def note(self, kind: str, nbytes: int = 0, n: int = 1) -> None:
+        if self.counts is not None:
+            self.counts.note(kind, nbytes, n)
+
+    # Devices and streams of the thread.
+
+    @property
+    def current(self) -> int:
+        return getattr(self.here, "device", 0)
+
+    def exchange(self, device: int) -> int:
+        """Make a device current, and return the one that was; below 0 nothing changes."""
+        before = self.current
+        if device >= 0:
+            assert device < self.n_devices, f"there is no cuda:{device}"
+            self.here.device = device
+        return before
+
+    def index(self, device: Any = None) -> int:
+        """The number of a device given as number, name, `torch.device` or None."""
+        if isinstance(device, int):
+            return device
+        found = torch.device("cuda" if device is None else device).index
+        return self.current if found is None else found
+
+    def stream(self, device: Any = None) -> Stream:
+        """The thread's current stream of a device."""
+        index = self.index(device)
+        return self.streams.get(index, self.defaults[index])
+
+    @property
+    def streams(self) -> dict[int, Stream]:
+        """The thread's current streams, where they are not the default ones."""
+        if not hasattr(self.here, "streams"):
+            self.here.streams = {}
+        return self.here.streams
+
+    @contextmanager
+    def in_stream(self, stream: Stream | None) -> Iterator[None]:
+        """As `torch.cuda.stream`."""
+        if stream is None:
+            yield
+            return
+        index, before = stream.index, self.streams.get(stream.index)
+        device = self.exchange(index)
+        self.streams[index] = stream
+        try:
+            yield
+        finally:
+            self.exchange(device)
+            if before is None:
+                del self.streams[index]
+            else:
+                self.streams[index] = before
+
+    def synchronize(self, device: Any = None) -> None:
+        self.note("synchronize")
+        self.settle(self.index(device))
+
+    def settle(self, index: int) -> None:
+        """All that was asked of a device is done."""
+        for stream in list(self.all_streams):
+            if stream.index == index:
+                stream.settle(next(self.ticks))
+
+    # Pinned memory.
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Say that the memory of `x` is pinned."""
+        self.note("pinned allocation", x.nbytes)
+        self.pinned[x.untyped_storage().data_ptr()] = x
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self.pinned
+
+    def send(self, index: int, host: Tensor, device: Tensor, to_host: bool) -> None:
+        """An asynchronous copy between pinned memory and what lies on the device."""
+        stream = self.stream(index)
+        if not to_host:
+            stream.land()
+            device.copy_(host)
+        copy = Copy(next(self.ticks), host, device.clone() if to_host else host.clone(), to_host)
+        if to_host:
+            host.fill_(torch.nan if host.is_floating_point() else -1 if host.dtype.is_signed else 255)
+        stream.copies.append(copy)
+
+
+class Stream:
+    """A queue of work of one device."""
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        self.machine, self.index = machine, index
+        self.device = torch.device("cuda", index)
+        self.done = 0  # the tick up to which somebody waited
+        self.copies: list[Copy] = []
+        self.behind: list[tuple[int, Stream, int]] = []  # from this tick on, behind another stream's tick
+        machine.all_streams.add(self)
+
+    def settle(self, tick: int) -> None:
+        """Work up to a tick is done."""
+        if tick <= self.done:
+            return
+        self.done = tick
+        for since, other, its_tick in self.behind:
+            if since <= tick:
+                other.settle(its_tick)
+        self.behind = [wait for wait in self.behind if wait[0] > tick]
+        for copy in self.copies:
+            if copy.tick <= tick:
+                copy.check()
+                copy.land()
+        self.copies = [copy for copy in self.copies if copy.tick > tick]
+
+    def land(self) -> None:
+        """What comes next on this stream finds what was copied before it."""
+        reached, waiting = {}, [(self, next(self.machine.ticks))]
+        while waiting:
+            stream, tick = waiting.pop()
+            if tick <= max(stream.done, reached.get(stream, 0)):
+                continue
+            reached[stream] = tick
+            waiting += [(other, its_tick) for since, other, its_tick in stream.behind if since <= tick]
+            for copy in stream.copies:
+                if copy.tick <= tick:
+                    copy.land()
+
+    def wait_event(self, event: Event) -> None:
+        if event.stream is not None and event.tick > event.stream.done:
+            self.behind.append((next(self.machine.ticks), event.stream, event.tick))
+
+    def wait_stream(self, other: Stream) -> None:
+        its_tick = next(self.machine.ticks)
+        self.behind.append((next(self.machine.ticks), other, its_tick))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event(self.machine) if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.machine.note("synchronize")
+        self.settle(next(self.machine.ticks))
+
+    def query(self) -> bool:
+        self.settle(next(self.machine.ticks))
+        return True
+
+    def __enter__(self) -> Stream:
+        self.inside = self.machine.in_stream(self)
+        self.inside.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inside.__exit__(*error)
+
+
+class Event:
+    """A mark on a stream."""
+
+    def __init__(self, machine: Machine, enable_timing: bool = False) -> None:
+        self.machine, self.has_time = machine, enable_timing
+        self.stream: Stream | None = None
+        self.tick, self.moment = 0, 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.machine.note("event")
+        self.stream = self.machine.stream() if stream is None else stream
+        self.tick, self.moment = next(self.machine.ticks), perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (self.machine.stream() if stream is None else stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.machine.note("synchronize")
+        self.query()
+
+    def query(self) -> bool:
+        """True: the device was fast."""
+        if self.stream is not None:
+            self.stream.settle(self.tick)
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        for event in (self, other):
+            if not event.has_time or event.stream is None:
+                raise RuntimeError("an event without timing, or one that was not recorded, has no time")
+            if event.tick > event.stream.done:
+                raise RuntimeError("device not ready: nobody waited for this event")
+        if self.stream is not None and other.stream is not None and self.stream.index != other.stream.index:
+            raise RuntimeError("events of two devices have no time between them")
+        return (other.moment - self.moment) * 1e3
+
+
+def functions(machine: Machine) -> dict[str, Any]:
+    """What takes the place of names in `torch.cuda`."""
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        name = f"pretended {machine.index(device)}"
+        return SimpleNamespace(name=name, total_memory=MEMORY, multi_processor_count=132, major=9, minor=0)
+
+    def always(value: Any) -> Callable[..., Any]:
+        return lambda *_, **__: value
+
+    class MyStream(Stream):
+        def __init__(self, device: Any = None, priority: int = 0) -> None:
+            super().__init__(machine, machine.index(device))
+
+    class MyEvent(Event):
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            super().__init__(machine, enable_timing)
+
+    def set_device(device: Any) -> None:
+        machine.exchange(machine.index(device))
+
+    return {
+        **dict.fromkeys(("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats", "manual_seed"), nothing),
+        **dict.fromkeys(("manual_seed_all", "set_rng_state", "ipc_collect"), nothing),
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
+        **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_reserved"), always(0)),
+        "max_memory_allocated": always(1 << 20),
+        "mem_get_info": always((MEMORY, MEMORY)),
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "device_count": always(machine.n_devices),
+        "current_device": lambda: machine.current,
+        "set_device": set_device,
+        "_exchange_device": machine.exchange,
+        "_maybe_exchange_device": machine.exchange,
+        "get_device_name": lambda device=None: properties(device).name,
+        "get_device_properties": properties,
+        "get_device_capability": always((9, 0)),
+        "synchronize": machine.synchronize,
+        "current_stream": machine.stream,
+        "default_stream": lambda device=None: machine.defaults[machine.index(device)],
+        "stream": machine.in_stream,
+        "set_stream": lambda stream: machine.streams.__setitem__(stream.index, stream),
+        "Stream": MyStream,
+        "Event": MyEvent,
+    }

@@ -1,0 +1,58 @@
+"""Copies on an accelerator of tokens that were fetched: of the step's own, and of the last steps where these stay.
+
+A selection's distinct tokens lie in one of `n_steps` + 1 stretches, which take turns; a token that is asked for again
+moves from its stretch to the newest, within the device. It is what `engine/caches/recent.py` counts, in memory that is
+there. Without steps to stay for, one such object serves all layers of a row: each needs it only until its attention.
+
+Not here: the copying (`kernels/union.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.select_attend import Near
+from kernels.union import Ask
+
+
+class Copies:
+    """The stretches of one row, with room for `room` tokens of a KV head each."""
+
+    def __init__(self, like: Tensor, n_tokens: int, room: int, n_steps: int) -> None:
+        """`like` (1, h_kv, …, d_h) has the heads, type and device; `n_tokens` may be seen in the end."""
+        _, h_kv, _, d_h = like.shape
+        self.n_steps, self.room, self.epoch = n_steps, room, n_steps
+        self.k = like.new_empty(1, h_kv, (n_steps + 1) * room, d_h)
+        self.v = torch.empty_like(self.k)
+        self.stamps = torch.zeros(h_kv, n_tokens, dtype=torch.int32, device=like.device)
+        self.slots = torch.zeros_like(self.stamps)
+        self.tokens, self.sources = self.slots.new_empty(h_kv, room), self.slots.new_empty(h_kv, room)
+
+    def ask(self, idx: Tensor) -> Ask:
+        """A selection to come, (1, h_kv or h, k)."""
+        self.epoch += 1
+        first = self.epoch % (self.n_steps + 1) * self.room
+        return Ask(idx, self.stamps, self.slots, self.tokens, self.sources, self.epoch, first)
+
+    @property
+    def near(self) -> Near:
+        return Near(self.k, self.v, self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class Shelf:
+    """The copies of a layer whose fetched tokens stay, or of all layers of a row; made when the first are asked for."""
+
+    def __init__(self, n_tokens: int, n_steps: int) -> None:
+        self.n_tokens, self.n_steps = n_tokens, n_steps
+        self.copies: Copies | None = None
+
+    def copies_for(self, idx: Tensor, like: Tensor) -> Copies:
+        """Room for the distinct tokens of a selection (1, h_kv or h, k); `like` is of the device tier."""
+        room = min(idx.shape[1] // like.shape[1] * idx.shape[2], self.n_tokens)
+        if self.copies is None or self.copies.room < room:
+            assert self.copies is None or not self.n_steps, "a selection larger than those before, whose tokens stay"
+            self.copies = Copies(like, self.n_tokens, room, self.n_steps)
+        return self.copies

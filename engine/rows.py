@@ -1,0 +1,64 @@
+"""What a step does for all rows of a layer at once: taking in the current token, and fetching.
+
+Without an accelerator host and device are one memory: rows take turns, and what is fetched stays where it is. On an
+accelerator each is one launch for all rows, and nothing waits: the GPU reads pinned memory of the host by itself.
+Tokens that are asked for once are read by attention where they lie. Where several query heads of a KV head ask, some
+ask for none, or what was fetched stays for a while, every KV head's distinct tokens are brought first
+(`engine/caches/copies.py`), and the counts stay on the device until the ledger is read.
+
+Not here: one layer's tokens (`engine/layer.py`), attention (`engine/attend.py`).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.meter import Owed
+from engine.caches.copies import Copies
+from engine.layer import Layer
+from kernels.append import append_rows_triton
+from kernels.union import Ask, Far, bring_rows_triton, union_rows_triton
+
+
+def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
+    """Every row's layer takes in its current token of k_new and v_new (n, h_kv, 1, d_h)."""
+    if k_new.device.type == "cpu":
+        for i, layer in enumerate(layers):
+            layer.append(k_new[i : i + 1], v_new[i : i + 1])
+        return
+    places = [layer.advance(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
+    append_rows_triton(k_new, v_new, places)
+
+
+def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bool) -> list[Part]:
+    """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
+    if not layers[0].is_far:
+        return [layer.fetch(idx, padded) for layer, idx in zip(layers, selections, strict=True)]
+    parts, brought = [], list[tuple[Layer, Ask, Copies]]()
+    for layer, idx in zip(layers, selections, strict=True):
+        part = layer.reach(idx)
+        if layer.brings(idx, padded):
+            assert layer.shelf is not None, f"layer {layer.index} has no room for copies"
+            copies = layer.shelf.copies_for(idx, layer.k)
+            brought.append((layer, copies.ask(idx), copies))
+            part.near = copies.near
+        else:
+            layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_kept, layer.n_host)
+        parts.append(part)
+    if brought:
+        bring(brought)
+    return parts
+
+
+def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
+    """Copy each KV head's distinct tokens to the device, and leave the counts there."""
+    asks, far = [ask for _, ask, _ in brought], []
+    for layer, _, copies in brought:
+        assert layer.host is not None
+        far.append(Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v))
+    ages = max(layer.n_recent for layer, _, _ in brought)
+    counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)
+    bring_rows_triton(asks, far, counts)
+    for i, (layer, ask, _) in enumerate(brought):
+        layer.meter.owed = Owed(counts[i], ask.idx.shape[1])

@@ -1,0 +1,216 @@
+"""What heads ask for of tokens that lie far away: counted, and each token brought once per KV head.
+
+`union_rows` finds the distinct tokens of every KV head, and which of them earlier steps brought; `bring_rows` copies
+them to where attention reads them, from the copy that is there or from the host. A selection has a number, `epoch`; the
+stamp of a token is that of the last selection that had it, so that no list is searched and nothing has to be cleared.
+
+Shapes    idx (1, h_kv or h, k) int64, of which the lower half counts, -1: no token; stamps, slots (h_kv, s) int32;
+          tokens, sources (h_kv, room) int32; counts (h_kv, 3 + ages) int32: what the heads ask for, each token once,
+          what the heads ask for of tokens that are there, and how many were asked for last 1, 2, … epochs ago.
+Checks    tests/kernels/test_union.py.
+
+Not here: bytes (`engine/books/meter.py`).
+"""
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+
+TILE = 1024  # of what heads ask for, looked at at once
+TOKENS = 16  # that one program copies
+
+
+class Ask(NamedTuple):
+    """What one row asks for, and what it keeps of what it asked for before."""
+
+    idx: Tensor
+    stamps: Tensor
+    slots: Tensor  # where a token's copy is, right where its stamp is recent
+    tokens: Tensor  # made: the distinct ones, in no order
+    sources: Tensor  # made: the slot where a copy is, -1: none
+    epoch: int  # above those before, and above `ages`
+    first: int  # slot from which on this epoch's copies lie
+
+
+class Far(NamedTuple):
+    """Where tokens lie, and where their copies come to lie."""
+
+    k: Tensor  # (1, h_kv, s, d_h)
+    v: Tensor
+    late: tuple[Tensor, Tensor] | None  # tokens from s on
+    k_near: Tensor  # (1, h_kv, slots, d_h)
+    v_near: Tensor
+
+
+def union_rows_ref(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
+    """Head by head with Python's sets: counts (n, h_kv, 3 + ages)."""
+    counts = torch.zeros(len(asks), h_kv, 3 + ages, dtype=torch.int32)
+    for i, ask in enumerate(asks):
+        per_head = ask.idx[0].int().view(h_kv, -1)
+        for head in range(h_kv):
+            asked = [token for token in per_head[head].tolist() if token >= 0]
+            age = {token: ask.epoch - int(ask.stamps[head, token]) for token in asked}
+            distinct = list(dict.fromkeys(asked))
+            counts[i, head, 0], counts[i, head, 1] = len(asked), len(distinct)
+            counts[i, head, 2] = sum(age[token] <= ages for token in asked)
+            for j, token in enumerate(distinct):
+                ask.tokens[head, j] = token
+                ask.sources[head, j] = ask.slots[head, token] if age[token] <= ages else -1
+                if age[token] <= ages:
+                    counts[i, head, 2 + age[token]] += 1
+                ask.stamps[head, token] = ask.epoch
+    return counts
+
+
+def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
+    """Token by token."""
+    for i, (ask, at) in enumerate(zip(asks, far, strict=True)):
+        for head in range(len(ask.stamps)):
+            for j in range(int(counts[i, head, 1])):
+                token, source, slot = int(ask.tokens[head, j]), int(ask.sources[head, j]), ask.first + j
+                s = at.k.shape[2]
+                for near, early, late in ((at.k_near, at.k, 0), (at.v_near, at.v, 1)):
+                    if source >= 0:
+                        near[0, head, slot] = near[0, head, source]
+                    elif token < s:
+                        near[0, head, slot] = early[0, head, token]
+                    else:
+                        assert at.late is not None
+                        near[0, head, slot] = at.late[late][0, head, token - s]
+                ask.slots[head, token] = slot
+
+
+ASK = 11  # numbers of an ask, as `union_tokens` reads them
+
+
+def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
+    """A program for each row and KV head: counts (n, h_kv, 3 + ages)."""
+    device = asks[0].idx.device
+    counts = torch.empty(len(asks), h_kv, 3 + ages, dtype=torch.int32, device=device)
+    numbers = [number for ask in asks for number in ask_numbers(ask, h_kv)]
+    union_tokens[(len(asks), h_kv)](upload(numbers, device), counts, ages, power_of_2(ages + 1), ASK, TILE)
+    return counts
+
+
+def ask_numbers(ask: Ask, h_kv: int) -> tuple[int, ...]:
+    idx, stamps, slots, tokens, sources, epoch, _ = ask
+    assert idx.dtype == torch.int64 and idx.stride(-1) == 1, (idx.dtype, idx.stride())
+    assert {x.dtype for x in (stamps, slots, tokens, sources)} == {torch.int32}, "not int32"
+    assert all(x.is_contiguous() for x in (stamps, slots, tokens, sources)), "not contiguous"
+    return (
+        idx.data_ptr(), idx.stride(1), idx.shape[1] // h_kv, idx.shape[2], stamps.data_ptr(), slots.data_ptr(),
+        stamps.shape[1], tokens.data_ptr(), sources.data_ptr(), tokens.shape[1], epoch,
+    )  # fmt: skip
+
+
+def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
+    """A program for some tokens of a KV head."""
+    start, (_, h_kv, _, d_h) = far[0].k_near, far[0].k_near.shape
+    numbers = []
+    for ask, at in zip(asks, far, strict=True):
+        k_late, v_late = at.late or (at.k, at.v)
+        assert at.k_near.stride() == at.v_near.stride() and k_late.stride() == v_late.stride()
+        numbers += [
+            ask.tokens.data_ptr(), ask.sources.data_ptr(), ask.tokens.shape[1], ask.slots.data_ptr(),
+            ask.slots.shape[1], ask.first,
+            *(distance(x, start) for x in (at.k_near, at.v_near)), at.k_near.stride(1),
+            *(distance(x, start) for x in (at.k, at.v)), at.k.stride(1), at.v.stride(1),
+            *(distance(x, start) for x in (k_late, v_late)), k_late.stride(1), at.k.shape[2],
+        ]  # fmt: skip
+    wide = 16 // start.element_size()
+    even = d_h % wide == 0 and all(number % wide == 0 for i in (6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                   for number in numbers[i::17])  # fmt: skip
+    most = max(ask.tokens.shape[1] for ask in asks)
+    bring_tokens[(cdiv(most, TOKENS), h_kv, len(asks))](
+        start, upload(numbers, start.device), counts, d_h, counts.shape[2], h_kv, 17, TOKENS, power_of_2(d_h),
+        wide if even else 1,
+    )  # fmt: skip
+
+
+@jit
+def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr):
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = asks + row * ASK
+    stride, per_head, k = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32)
+    idx = tl.load(at).to(tl.pointer_type(tl.int64)) + head * per_head * stride
+    stamps = tl.load(at + 4).to(tl.pointer_type(tl.int32)) + head * s
+    slots = tl.load(at + 5).to(tl.pointer_type(tl.int32)) + head * s
+    tokens = tl.load(at + 7).to(tl.pointer_type(tl.int32)) + head * room
+    sources = tl.load(at + 8).to(tl.pointer_type(tl.int32)) + head * room
+    n_asked, n_there, n_distinct = tl.program_id(0) * 0, tl.program_id(0) * 0, tl.program_id(0) * 0
+    for start in range(0, per_head * k, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < per_head * k
+        token = tl.load(idx + place // k * stride + place % k, inside, other=-1).to(tl.int32)
+        real = token >= 0
+        age = epoch - tl.load(stamps + token, real, other=0)
+        n_asked += tl.sum(real.to(tl.int32), 0)
+        n_there += tl.sum((real & (age <= ages)).to(tl.int32), 0)
+    tl.debug_barrier()  # stamps are written from here on
+    ages_of = tl.arange(0, AGES)
+    by_age = tl.zeros((AGES,), tl.int32)
+    for start in range(0, per_head * k, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < per_head * k
+        token = tl.load(idx + place // k * stride + place % k, inside, other=-1).to(tl.int32)
+        real = token >= 0
+        age = epoch - tl.atomic_xchg(stamps + token, tl.zeros_like(token) + epoch, mask=real)
+        is_first = real & (age > 0)  # of those that ask for this token one finds an older stamp
+        is_there = is_first & (age <= ages)
+        to = n_distinct + tl.cumsum(is_first.to(tl.int32), 0) - 1
+        tl.store(tokens + to, token, is_first)
+        tl.store(sources + to, tl.load(slots + token, is_there, other=-1), is_first)
+        n_distinct += tl.sum(is_first.to(tl.int32), 0)
+        by_age += tl.sum(((age[:, None] == ages_of[None] + 1) & is_there[:, None]).to(tl.int32), 0)
+    mine = counts + (row * tl.num_programs(1) + head) * (3 + ages)
+    tl.store(mine, n_asked)
+    tl.store(mine + 1, n_distinct)
+    tl.store(mine + 2, n_there)
+    tl.store(mine + 3 + ages_of, by_age, ages_of < ages)
+
+
+@jit
+def bring_tokens(
+    start, asks, counts, d_h, n_counts, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    at = asks + row * FIELDS
+    room, s_slots, first = tl.load(at + 2), tl.load(at + 4), tl.load(at + 5)
+    tokens = tl.load(at).to(tl.pointer_type(tl.int32)) + head * room
+    sources = tl.load(at + 1).to(tl.pointer_type(tl.int32)) + head * room
+    slots = tl.load(at + 3).to(tl.pointer_type(tl.int32)) + head * s_slots
+    near_stride, late_stride, s = tl.load(at + 8), tl.load(at + 15), tl.load(at + 16)
+    k_near = tl.multiple_of(tl.load(at + 6) + head * near_stride, LANES)
+    v_near = tl.multiple_of(tl.load(at + 7) + head * near_stride, LANES)
+    k = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11), LANES)
+    v = tl.multiple_of(tl.load(at + 10) + head * tl.load(at + 12), LANES)
+    k_late = tl.multiple_of(tl.load(at + 13) + head * late_stride, LANES)
+    v_late = tl.multiple_of(tl.load(at + 14) + head * late_stride, LANES)
+    n = tl.load(counts + (row * h_kv + head) * n_counts + 1)
+    place, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    real = place < n
+    token = tl.load(tokens + place, real, other=0).to(tl.int64)
+    source = tl.load(sources + place, real, other=-1).to(tl.int64)
+    is_late, is_there = token >= s, source >= 0
+    early, behind = tl.where(is_late, 0, token) * d_h, tl.where(is_late, token - s, 0) * d_h
+    beside = tl.where(is_there, source, 0) * d_h
+    from_k = tl.where(is_there, k_near + beside, tl.where(is_late, k_late + behind, k + early))
+    from_v = tl.where(is_there, v_near + beside, tl.where(is_late, v_late + behind, v + early))
+    there = real[:, None] & (column < d_h)[None]
+    to = (first + place).to(tl.int64) * d_h
+    key = tl.load(start + from_k[:, None] + column[None], there, other=0.0)
+    value = tl.load(start + from_v[:, None] + column[None], there, other=0.0)
+    tl.store(start + k_near + to[:, None] + column[None], key, there)
+    tl.store(start + v_near + to[:, None] + column[None], value, there)
+    tl.store(slots + token, (first + place).to(tl.int32), real)

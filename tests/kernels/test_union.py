@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.jit import triton
+from kernels.union import Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
+H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
+
+
+class Row:
+    """What one row keeps between its selections."""
+
+    def __init__(self, ages: int, device: str) -> None:
+        numbers = {"dtype": torch.int32, "device": device}
+        self.ages, self.epoch = ages, ages
+        self.stamps, self.slots = (torch.zeros(H_KV, S + N_LATE, **numbers) for _ in range(2))
+        self.tokens, self.sources = (torch.zeros(H_KV, ROOM, **numbers) for _ in range(2))
+        self.k, self.v = (torch.zeros(1, H_KV, (ages + 1) * ROOM, D, device=device) for _ in "kv")
+
+    def ask(self, idx: Tensor) -> Ask:
+        self.epoch += 1
+        first = self.epoch % (self.ages + 1) * ROOM
+        return Ask(idx.to(self.k.device), self.stamps, self.slots, self.tokens, self.sources, self.epoch, first)
+
+
+def selections(t: int) -> list[Tensor]:
+    """Of three rows, the second of which selects per KV head; the third has gaps, and numbers above its positions."""
+    draw = torch.Generator().manual_seed(t)
+    per_head = [torch.rand(1, heads, S + N_LATE, generator=draw).topk(20).indices for heads in (H, H_KV, H)]
+    per_head[2] += 5 << 32
+    per_head[2][0, 1, 3:7] = -1
+    return per_head
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("ages", [0, 1, 2])
+def test_triton_counts_and_brings_what_sets_do(ages: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, H_KV, S, D, generator=draw) for _ in "kv")
+    late = (torch.randn(1, H_KV, N_LATE, D, generator=draw), torch.randn(1, H_KV, N_LATE, D, generator=draw))
+    ours, theirs = [Row(ages, GPU) for _ in range(3)], [Row(ages, "cpu") for _ in range(3)]
+    whole = [torch.cat([a, b], 2) for a, b in zip((k, v), late, strict=True)]
+    for t in range(4):
+        asked = selections(t)
+        counts = []
+        for rows, union, bring in (
+            (theirs, union_rows_ref, bring_rows_ref),
+            (ours, union_rows_triton, bring_rows_triton),
+        ):
+            asks = [row.ask(idx) for row, idx in zip(rows, asked, strict=True)]
+            here = [x.to(rows[0].k.device) for x in (k, v, *late)]
+            counts.append(union(asks, H_KV, ages))
+            bring(asks, [Far(here[0], here[1], (here[2], here[3]), row.k, row.v) for row in rows], counts[-1])
+        assert torch.equal(counts[0], counts[1].cpu())
+        for row, idx in zip(ours, asked, strict=True):
+            for head, tokens in enumerate(idx[0].int().view(H_KV, -1)):
+                real = tokens[tokens >= 0].long()
+                slots = row.slots[head].cpu()[real].long()
+                assert torch.equal(row.k[0, head].cpu()[slots], whole[0][0, head, real])
+                assert torch.equal(row.v[0, head].cpu()[slots], whole[1][0, head, real])
+    assert bool(counts[0][:, :, 3:].any()) == bool(ages)

@@ -1,0 +1,32 @@
+"""Budgets of launches and waits per decode step: raised by nobody who does not say so in `benchmarks/launches.py`."""
+
+import pytest
+
+from benchmarks import launches
+from benchmarks.pretend.cuda import Machine
+from evals.overrides import CONF
+
+
+@pytest.mark.parametrize("method", launches.BUDGETS)
+def test_a_step_stays_within_its_budget(machine: Machine, method: str) -> None:
+    cost = launches.cost_of(machine, method)
+    assert not launches.exceeds(cost, launches.BUDGETS[method]), cost
+
+
+def test_every_method_has_a_budget() -> None:
+    names = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    presets = {name for name in names if name.partition("_")[0] in names and "_" in name}
+    assert {*launches.BUDGETS} == names - presets
+
+
+def test_the_command_exits_with_1_above_the_budget(machine: Machine, capsys, monkeypatch) -> None:
+    spent = launches.Cost(42, 4, 2)
+    monkeypatch.setattr(launches, "cost_of", lambda machine, method: spent)
+    monkeypatch.setitem(launches.BUDGETS, "snapkv", spent)
+    assert launches.run(machine, ["snapkv"], is_goal=False) == 0
+    assert launches.run(machine, ["snapkv"], is_goal=True) == 1
+    monkeypatch.setitem(launches.BUDGETS, "snapkv", launches.Cost(41, 4, 2))
+    assert launches.run(machine, ["snapkv"], is_goal=False) == 1
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("method,launches_row,launches_further_row,waits_step")
+    assert [row.split(",")[:4] for row in rows[-1:]] == [["snapkv", "42.0", "4.0", "2.0"]]
