@@ -24,6 +24,7 @@ Not here: which tokens (`methods`), where they lie at the beginning (`engine/sto
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class Host:
         self.k, self.v = k, v  # (1, h_kv, s_prompt, d_h), never written to
         # Pinned where the prompt's are: an accelerator writes there.
         room, pinned = (1, k.shape[1], n_new, k.shape[3]), k.is_pinned()
-        self.late = tuple(torch.empty(room, dtype=k.dtype, device=k.device, pin_memory=pinned) for _ in "kv")
+        make = partial(torch.empty, room, dtype=k.dtype, device=k.device, pin_memory=pinned)
+        self.late: tuple[Tensor, Tensor] = (make(), make())
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
