@@ -47,7 +47,6 @@ def from_gguf(file: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if not (folder / "config.json").is_file():
-                print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
                 _convert_and_rename(file, folder, n_numbers)
     except OSError as error:
         raise ConfigError(
@@ -65,6 +64,7 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
             errno.ENOSPC,
             f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
         )
+    print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
     work = Path(f"{folder}{MAKING}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()

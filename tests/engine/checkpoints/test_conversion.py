@@ -182,6 +182,36 @@ print(conversion.from_gguf(Path(sys.argv[1])))
     assert [path for path in models.iterdir() if path.is_dir()] == [Path(out.strip())]
 
 
+def test_what_a_killed_conversion_left_is_removed_at_the_next_start_of_any_other(tiny: Path) -> None:
+    """A real `kill -9`, and nobody who waits: the next start may be one of another file, whose conversion is there."""
+    code = """
+import sys, time
+from pathlib import Path
+from engine.checkpoints import conversion
+save = conversion._convert_gguf
+def half(file, folder):
+    save(file, folder)
+    (folder / "half").write_bytes(b"x" * 1_000_000)
+    print("half", flush=True)
+    time.sleep(600)
+conversion._convert_gguf = half
+conversion.from_gguf(Path(sys.argv[1]))
+"""
+    other = save_tiny_gguf(tiny.with_name("other.gguf"))
+    done = conversion.from_gguf(other)
+    killed = subprocess.Popen([sys.executable, "-c", code, str(tiny)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None and killed.stdout.readline() == "half\n"
+    models = cache_home() / "models"
+    (left,) = models.glob("*.making")
+    assert conversion.from_gguf(other) == done
+    assert (left / "half").exists(), "its process lives"
+    killed.kill()
+    killed.communicate()
+    assert (left / "half").exists()
+    assert conversion.from_gguf(other) == done
+    assert [path for path in models.iterdir() if path.is_dir()] == [done]
+
+
 def test_what_dead_conversions_left_is_removed_and_nothing_else(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_convert_gguf", converter([], 0))
     models = cache_home() / "models"
