@@ -112,6 +112,25 @@ def test_a_conversion_that_will_not_fit_is_not_begun(tiny: Path, monkeypatch: py
         conversion.from_gguf(tiny)
 
 
+def test_a_disk_that_takes_no_more_is_a_sentence_and_nothing_is_left(tiny: Path) -> None:
+    """The system itself refuses to write, as it does beyond a quota: no file may grow over 20 kB."""
+    code = """
+import resource, sys
+from pathlib import Path
+import torch, transformers  # which may write caches of their own
+from engine.checkpoints import conversion
+from engine.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    conversion.from_gguf(Path(sys.argv[1]))
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tiny)], cwd=ROOT, capture_output=True, text=True)
+    assert "models cannot be read and written" in done.stdout and "XDG_CACHE_HOME" in done.stdout, done.stderr
+    assert [path for path in (cache_home() / "models").iterdir() if path.is_dir()] == []
+
+
 def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
