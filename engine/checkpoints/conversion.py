@@ -20,6 +20,7 @@ from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
 from engine.errors import ConfigError, first_line
 
+NO_ROOM = ("No space left", "quota exceeded", "File too large", "Read-only file system")  # as safetensors words it
 MAKING = ".making"  # behind the name of a folder that is not complete
 
 
@@ -47,7 +48,6 @@ def from_gguf(file: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if not (folder / "config.json").is_file():
-                print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
                 _convert_and_rename(file, folder, n_numbers)
     except OSError as error:
         raise ConfigError(
@@ -65,6 +65,7 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
             errno.ENOSPC,
             f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
         )
+    print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
     work = Path(f"{folder}{MAKING}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -80,7 +81,7 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = first_line(error)
-        if "No space left" in reason or "quota exceeded" in reason:  # as safetensors words it
+        if any(words in reason for words in NO_ROOM):
             raise OSError(errno.ENOSPC, reason) from None
         raise ConfigError(
             f"the GGUF file {file} cannot be converted ({reason}); it may be damaged, or of an architecture that "

@@ -40,8 +40,13 @@ KINDS = (
     Kind("cut-off conversion", "models", CONVERSION + re.escape(MAKING), "of no use"),
     Kind("kernel", "kernels-{user}", r"[a-z_]+-[a-z0-9]+-[0-9a-f]{16}\.so", "made again by the next run, in seconds"),
     Kind("cut-off kernel", "kernels-{user}", r"\.making-[\w-]+", "of no use"),
-    Kind("note of a checkpoint's hash", "digests-{user}", r"[0-9a-f]{32}\.json", "made again by the next run with it"),
-    Kind("script of the report", ".", r"vega-v[\w.+-]+\.js", "made again by the next report"),
+    Kind(
+        "note of a checkpoint's hash",
+        "digests-{user}",
+        r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.\d+",
+        "made again by the next run with it",
+    ),
+    Kind("script of the report", ".", r"vega-v[\w.+-]+\.js|\.vega-v[\w.+-]+\.js\.\d+", "made again by the next report"),
 )
 
 

@@ -138,11 +138,14 @@ def kernels() -> Fact:
     n_built = sum(os.path.isfile(path) for path in paths)  # noqa: PTH113 - Path.is_file raises in a closed folder
     if n_built == len(names):
         return Fact("C++ kernels", f"all {n_built} built for {build.level()} in {shown(paths[0].parent)}")
+    rest = "their work" if not n_built else f"that of the other {len(names) - n_built}"
     try:
         compiler = " ".join(build.find_compiler())
     except RuntimeError as error:
-        rest = "their" if not n_built else f"that of the other {len(names) - n_built}"
-        return Fact("C++ kernels", f"{n_built} of {len(names)} built: {error}; torch does {rest} work, slower")
+        return Fact("C++ kernels", f"{n_built} of {len(names)} built: {error}; torch does {rest}, slower")
+    if not writable(paths[0].parent):
+        why = f"{shown(existing(paths[0].parent))} cannot be written"
+        return Fact("C++ kernels", f"{n_built} of {len(names)} built: {why}; torch does {rest}, slower")
     return Fact("C++ kernels", f"{n_built} of {len(names)} built; {compiler} compiles the others when first used")
 
 
@@ -206,7 +209,7 @@ def cache_folder(cache: Path) -> Fact:
 
 
 def runs_folder(runs: Path) -> Fact:
-    if os.access(existing(runs), os.W_OK):
+    if writable(runs):
         return Fact("runs", f"{shown(runs)}, {gb(shutil.disk_usage(existing(runs)).free)} free on its disk")
     return Fact(
         "runs",
@@ -230,7 +233,7 @@ def embedded(cache: Path) -> Fact:
         return Fact(name, f"{file.stem}, converted in the cache")
     wanted, free = model.n_weights * 4, shutil.disk_usage(existing(cache)).free
     remedy = "or set XDG_CACHE_HOME to a folder on another disk"
-    if not os.access(existing(cache), os.W_OK):
+    if not writable(cache):
         return Fact(
             name,
             f"{file.stem}, not converted",
@@ -370,6 +373,11 @@ def free_bytes() -> int:
 def existing(path: Path) -> Path:
     """The folder, or the one above it that is there."""
     return next(one for one in (path, *path.parents) if os.path.isdir(one))  # noqa: PTH112 - of a closed folder too
+
+
+def writable(path: Path) -> bool:
+    """Whether this user may write to the folder, or make it."""
+    return os.access(existing(path), os.W_OK)
 
 
 def shown(path: Path) -> str:

@@ -182,7 +182,7 @@ class Estimate:
         first, present = self.loads[0], self.present
         made = 0.0
         if present.total:
-            part = present.done / present.total
+            part = min(1.0, present.done / present.total)  # a fed continuation may be longer
             reading, answering = self.cost(Load(first.n_read, 0)), self.cost(first)
             made = part * reading if present.kind == READING else reading + part * (answering - reading)
         return made / sum(map(self.cost, self.loads))

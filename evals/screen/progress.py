@@ -117,7 +117,7 @@ class Progress:
             self.samples,
             completed=(self.n_before + n_here * self.estimate.share(now)) / max(1, self.n_samples),
             count=f"{self.n_done}/{self.n_samples}",
-            left="" if left is None else f"about {duration(left)} left",
+            left=f"about {duration(left)} left" if left else "",
         )
         inner = self.bars.tasks[self.inner]
         self.bars.update(self.inner, count=f"{inner.completed:.0f}/{inner.total:.0f}")

@@ -29,6 +29,7 @@ NUMBERS = {  # behind the score, its interval and n: heads, and what one value s
     "prefill\ns": "prefill {} s",
     "s\n/token": "{} s a token",
 }
+TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
 FEW = 10  # samples; fewer are said to be few
 MANY = 8  # folders; of more the first and the last are said
@@ -56,8 +57,9 @@ def table(done: Done) -> tuple[str, Table]:
     heads = [score_name(results), "95 %", "n", *measures, *NUMBERS]
     cells = [[*score(result), *means(result, measures), *numbers(result)] for result in results]
     words, given = split(TEXTS, [texts(result) for result in results], dict.fromkeys(TEXTS, "{}"))
-    # A score and its interval stay where they are looked for.
-    figures, values = split(heads, cells, {"n": "{} samples"} | NUMBERS)
+    # A score and its interval stay where they are looked for, and a single run's costs do.
+    sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)}
+    figures, values = split(heads, cells, sayings)
     view = Table(box=None, pad_edge=False)
     view.add_column("method", vertical="bottom")
     for head, column in given:

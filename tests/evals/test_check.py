@@ -125,6 +125,9 @@ def test_kernels_that_are_not_built_yet_and_those_switched_off(monkeypatch: pyte
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
     assert check.kernels().text == "1 of 8 built; my-c++ compiles the others when first used"
+    with monkeypatch.context() as locked:
+        locked.setattr(check, "writable", lambda path: False)
+        assert "cannot be written; torch does that of the other 7, slower" in check.kernels().text
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     assert check.kernels().text.startswith("switched off")
 
@@ -146,6 +149,18 @@ def test_without_packages_it_says_only_that(
     code, text, _ = screen(capsys)
     assert code == 1
     assert text.splitlines()[-1] == "the packages gguf are not installed; run `make setup`"
+
+
+@pytest.mark.parametrize("what", ["the cache folder", "runs"])
+def test_a_folder_that_cannot_be_written_is_a_sentence(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    is_cache = what == "the cache folder"
+    monkeypatch.setattr(check, "writable", lambda path: path.is_relative_to(tmp_path) != is_cache)
+    code, text, _ = screen(capsys)
+    assert code == 1
+    assert text.splitlines()[-1].startswith(what)
 
 
 def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,8 @@ def test_nothing_is_said_before_anything_was_measured_and_the_bar_moves_all_the_
             shares.append(estimate.share(2.0))
     assert shares == sorted({*shares})
     assert shares[-1] == pytest.approx(0.5)
+    estimate.advance(2.0)  # a continuation that is fed may be longer than the allowance
+    assert estimate.share(2.0) == pytest.approx(0.5)
 
 
 def test_a_run_that_has_nothing_to_do_is_done() -> None:

@@ -1,9 +1,11 @@
 import ctypes
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,26 @@ def test_what_a_killed_compiler_left_is_removed_and_nothing_else() -> None:
     build.load("clusters", "DEFAULT")
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["mine"]
     assert (folder / "mine" / "file").exists()
+
+
+def test_what_a_killed_build_left_is_removed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real `kill -9` of the process, whose compiler lives on for a while and writes where it was told to."""
+    compiler = tmp_path / "slow"
+    compiler.write_text(f"#!/bin/sh\necho half > made.o\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    command = [sys.executable, "-c", "from kernels import build; build.load('clusters', 'DEFAULT')"]
+    environment = {**os.environ, "CXX": str(compiler)}
+    killed = subprocess.Popen(command, cwd=Path(build.__file__).parents[1], env=environment)
+    folder = build.library_path("clusters", "DEFAULT").parent
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert [path.name for path in folder.glob(".making-*/made.o")] == ["made.o"]
+    build.load("clusters", "DEFAULT")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert {path.name for path in folder.iterdir()} == {".lock", build.library_path("clusters", "DEFAULT").name}
 
 
 def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

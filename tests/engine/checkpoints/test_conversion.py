@@ -112,6 +112,25 @@ def test_a_conversion_that_will_not_fit_is_not_begun(tiny: Path, monkeypatch: py
         conversion.from_gguf(tiny)
 
 
+def test_a_disk_that_takes_no_more_is_a_sentence_and_nothing_is_left(tiny: Path) -> None:
+    """The system itself refuses to write, as it does beyond a quota: no file may grow over 20 kB."""
+    code = """
+import resource, sys
+from pathlib import Path
+import torch, transformers  # which may write caches of their own
+from engine.checkpoints import conversion
+from engine.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    conversion.from_gguf(Path(sys.argv[1]))
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tiny)], cwd=ROOT, capture_output=True, text=True)
+    assert "models cannot be read and written" in done.stdout and "XDG_CACHE_HOME" in done.stdout, done.stderr
+    assert [path for path in (cache_home() / "models").iterdir() if path.is_dir()] == []
+
+
 def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
@@ -180,6 +199,36 @@ print(conversion.from_gguf(Path(sys.argv[1])))
     assert second.returncode == 0
     assert (Path(out.strip()) / "model.safetensors").stat().st_size > 1000
     assert [path for path in models.iterdir() if path.is_dir()] == [Path(out.strip())]
+
+
+def test_what_a_killed_conversion_left_is_removed_at_the_next_start_of_any_other(tiny: Path) -> None:
+    """A real `kill -9`, and nobody who waits: the next start may be one of another file, whose conversion is there."""
+    code = """
+import sys, time
+from pathlib import Path
+from engine.checkpoints import conversion
+save = conversion._convert_gguf
+def half(file, folder):
+    save(file, folder)
+    (folder / "half").write_bytes(b"x" * 1_000_000)
+    print("half", flush=True)
+    time.sleep(600)
+conversion._convert_gguf = half
+conversion.from_gguf(Path(sys.argv[1]))
+"""
+    other = save_tiny_gguf(tiny.with_name("other.gguf"))
+    done = conversion.from_gguf(other)
+    killed = subprocess.Popen([sys.executable, "-c", code, str(tiny)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None and killed.stdout.readline() == "half\n"
+    models = cache_home() / "models"
+    (left,) = models.glob("*.making")
+    assert conversion.from_gguf(other) == done
+    assert (left / "half").exists(), "its process lives"
+    killed.kill()
+    killed.communicate()
+    assert (left / "half").exists()
+    assert conversion.from_gguf(other) == done
+    assert [path for path in models.iterdir() if path.is_dir()] == [done]
 
 
 def test_what_dead_conversions_left_is_removed_and_nothing_else(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
