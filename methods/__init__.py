@@ -1,4 +1,5 @@
-"""Which tokens a query may attend to: the interface, full attention, and a folder per family of methods.
+"""Which tokens a query may attend to: the interface, full attention, a folder per family, and what needs no torch in
+`rules`.
 
 Not here: moving tokens, counting them, attending to them (`engine`).
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from evals.results import RunResult
@@ -23,7 +24,7 @@ from plots.read import Run, read_one
 from plots.stats import Corrected, Paired, corrected, paired
 
 NAMES = {"longbench": "LongBench", "needle": "needles"}
-SHOWN = {-1: "lower", 0: "not shown", 1: "higher"}
+STAR = "*"  # a difference that the test shows
 
 
 @dataclass(frozen=True)
@@ -117,29 +118,25 @@ def ratio_of(row: Row, full: Row, key: str) -> float | None:
 
 def table(found: Comparison) -> Table:
     """A row per method, a block of columns per task, and what it costs."""
-    view = Table(box=None, pad_edge=False)
-    view.add_column("method", vertical="bottom")
+    view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    heads = ["\nmethod"]
     for task in found.tasks:
-        view.add_column(f"{name_of(task)}\nscore", justify="right")
-        view.add_column("less\nFull", justify="right")
-        view.add_column("95 %\nof that", justify="right")
-        view.add_column(f"n {n_of(found, task)}\nit is", justify="right")
-    view.add_column("KV on\ndevice", justify="right")
-    view.add_column("moved\n/step", justify="right")
+        heads += [f"{name_of(task)}\nscore", f"n {n_of(found, task)}\nless Full", "\n95 % of that"]
+    for i, head in enumerate([*heads, "KV on\ndevice", "moved\n/step"]):
+        view.add_column(head, justify="right" if i else "left", no_wrap=True)
     for row in found.rows:
         cells = [cell for task in found.tasks for cell in cells_of(row, task)]
-        costs = (percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
-        view.add_row(row.label, *cells, *costs)
+        view.add_row(row.label, *cells, percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
     return view
 
 
-def cells_of(row: Row, task: str) -> tuple[str, str, str, str]:
-    """Score, difference, its interval, and what the test makes of it."""
+def cells_of(row: Row, task: str) -> tuple[str, str, str]:
+    """Score, difference with a star where the test shows one, and its interval."""
     run, found = row.runs.get(task), row.against.get(task)
     score = "-" if run is None or run.result.score is None else f"{run.result.score:.3f}"
     if found is None:
-        return score, "", "", ""
-    return score, f"{found.paired.mean:+.3f}", in_words(found.paired.difference), SHOWN[found.sign]
+        return score, "", ""
+    return score, f"{found.paired.mean:+.3f} {STAR if found.sign else ' '}", in_words(found.paired.difference)
 
 
 def in_words(interval: Interval | None) -> str:
@@ -168,8 +165,8 @@ def about(found: Comparison) -> str:
 def remarks(found: Comparison) -> list[str]:
     """How to read the table, and what so few samples cannot show."""
     lines = [
-        "less Full: score minus full attention's on the same samples, with its paired 95 % interval; lower, higher: by "
-        f"a sign-flip test, corrected for the {sum(len(row.against) for row in found.rows)} comparisons here",
+        f"less Full: score minus full attention's on the same samples, and its 95 % interval; {STAR} a difference by a "
+        f"paired sign-flip test, corrected for the {sum(len(row.against) for row in found.rows)} comparisons here",
         "KV on device, moved /step: K, V and what finds them, relative to all K and V of full attention",
     ]
     for task in found.tasks:
@@ -185,10 +182,11 @@ def remarks(found: Comparison) -> list[str]:
 
 def print_comparison(found: Comparison) -> None:
     """To standard output."""
-    console = Console(markup=False, emoji=False, highlight=False)
-    console.width = max(console.width, 100)
+    console, view = Console(markup=False, emoji=False, highlight=False), table(found)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
+    console.width = max(console.width, needed)
     console.print(about(found), soft_wrap=True)
-    console.print(table(found))
+    console.print(view)
     for line in remarks(found):
         console.print(line, soft_wrap=True)
 

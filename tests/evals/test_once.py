@@ -1,0 +1,110 @@
+"""What has no budget runs once; whatever can be refused is refused before the first folder is made."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from evals import models
+from evals.runner import prepare, run_cells
+from evals.settings import Settings
+from methods.dropping.streamingllm import StreamingLLM
+from methods.rules.full import FullRules
+from tests.tiny_run import cell, save_tiny
+
+WORDS = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def cells(checkpoint: Path, tmp_path: Path) -> list[Settings]:
+    """A sweep over budget and comm."""
+    variants = (
+        [f"method={method}", budget, f"comm={comm}"]
+        for method in ("full", "oracle")
+        for budget in ("ratio=0.2", "ratio=0.5", "budget=90")
+        for comm in ("1/64", "1/32")
+    )
+    return [asked(checkpoint, tmp_path, *words) for words in variants]
+
+
+def asked(checkpoint: Path, out: Path, *words: str) -> Settings:
+    return cell([*WORDS, "model=any", f"model.id={checkpoint}", *words], out / "runs", is_sweep=True)
+
+
+def folders(out: Path) -> list[Path]:
+    return sorted((out / "runs").iterdir()) if (out / "runs").exists() else []
+
+
+def test_full_attention_runs_once_whatever_budgets_the_others_get(cells: Sequence[Settings], tmp_path: Path) -> None:
+    done = run_cells(cells)
+    assert len(done) == len(cells) == 12  # one for each cell that was asked for
+    assert len({path for path, _ in done[:6]}) == 1
+    assert len(folders(tmp_path)) == 1 + 6
+    full = done[0][1]
+    assert (full.ratio_exact, full.budget, full.comm_exact) == ("1", None, "0")
+    assert full.effective_ratio == 1
+
+
+def test_a_later_sweep_at_other_budgets_finds_it(checkpoint: Path, tmp_path: Path) -> None:
+    ((first, _),) = run_cells([asked(checkpoint, tmp_path, "method=full", "ratio=0.2")])
+    before = (first / "result.json").stat().st_mtime_ns
+    ((second, _),) = run_cells([asked(checkpoint, tmp_path, "method=full", "budget=77", "cache.tokens=256")])
+    assert second == first
+    assert (first / "result.json").stat().st_mtime_ns == before
+
+
+def test_a_run_of_earlier_code_that_had_a_budget_goes_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("method=full", "ratio=0.2")
+    with monkeypatch.context() as patch:
+        patch.setattr(FullRules, "has_budget", True)
+        ((first, _),) = run_cells([asked(checkpoint, tmp_path, *words)])
+    assert "ratio: '0.2'" in (first / "config.yaml").read_text()
+    (first / "result.json").unlink()
+    lines = (first / "samples.jsonl").read_text()
+    ((second, result),) = run_cells([asked(checkpoint, tmp_path, *words)])
+    assert (second, result.ratio_exact) == (first, "0.2")
+    assert (first / "samples.jsonl").read_text() == lines
+    ((third, _),) = run_cells([asked(checkpoint, tmp_path, "method=full", "ratio=0.3")])
+    assert third != first
+
+
+def test_what_only_a_later_groups_prompts_tell_is_refused_before_a_folder_is_made(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    words = ("method=streamingllm", "method.n_sink=32", "ratio=0.1", "comm=0", "task.buffer=100")
+    fitting, short = (asked(checkpoint, tmp_path, *words, f"task.lengths=[{n}]") for n in (600, 300))
+    prepare([fitting, short])  # nothing is known before prompts are read
+    with pytest.raises(ConfigError, match=r"method=streamingllm ratio=0\.1: a budget of"):
+        run_cells([fitting, short])
+    assert folders(tmp_path) == []
+
+
+def test_a_folder_of_somebody_elses_is_refused_before_others_are_made(checkpoint: Path, tmp_path: Path) -> None:
+    pair = [asked(checkpoint, tmp_path, "method=oracle", f"ratio={ratio}") for ratio in ("0.2", "0.5")]
+    path = prepare(pair)[1].path
+    path.mkdir(parents=True)
+    (path / "diary.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"diary\.txt"):
+        run_cells(pair)
+    assert folders(tmp_path) == [path]
+    assert [file.name for file in path.iterdir()] == ["diary.txt"]
+
+
+def test_what_a_variant_refuses_while_it_is_built_names_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arrange(self: StreamingLLM, layer: int) -> None:
+        raise ConfigError("it cannot")
+
+    monkeypatch.setattr(StreamingLLM, "arrange", arrange)
+    with pytest.raises(ConfigError, match=r"method=streamingllm ratio=0\.5: it cannot"):
+        run_cells([asked(checkpoint, tmp_path, "method=streamingllm", "ratio=0.5")])

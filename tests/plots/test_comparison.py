@@ -1,0 +1,63 @@
+"""One table and one picture of methods against full attention."""
+
+from pathlib import Path
+
+import pytest
+
+from plots.comparison import about, compare, draw, is_comparable, print_comparison, remarks
+from plots.read import read_one
+from tests.plots.made_runs import write
+
+N = 10
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Needles that PQCache finds and SnapKV does not, and a dataset of two samples."""
+    made = []
+    for method, hit, ratio, comm in (
+        ("pqcache", 1.0, "1/10", "1/64"),
+        ("full", 1.0, "1", "0"),
+        ("snapkv", 0.0, "1/10", "1/64"),
+    ):
+        for task, n in (("needle_short", N), ("longbench_short", 2)):
+            rows = [{"score": hit}] * n
+            made.append(write(tmp_path, method, task, rows, ratio=ratio, comm=comm)[0])
+    return made
+
+
+def test_a_method_is_compared_with_full_attention_on_the_same_samples(folders: list[Path]) -> None:
+    found = compare(folders)
+    assert [row.label for row in found.rows] == ["Full", "PQCache", "SnapKV (C)"]
+    assert found.full.against == {}
+    by_label = {row.label: row.against for row in found.rows}
+    assert by_label["PQCache"]["needle_short"].paired.mean == 0
+    snapkv = by_label["SnapKV (C)"]["needle_short"]
+    assert (snapkv.paired.mean, snapkv.paired.losses, snapkv.sign, snapkv.family) == (-1, N, -1, 4)
+    assert by_label["SnapKV (C)"]["longbench_short"].sign == 0  # of two samples nothing follows
+
+
+def test_the_table_says_what_so_few_samples_cannot_show(
+    folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compare(folders)
+    print_comparison(found)
+    shown = capsys.readouterr().out
+    snapkv = next(line for line in shown.splitlines() if line.startswith("SnapKV"))
+    assert snapkv.count("-1.000") == 2 and snapkv.count("*") == 1
+    assert "ratio 1/10" in about(found)
+    assert any(line.startswith("LongBench: 2 samples show no difference") for line in remarks(found))
+    assert max(map(len, shown.splitlines()[: 3 + len(found.rows)])) <= 100
+
+
+def test_the_picture_is_the_same_when_it_is_made_again(folders: list[Path], tmp_path: Path) -> None:
+    first = draw(compare(folders), tmp_path / "a").read_bytes()
+    assert first == draw(compare(folders), tmp_path / "b").read_bytes()
+    assert first.startswith(b"\x89PNG")
+
+
+def test_only_runs_that_differ_in_task_method_and_budget_are_one_comparison(folders: list[Path]) -> None:
+    results = [read_one(folder).result for folder in folders]
+    assert is_comparable(results)
+    assert not is_comparable([result for result in results if result.method != "full"])
+    assert not is_comparable([*results, results[0]])

@@ -1,0 +1,74 @@
+"""What is imported when: a wrong value is answered without torch, a right command loads no more than it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import save_tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_CPU_SECONDS = 4.0  # of a refusal; idle cores take a second
+WRONG = """
+import resource, sys
+import run
+try:
+    code = run.main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(code, used.ru_utime + used.ru_stime, *({"torch", "transformers"} & sys.modules.keys()))
+"""
+RIGHT = """
+import sys
+import run
+import evals.loop
+
+def prefill(*_, **__):
+    print(*sys.modules)
+    raise KeyboardInterrupt
+
+evals.loop.prefill = prefill
+run.main(sys.argv[1:])
+"""
+UNUSED = (  # by a run up to its first prefill
+    *("wandb", "matplotlib", "pandas", "datasets", "pyarrow", "sklearn", "rouge", "rouge_chinese", "jieba"),
+    *("fuzzywuzzy", "Levenshtein", "ray", "submitit", "nltk", "evaluate", "plots"),
+)
+
+
+def python(code: str, *words: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["method=pqcache", "method.m=7"], "method=pqcache ratio=0.2: method.m=7 does not divide d_h=64"),
+        (["method=snapkv", "method.kernel=4"], "method=snapkv: method.kernel=4 has no middle"),
+        (["method=infllm", "budget=20"], "method=infllm budget=20: a budget of 20 tokens"),
+        (["-m", "method=full,quest", "ratio=0.5,0.1"], "method=quest ratio=0.1: a budget of 100 tokens"),
+        (["task=needle", "task.lengths=[90000]"], "more than the window of smollm2-135m"),
+        (["task=longbench", "task.datasets=[docs]"], "no task.datasets 'docs'"),
+        (["model=/no/such.gguf"], "model=/no/such.gguf does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_value_is_answered_without_torch_and_makes_nothing(words: list[str], says: str, tmp_path: Path) -> None:
+    said, _, refusal = python(WRONG, *words, f"out={tmp_path / 'run'}").partition("\n")
+    code, seconds, *imported = said.split()
+    assert (code, imported) == ("2", [])
+    assert says in refusal
+    assert float(seconds) < MOST_CPU_SECONDS
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_right_command_reaches_its_first_prefill_without_what_it_does_not_use(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "checkpoint")
+    words = [f"model={model}", "method=snapkv", "task.lengths=[500]", "task.depths=[50]", "task.source=embedded"]
+    loaded = {name.partition(".")[0] for name in python(RIGHT, *words, f"out={tmp_path / 'run'}").split()}
+    assert "transformers" in loaded
+    assert not loaded & set(UNUSED)
