@@ -6,7 +6,7 @@ these lie. `cover` says which share of the softmax the attended tokens have, `bl
 
 Shapes    q (n, h, 1, d_h), components (n, h_kv, r) int32, weights (n, h, r), logits (n, h, s), covered (n, h) float32;
           keys (n, h_kv, s) int64 as `topk.py` says.
-Checks    tests/kernels/test_columns.py.
+Checks    tests/kernels/test_logits.py.
 
 Not here: a CPU's way (`methods/retrieving/sparq.py`).
 """

@@ -91,10 +91,7 @@ class Lane:
         for source, copy in coming:
             if source is codes and copy.n == codes.n:
                 return copy
-        # Behind what this stream does: codes of generated tokens come from there.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            copy = codes.copied(self.device)
+        copy = self.begin(layer, codes)
         coming[:] = [(source, other) for source, other in coming if source is not codes] + [(codes, copy)]
         return copy
 
@@ -102,10 +99,20 @@ class Lane:
         """The copy, on which the current stream waits; made anew where the codes are others by now."""
         self.latest = layer
         copy = self.request(layer, codes)
+        self.wait_for(copy)
+        return copy
+
+    def begin(self, layer: int, codes: PackedCodes) -> PackedCodes:
+        """Copy behind what the current stream does: codes of generated tokens come from there."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            return codes.copied(self.device)
+
+    def wait_for(self, copy: PackedCodes) -> None:
+        """Let the current stream go on behind the copy."""
         here = torch.cuda.current_stream(self.device)
         here.wait_stream(self.stream)
         copy.data.record_stream(here)
-        return copy
 
 
 def n_threads(trace: Trace) -> int:

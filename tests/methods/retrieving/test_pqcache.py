@@ -21,7 +21,7 @@ from kernels.pq_scores import pq_logits
 from methods.full import Full
 from methods.retrieving import pqcache
 from methods.retrieving.pqcache import PQCache
-from methods.retrieving.pqcache_quantiser import Lane, Quantiser, copy_of, first_centroids
+from methods.retrieving.pqcache_quantiser import Lane, Quantiser, first_centroids
 from methods.retrieving.pqcache_rounds import (
     Line,
     Parabola,
@@ -463,11 +463,11 @@ class Copies(Lane):
     """As on an accelerator, without its streams."""
 
     def __init__(self) -> None:
-        self.coming, self.asked = {}, []
+        self.coming, self.asked, self.latest = {}, [], None
 
-    def request(self, layer: int, codes: PackedCodes) -> None:
+    def begin(self, layer: int, codes: PackedCodes) -> PackedCodes:
         self.asked.append(layer)
-        self.coming[layer] = (codes, codes.n, copy_of(codes, torch.device("cpu")))
+        return codes.copied(torch.device("cpu"))
 
     def wait_for(self, copy: PackedCodes) -> None:
         pass

@@ -1,0 +1,156 @@
+"""Keys to choose by, made by Triton for several rows at once, against torch row by row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
+from kernels.columns import Columns, blend, component_keys, cover, find_components
+from kernels.jit import triton
+from kernels.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
+from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
+from kernels.pq_codes import PackedCodes, pq_codes_ref
+from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
+from kernels.topk import pack_keys_ref, top_keys, top_stable_ref
+from methods.retrieving.oracle import token_scores
+from methods.retrieving.sparq import covered_mass, query_weights, top_components
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
+N, H, H_KV, D = 2, 4, 2, 16
+pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(GPU)
+
+
+def same_order(ours: Tensor, theirs: Tensor) -> None:
+    """The same positions are chosen, best first, and the scores are alike but for rounding."""
+    k = ours.shape[-1] // 2
+    assert torch.equal(top_keys(ours, k).int(), top_keys(theirs, k).int())
+    torch.testing.assert_close(scores_of(ours), scores_of(theirs), rtol=1e-4, atol=1e-5)
+
+
+def scores_of(keys: Tensor) -> Tensor:
+    rising = (~(keys >> 32)).int()
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def test_keys_are_ordered_as_scores_and_then_positions_are() -> None:
+    scores = torch.tensor([[3.5, -2.0, 0.0, -0.0, 3.5, float("-inf"), 1e-40, float("inf")]])
+    keys = pack_keys_ref(scores, torch.arange(8))
+    assert top_keys(keys, 8).int().tolist() == top_stable_ref(scores, 8).tolist()
+    assert scores_of(keys).tolist() == (scores + 0.0).tolist()
+    assert torch.tensor(torch.iinfo(torch.int64).max).int() == -1
+
+
+@pytest.mark.parametrize("agg", ["query_head", "group_mean", "group_max"])
+def test_pages(agg: str) -> None:
+    q, (low, high) = draw(N, H, 1, D, seed=0), page_bounds_ref(draw(1, H_KV, 61, D, seed=1), 8)
+    ours = page_keys_triton(q, low, high, agg)
+    same_order(ours, page_keys_ref(q, low, high, agg))
+    best = top_keys(ours, 5)[:, :, :4]
+    assert torch.equal(expand_keys_triton(best, 3, 8, 61), expand_keys_ref(best, 3, 8, 61))
+
+
+@pytest.mark.parametrize("agg", ["query_head", "group_mean"])
+def test_clusters(agg: str) -> None:
+    q, centroids = draw(N, H, 1, D, seed=0), draw(H_KV, 19, D, seed=1)
+    ours = cluster_keys_triton(q, centroids, agg)
+    same_order(ours, cluster_keys_ref(q, centroids, agg))
+    sizes = torch.arange(19).repeat(H_KV, 1).flip(0)
+    tokens = torch.stack([torch.randperm(int(sizes[0].sum()), generator=torch.Generator().manual_seed(2))] * H_KV)
+    order, owned = ours.sort(-1).values, (sizes, sizes.cumsum(-1), tokens)
+    found = cluster_tokens_triton(order, *(x.to(GPU) for x in owned), 30, 7)
+    assert torch.equal(found.cpu(), cluster_tokens_ref(order.int().long().cpu(), *owned, 30) + 7)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_blocks(per_head: bool) -> None:
+    q, means = draw(N, H, 1, D, seed=0), [draw(40, H_KV, D, seed=i) for i in range(N)]
+    ours = block_keys(q, means, 37, per_head)
+    for i, mean in enumerate(means):
+        scores = q[i].view(H_KV, -1, D) @ mean[:37].permute(1, 2, 0)  # (h_kv, g, blocks)
+        scores = scores.flatten(0, 1) if per_head else scores.sum((0, 1)).unsqueeze(0)
+        same_order(ours[i], pack_keys_ref(scores, torch.arange(37, device=GPU)))
+
+
+@pytest.mark.parametrize("agg", ["query_head", "group_mean", "group_max"])
+def test_channels(agg: str) -> None:
+    q, basis, keys = draw(N, H, 1, D, seed=0), draw(H_KV, D, 3, seed=1), draw(H_KV, 90, 3, seed=2)
+    logits = q.view(N, H_KV, -1, D) @ basis @ keys.mT  # (n, h_kv, g, s)
+    scores = {"query_head": logits.flatten(1, 2), "group_mean": logits.mean(2), "group_max": logits.amax(2)}[agg]
+    same_order(channel_keys(q, basis, keys, agg), pack_keys_ref(scores, torch.arange(90, device=GPU)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("agg", AGGREGATES[:4])
+def test_all_tokens(agg: str, dtype: torch.dtype) -> None:
+    """The rows share a prompt and have generated as much, but not the same, and their windows are of two lengths."""
+    q, prompt = draw(N, H, 1, D, seed=0, dtype=dtype), draw(1, H_KV, 130, D, seed=1, dtype=dtype)
+    late = [draw(1, H_KV, 9, D, seed=2 + i, dtype=dtype) for i in range(N)]
+    rows = [Searched(prompt, late[i], 136, 4, 100 + 20 * i) for i in range(N)]
+    logits, lses, table = token_logits(q, rows, 0.3)
+    ours = weigh_logits(logits, lses, table, H_KV, agg)
+    for i, row in enumerate(rows):
+        keys = torch.cat([prompt, late[i][:, :, :6]], 2).float()
+        right = (q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT) * 0.3
+        torch.testing.assert_close(logits[i], right[0].flatten(0, 1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lses[i].logsumexp(-1), right[0].flatten(0, 1).logsumexp(-1))
+        scores = token_scores(right, agg)[0, :, row.start : row.stop]
+        mine = ours[i, :, row.start : row.stop]
+        same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
+        assert (top_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
+
+
+@pytest.mark.parametrize("b", [3, 8])
+def test_codes_of_rows_and_of_their_newest_tokens(b: int) -> None:
+    m, c, q, keys = 2, 1 << b, draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
+    rows, expected = [], []
+    for i in range(N):
+        centroids, n = draw(H_KV, m, c, D // m, seed=2 + i), 90 + 30 * i
+        codes = PackedCodes(H_KV, m, b, 140, GPU)
+        ids = torch.randint(c, (H_KV, m, n), generator=torch.Generator().manual_seed(i)).to(torch.uint8).to(GPU)
+        codes.extend(ids)
+        expected.append(torch.cat([ids, pq_codes_ref(keys[i], centroids).to(ids)], -1))
+        rows.append(Coded(centroids, codes, n - 5 * i, 3, codes, n))
+    right = pq_keys_ref(q, keys, rows, 0.25)
+    ours = pq_keys_triton(q, keys, rows, 0.25)
+    for i, row in enumerate(rows):
+        k = row.n // 2
+        assert torch.equal(top_keys(ours[i], k).int(), top_keys(right[i][0], k).int())
+        row.codes.n += 1
+        assert torch.equal(row.codes.codes(), expected[i])
+
+
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+def test_components(layout: str) -> None:
+    q, values = draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
+    prompt, s, n, r = draw(1, H_KV, 300, D, seed=2), 300, 305, 3
+    late = [draw(1, H_KV, 8, D, seed=3 + i) for i in range(N)]
+    means = [draw(1, H_KV, 1, D, seed=5 + i) for i in range(N)]
+    taken = [mean + (values[i : i + 1] - mean) / n for i, mean in enumerate(means)]
+    columns = prompt[0].mT.contiguous() if layout == "columns" else prompt[0].mT
+    rows = [Columns(columns, late[i], means[i], n, 5, 200 + 40 * i, 60 - 20 * i) for i in range(N)]
+    components, weights, table = find_components(q, values, rows, r, 0.3)
+    keys, logits, lses = component_keys(q, components, weights, table, n)
+    best = top_keys(keys, 60)
+    covered, out = cover(best, logits, lses, table), draw(N, H, 1, D, seed=9)
+    before = out.clone()
+    blend(out, covered, table, H_KV)
+    chosen = top_components(q, H_KV, r)
+    assert torch.equal(components.long(), chosen)
+    right = query_weights(q, chosen, 0.3)
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(means[i], taken[i])
+        whole = torch.cat([prompt, late[i][:, :, : n - s]], 2)[0].mT  # (h_kv, d_h, n)
+        read = whole.gather(1, chosen[i].unsqueeze(-1).expand(-1, -1, n))
+        own = right[i] @ read  # (h_kv, g, n)
+        torch.testing.assert_close(logits[i], own.flatten(0, 1), rtol=1e-4, atol=1e-5)
+        scores = own.sum(1)[:, row.start : row.stop]
+        idx = top_stable_ref(scores, row.k) + row.start
+        assert torch.equal(best[i, :, : row.k].int().long(), idx)
+        share = covered_mass(own.unsqueeze(0), idx.unsqueeze(0), row.start, row.stop)[0]  # (h_kv, g)
+        torch.testing.assert_close(covered[i], share.flatten())
+        mean = taken[i][0].repeat_interleave(H // H_KV, 0)
+        torch.testing.assert_close(out[i], torch.lerp(mean, before[i], share.view(H, 1, 1)))
