@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evals.results import METRICS, bootstrap_ci95
+from evals.results import METRICS, bootstrap_ci95, wilson
 from plots.read import load
 from plots.report import charts as report_charts
 from plots.report.page import as_json, main, overview, page, samples
@@ -46,7 +46,7 @@ def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
     quest = next(run for run in described(root).values() if run["variant"].startswith("Quest · ratio 1/5"))
     (part,) = quest["parts"]
     assert part["score"] == pytest.approx(3 / 6)
-    assert part["ci"] == bootstrap_ci95([1, 0, 1, 0, 0, 1])
+    assert part["ci"] == pytest.approx((wilson(3, 6).low, wilson(3, 6).high))
     found = part["paired"]
     assert (found["mean"], found["n"]) == (pytest.approx(-2 / 6), 6)
     assert (found["more"], found["same"], found["less"]) == (0, 4, 2)
