@@ -217,8 +217,8 @@ class Baselines:
         ours, theirs = ([value(row, is_loss) for row in side] for side in zip(*pairs, strict=True))
         found = paired(ours, theirs)
         return {
-            "mean": found.difference.mean,
-            "ci": [found.difference.low, found.difference.high],
+            "mean": found.mean,
+            "ci": None if found.difference is None else [found.difference.low, found.difference.high],
             "p": found.p,
             "n": found.n,
             "more": found.wins,
