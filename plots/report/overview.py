@@ -45,7 +45,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     name_apart(described)
     correct(described)
     rank(runs, described)
-    looks = {run.result.method: look(run.result.method) | {"name": name_of(run)} for run in runs}
+    looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
     return {
         "runs": described,
         "metrics": {name: m.better for name, m in METRICS.items()},

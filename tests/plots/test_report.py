@@ -10,6 +10,7 @@ import pytest
 
 from evals.results import METRICS, bootstrap_ci95, wilson
 from plots import style
+from plots.looks import LOOKS, look
 from plots.read import load
 from plots.report import charts as report_charts
 from plots.report.overview import AVERAGE, full_once, overview
@@ -163,11 +164,17 @@ def test_two_runs_of_one_configuration_have_keys_of_their_own(tmp_path: Path) ->
     assert len({*keys}) == 2 and keys[1] == f"{keys[0]}~2"
 
 
-@pytest.mark.parametrize("method", [*style.METHODS, "somebodys_own"])
+@pytest.mark.parametrize("method", [*LOOKS, "somebodys_own"])
 def test_a_method_looks_as_in_every_figure_whatever_else_is_shown(method: str) -> None:
-    looks, found = style.look(method), report_charts.look(method)
-    assert found["light"] == looks["color"]
-    assert found["shape"] == report_charts.SHAPES[looks["marker"]]
+    looks, found = look(method), report_charts.look(method)
+    assert found["light"] == style.look(method)["color"] == looks.colour
+    assert found["dark"] == ("#FFFFFF" if method == "full" else looks.colour)
+    assert (found["shape"], len(found["dash"]) > 2) == (looks.path, looks.dash == "-.")
+
+
+def test_what_a_page_shows_changes_no_look(root: Path) -> None:
+    runs = load(root)
+    assert overview(runs[-1:], root)["looks"].items() <= overview(runs, root)["looks"].items()
 
 
 def test_no_text_of_a_run_can_end_an_element(root: Path) -> None:

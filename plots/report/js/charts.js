@@ -56,10 +56,6 @@ async function saveChart(id) {
 }
 
 // A method's mark beside its name, as the charts draw it.
-const MARKS = {
-  circle: "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z", square: "M-.9,-.9H.9V.9H-.9Z", diamond: "M0,-1.1L1.1,0L0,1.1L-1.1,0Z",
-  "triangle-up": "M0,-1L1,.8H-1Z", "triangle-down": "M0,1L1,-.8H-1Z", "triangle-left": "M-1,0L.8,-1V1Z", "triangle-right": "M1,0L-.8,-1V1Z",
-  cross: "M-1,-.4H-.4V-1H.4V-.4H1V.4H.4V1H-.4V.4H-1Z",
-};
+const CIRCLE = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z";
 const mark = (method) => svg("svg", { viewBox: "-1.3 -1.3 2.6 2.6", width: 14, height: 14, "aria-hidden": "true" },
-  svg("path", { d: MARKS[looks[method].shape] || looks[method].shape, fill: colourOf(method) }));
+  svg("path", { d: looks[method].shape.replace("circle", CIRCLE), fill: colourOf(method) }));
