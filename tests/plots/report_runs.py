@@ -77,7 +77,7 @@ def write_run(
     folder = root / run_name(settings)
     with RunFolder.open(folder, settings, yaml.safe_dump(settings)) as run:
         for i, score in enumerate(scores):
-            own = {"dataset": datasets[i % len(datasets)]} if datasets else needle_fields(i)
+            own: dict[str, Any] = {"dataset": datasets[i % len(datasets)]} if datasets else needle_fields(i)
             if method != "full":
                 own["method_report"] = {"pages": [1, 2, i]}
             text = predictions[i] if predictions else f"{method} says {score}"

@@ -21,7 +21,8 @@ function sampleOf(columns, at, i) {
 const prompts = () => (asked = asked || unpack("data-asked").then(JSON.parse));
 
 // The two runs that the reader compares: those of the address, or full attention and the first other one.
-function chosenRuns(list) {
+function chosenRuns(shuffled) {
+  const list = [...shuffled].sort((x, y) => natural(x.task, y.task) || inOrder(x, y));
   const full = list.find((run) => run.full) || list[0];
   const a = list.find((run) => run.key === state.get("a")) || full;
   const other = a && (list.find((run) => run !== a && run.group === a.group && run.task === a.task) || list[list.length - 1]);
