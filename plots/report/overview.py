@@ -58,7 +58,7 @@ def full_once(runs: Sequence[Run]) -> tuple[list[Run], dict[Path, list[Path]]]:
     """The runs with one of full attention for all budgets, that with most samples; and which others each stands for."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        key = [group_of(run), run.result.task, run.setting("task", "params"), run.params, Baselines.key(run)]
+        key = [group_of(run), task_of(run), run.setting("task", "params"), run.params, Baselines.key(run)]
         alike.setdefault(json.dumps(key if run.is_full else str(run.folder), sort_keys=True), []).append(run)
     kept = {id(max(same, key=lambda run: run.result.n_samples)): same for same in alike.values()}
     left_out = {
@@ -69,12 +69,16 @@ def full_once(runs: Sequence[Run]) -> tuple[list[Run], dict[Path, list[Path]]]:
 
 def group_of(run: Run) -> str:
     """What runs must share to stand in one table of scores, as words."""
-    where = str(replace(conditions(run, ""), prefill="")).replace("no comm · ", "")
-    return " · ".join(filter(None, [where, prompt_settings(run)]))
+    return str(replace(conditions(run, ""), prefill="")).replace("no comm · ", "")
+
+
+def task_of(run: Run) -> str:
+    """A run's task, and what of its settings makes other prompts than the defaults do."""
+    return " ".join(filter(None, [run.result.task, prompt_settings(run)]))
 
 
 def benchmark(run: Run) -> tuple[str, str]:
-    return group_of(run), run.result.task
+    return group_of(run), task_of(run)
 
 
 def common_datasets(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -100,7 +104,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "series": " · ".join([label, *of_comm]),  # what its budgets are points of
         "full": run.is_full and run.is_exact,
         "method": result.method,
-        "task": result.task,
+        "task": task_of(run),
         "model": result.model,
         "budget": "full" if run.is_full else budget(run),
         "size": None if run.is_full else result.budget or result.ratio,

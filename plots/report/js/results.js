@@ -86,7 +86,7 @@ function notes(view, rows) {
     over ? `Hollow marks exceeded their budget: ${over}.` : null,
     whole ? `${whole}: the first layers stay whole, outside the budget; the axes count them.` : null,
     unpriced ? `${unpriced}: its search reads all keys, which nobody prices. It cannot be deployed and is part of no front; it is what exact weights choose layer by layer, not the best score that a budget allows.` : null,
-    view && view.task === "fidelity" ? "Fidelity compares with full attention's own tokens; its scores are no answers' quality." : null,
+    view && view.task.split(" ")[0] === "fidelity" ? "Fidelity compares with full attention's own tokens; its scores are no answers' quality." : null,
   ].filter(Boolean);
 }
 
