@@ -93,7 +93,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
     """One run: its settings, what was measured, how its scores compare."""
     result = run.result
     label = " ".join([result.method_label, *others.varied(run)])
-    comm = "none" if run.is_full else result.comm_exact
+    comm = "none" if run.is_full else as_fraction(result.comm_exact)
     of_comm = [f"comm {comm}"] if others.several_comms and not run.is_full else []
     variant = [label] if run.is_full else [label, budget(run), *of_comm]
     return {
@@ -129,6 +129,13 @@ def name_of(run: Run) -> str:
 def budget(run: Run) -> str:
     result = run.result
     return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
+
+
+def as_fraction(share: str) -> str:
+    """Halves of halves as people give them: 1/8, not 0.125."""
+    exact = Fraction(share)
+    is_power = exact.numerator == 1 and exact.denominator & (exact.denominator - 1) == 0
+    return str(exact) if is_power else share
 
 
 def name_apart(described: Sequence[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from plots import style
 from plots.looks import LOOKS, look
 from plots.read import load
 from plots.report import charts as report_charts
-from plots.report.overview import AVERAGE, full_once, overview
+from plots.report.overview import AVERAGE, as_fraction, full_once, overview
 from plots.report.page import SCRIPTS, main, page
 from plots.report.samples import pack_samples, unpacked
 from plots.stats import macro_interval, paired_over_datasets
@@ -155,6 +155,13 @@ def test_costs_are_those_of_the_ledgers(root: Path) -> None:
 def test_layers_that_a_method_leaves_whole_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "quest", [1.0], params={"full_layers": 2})
     assert told(tmp_path)[0]["whole_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("0.125", "1/8"), ("1/64", "1/64"), ("0.1", "0.1"), ("1", "1"), ("0", "0")]
+)
+def test_a_share_is_shown_as_people_give_it(given: str, shown: str) -> None:
+    assert as_fraction(given) == shown
 
 
 def test_two_runs_of_one_configuration_have_keys_of_their_own(tmp_path: Path) -> None:

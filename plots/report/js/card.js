@@ -25,7 +25,7 @@ function facts(run, part) {
     ["against Full", pair ? difference(pair) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
     ["uncorrected", pair ? `p ${number(pair.p)}` : null],
-    ["samples", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
+    ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
     ["standing", STANDINGS[part.standing]],
     ["tokens", `${number(part.cost.tokens, 1)} attended per step${run.full ? "" : `, ${number(run.audit.tokens_budget_mean, 1)} of the prompt allowed`}`],
     ["device", `${scaled(part.cost.device, 1e6, 2)} MB`],

@@ -32,11 +32,15 @@ function show() {
   limit = PAGE;
   closeCard();
   update();
+  toSection();
+}
+
+let hasMoved = false; // the reader, since the page was opened
+function toSection() {
   const section = state.get("at") && document.getElementById(state.get("at"));
-  if (section && section.tagName === "SECTION") {
-    section.scrollIntoView();
-    section.focus({ preventScroll: true });
-  }
+  if (!section || section.tagName !== "SECTION") return;
+  section.scrollIntoView();
+  section.focus({ preventScroll: true });
 }
 
 function listen() {
@@ -61,6 +65,9 @@ function listen() {
   for (const event of ["popstate", "hashchange"]) {
     window.addEventListener(event, () => { if (location.hash !== seenHash) { readState(); show(); } });
   }
+  for (const event of ["wheel", "touchmove", "keydown", "mousedown"]) {
+    window.addEventListener(event, () => { hasMoved = true; }, { passive: true, once: true });
+  }
   let width = window.innerWidth;
   let timer = 0;
   window.addEventListener("resize", () => {
@@ -82,6 +89,8 @@ async function start() {
     await loadCharts();
     await redraw();
     await drawSamples();
+    // Charts have made the page longer above what the reader came for.
+    if (!hasMoved) toSection();
   }));
 }
 start();

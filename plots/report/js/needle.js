@@ -25,6 +25,6 @@ async function drawNeedles(list) {
   $("needle-more").textContent = all.length > maps.length ? `The first ${maps.length} of ${all.length} maps; filters choose others.` : "";
   if (!cells.length) { clearChart("needle-chart", "No needle run passes the filters."); return; }
   const order = [...lengths.keys()].sort((a, b) => a - b).map((asked) => cells.find((cell) => cell.asked === asked).length);
-  const columns = Math.max(1, Math.floor(($("needle-chart").clientWidth - 130) / 260));
+  const columns = Math.max(1, Math.floor(($("needle-chart").clientWidth - 90) / 264));
   await draw("needle-chart", { ...specs.heatmap, columns }, { "@variants": unique(cells.map((one) => one.variant)), "@lengths": unique(order) }, { cells });
 }

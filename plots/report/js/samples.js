@@ -119,7 +119,7 @@ function strip(levels, run) {
   const shares = [...levels].map((sign) => (sign.charCodeAt(0) - 48) / 63);
   const mean = shares.reduce((sum, share) => sum + share, 0) / shares.length;
   const text = `${number(100 * mean, 1)} % of the prompt attended to at the last step, mean over heads and layers`;
-  const bars = shares.map((share, i) => svg("rect", { x: i, y: 0, width: 1.02, height: 1, "fill-opacity": share.toFixed(2) }));
+  const bars = shares.map((share, i) => svg("rect", { x: i, y: 0, width: 1, height: 1, "shape-rendering": "crispEdges", "fill-opacity": share.toFixed(2) }));
   return el("figure", { class: "strip" },
     svg("svg", { viewBox: `0 0 ${shares.length} 1`, preserveAspectRatio: "none", role: "img", "aria-label": `${run.variant}: ${text}` }, bars),
     el("figcaption", {}, el("span", {}, "start"), el("span", {}, text), el("span", {}, "end")));
