@@ -11,12 +11,13 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Any
 
 from evals.results import SampleRow
 from plots.read import Run
 
-LARGEST = 13_000_000  # bytes that the samples may take on a page of 20 MB
+LARGEST = 17_000_000  # bytes that the samples may take on a page of 20 MB
 PIECE = 1_500_000  # characters of JSON that are unpacked at a time
 PROBED = 40  # runs that the size of all is judged by
 OWN = ("dataset", "metric", "method_report", "prompt_end", "attended_bins")  # columns that have places of their own
@@ -29,7 +30,7 @@ class Detail:
 
     characters: int  # of each text
     more: bool = True  # ledger, the task's columns, the method's report
-    strip: bool = True
+    bins: int = 100  # of a picture of kept positions
     rows: int | None = None  # of a run; None: all
 
     @property
@@ -40,7 +41,7 @@ class Detail:
         left_out = [
             f"texts are cut after {self.characters} characters",
             *([] if self.more else ["ledgers, columns and reports of samples are left out"]),
-            *([] if self.strip else ["pictures of kept positions are left out"]),
+            *([] if self.bins else ["pictures of kept positions are left out"]),
             *([] if self.rows is None else [f"each run shows its first {self.rows} samples"]),
         ]
         return f"So many runs would make a page of more than 20 MB: {'; '.join(left_out)}. The runs' folders hold all."
@@ -50,10 +51,11 @@ DETAILS = (
     Detail(2_000),
     Detail(600),
     Detail(250),
-    Detail(250, more=False),
-    Detail(120, more=False, strip=False),
-    Detail(60, more=False, strip=False, rows=20),
-    Detail(60, more=False, strip=False, rows=4),
+    Detail(250, bins=50),
+    Detail(250, more=False, bins=50),
+    Detail(120, more=False, bins=25),
+    Detail(60, more=False, bins=0, rows=20),
+    Detail(60, more=False, bins=0, rows=4),
 )
 
 
@@ -158,8 +160,8 @@ def columns(run: Run, asked: Asked, detail: Detail) -> dict[str, Any]:
         "generated": [row.generated_tokens for row in rows],
         "error": [row.error for row in rows],
     }
-    if detail.strip:
-        found["strip"] = [strip(row.fields.get("attended_bins")) for row in rows]
+    if detail.bins:
+        found["strip"] = [strip(row.fields.get("attended_bins"), detail.bins) for row in rows]
     if detail.more:
         ledgers = dict.fromkeys(key for row in rows for key in row.ledger)
         found |= {f"ledger.{key}": [rounded(row.ledger.get(key)) for row in rows] for key in ledgers}
@@ -169,14 +171,16 @@ def columns(run: Run, asked: Asked, detail: Detail) -> dict[str, Any]:
     return {key: values for key, values in found.items() if any(value is not None for value in values)}
 
 
-def strip(bins: Any) -> str | None:
-    """Shares of 0 to 1 as a character each, from `0` on; None where they are no shares."""
+def strip(bins: Any, n: int) -> str | None:
+    """Shares of 0 to 1 as a character each, from `0` on, at most `n` of them; None where they are no shares."""
     if not isinstance(bins, list) or not bins or len(bins) > 1000:
         return None
     if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in bins):
         return None
+    step = -(-len(bins) // n)
+    means = [fsum(part) / len(part) for i in range(0, len(bins), step) if (part := bins[i : i + step])]
     # What is attended to at all must not look like what is not.
-    return "".join(chr(48 + max(round(LEVELS * share), share > 0)) for share in bins)
+    return "".join(chr(48 + max(round(LEVELS * share), share > 0)) for share in means)
 
 
 def cut(text: str, n: int) -> str:

@@ -49,7 +49,11 @@ def test_a_run_of_earlier_code_has_neither_and_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bins", [None, [], "1.0", [2.0], [0.1, "x"], {"a": 1}, [0.5] * 2000, [None]])
 def test_shares_that_are_none_are_no_picture(bins: Any) -> None:
-    assert strip(bins) is None
+    assert strip(bins, 100) is None
+
+
+def test_a_picture_of_fewer_parts_has_their_means() -> None:
+    assert strip([1.0, 0.0, 1.0, 1.0, 0.5], 3) == strip([0.5, 1.0, 0.5], 100)
 
 
 def test_texts_are_cut_to_what_fits_and_the_page_says_so(tmp_path: Path) -> None:

@@ -17,13 +17,18 @@ const button = (text, onclick, more) => el("button", { type: "button", onclick, 
 const none = (text) => el("p", { class: "none" }, text);
 
 const unique = (values) => [...new Set(values)];
+// The list of a key, made where there is none.
+function grouped(lists, key) {
+  if (!lists.has(key)) lists.set(key, []);
+  return lists.get(key);
+}
 const is = (value) => value !== null && value !== undefined;
 const number = (value, digits = 3) =>
   !is(value) ? "-" : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
 const range = (ci) => (ci ? `${number(ci[0])} to ${number(ci[1])}` : "");
-const natural = (a, b) => a.localeCompare(b, "en", { numeric: true });
+const natural = new Intl.Collator("en", { numeric: true }).compare; // 2 before 10
 
 async function unpack(id) {
   const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
@@ -44,9 +49,9 @@ function rowsOf(columns) {
   return rows;
 }
 
-// The first rows of a long table at once, and more as the reader comes to its end.
-const ROWS = 80;
-function lazily(body, items, makeRow) {
+// The first rows of a long table at once, or when the reader comes near, and more as its end comes near.
+const ROWS = 60;
+function lazily(body, items, makeRow, isNear = true) {
   let next = 0;
   const draw = () => {
     const stop = Math.min(items.length, next + ROWS);
@@ -54,16 +59,17 @@ function lazily(body, items, makeRow) {
     if (more) more.remove();
     body.append(...items.slice(next, stop).map(makeRow));
     next = stop;
-    if (next < items.length) {
-      const show = button(`${items.length - next} more rows`, draw);
-      const row = body.tagName === "TBODY" ? el("tr", { class: "more" }, el("td", { colspan: 99 }, show)) : el("div", { class: "more" }, show);
-      body.append(row);
-      new IntersectionObserver(([entry], watch) => {
-        if (entry.isIntersecting) { watch.disconnect(); if (row.isConnected) draw(); }
-      }, { rootMargin: "300px" }).observe(row);
-    }
+    if (next < items.length) wait();
   };
-  draw();
+  const wait = () => {
+    const show = button(`${items.length - next} more rows`, draw);
+    const row = body.tagName === "TBODY" ? el("tr", { class: "more" }, el("td", { colspan: 99 }, show)) : el("div", { class: "more" }, show);
+    body.append(row);
+    new IntersectionObserver(([entry], watch) => {
+      if (entry.isIntersecting) { watch.disconnect(); if (row.isConnected) draw(); }
+    }, { rootMargin: "300px" }).observe(row);
+  };
+  if (isNear || !items.length) draw(); else wait();
   return body;
 }
 

@@ -58,6 +58,9 @@ function listen() {
       else { results = drawResults(shown()); redraw(); }
     });
   }
+  for (const id of ["run-a", "run-b"]) {
+    for (const event of ["focus", "mousedown", "touchstart"]) $(id).addEventListener(event, () => fillRunChoice($(id)), { passive: true });
+  }
   $("find").addEventListener("input", (event) => { setState({ find: event.target.value }); limit = PAGE; drawSamples(); });
   $("scores-csv").addEventListener("click", () => save("kvbench-scores.csv", "text/csv", scoresCsv(shown())));
   for (const id of [...Object.keys(AXES), "needle-chart"]) $(`${id}-svg`).addEventListener("click", () => saveChart(id));

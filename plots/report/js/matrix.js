@@ -1,10 +1,7 @@
 // All scores: a row per variant, a column per benchmark, whose datasets open beside its average.
 function byGroup(list) {
   const groups = new Map();
-  for (const run of list) {
-    if (!groups.has(run.group)) groups.set(run.group, []);
-    groups.get(run.group).push(run);
-  }
+  for (const run of list) grouped(groups, run.group).push(run);
   return groups;
 }
 
@@ -58,7 +55,7 @@ function drawMatrix(list) {
         el("span", { class: "sub" }, column.metric + (lower(column.metric) ? ", lower is better" : "")),
         column.more ? button(open.has(column.task) ? "fold datasets" : `${column.more} datasets`, () => flip(column.task), { class: "fold", "aria-expanded": String(open.has(column.task)) }) : null)));
     const body = lazily(el("tbody", {}), rows, ({ run, cells }) => el("tr", {}, el("th", { scope: "row" }, run.variant),
-      columns.map(({ key }) => scoreCell(...(cells.get(key) || [null, null])))));
+      columns.map(({ key }) => scoreCell(...(cells.get(key) || [null, null])))), sections.length === 0);
     const asTex = (event) => copy(texTable(["variant", ...columns.map(({ key }) => key)],
       rows.map(({ run, cells }) => [run.variant, ...columns.map(({ key }) => texCell((cells.get(key) || [])[1]))]), group, "scores"), event.currentTarget);
     sections.push(el("div", { class: "titled" }, el("h3", {}, group), button("copy TeX", asTex)), table(head, body, group));

@@ -13,11 +13,12 @@ function mapsOf(list) {
 async function drawNeedles(list) {
   const all = mapsOf(list);
   const maps = all.slice(0, MOST_MAPS);
+  const names = new Map(maps.map((run) => [run, nameIn(run, maps)]));
   const cells = maps.flatMap((run) => run.parts.flatMap((part) => (part.heat || []).map(([asked, depth, score, n, tokens]) =>
-    ({ variant: nameIn(run, maps), asked, depth, score, n, tokens }))));
+    ({ variant: names.get(run), asked, depth, score, n, tokens }))));
   // Prompts of one length that was asked for have about as many tokens, whatever the depth: their mean names the column.
   const lengths = new Map();
-  for (const cell of cells) lengths.set(cell.asked, [...(lengths.get(cell.asked) || []), cell.tokens]);
+  for (const cell of cells) grouped(lengths, cell.asked).push(cell.tokens);
   for (const cell of cells) {
     const counts = lengths.get(cell.asked);
     cell.length = number(counts.reduce((sum, one) => sum + one, 0) / counts.length, 0);

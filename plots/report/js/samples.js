@@ -31,12 +31,24 @@ function chosenRuns(shuffled) {
 
 function drawRunChoice(list) {
   const [a, b] = chosenRuns(list);
-  const byTask = new Map();
-  for (const run of [...list].sort(inOrder)) byTask.set(run.task, [...(byTask.get(run.task) || []), run]);
   for (const [id, run] of [["run-a", a], ["run-b", b]]) {
-    $(id).replaceChildren(...[...byTask].map(([task, members]) => el("optgroup", { label: task },
-      members.map((one) => el("option", { value: one.key, selected: run && one.key === run.key }, `${task} · ${nameIn(one, members)}`)))));
+    $(id).replaceChildren(...(run ? [el("option", { value: run.key }, `${run.task} · ${nameIn(run, list.filter((one) => one.task === run.task))}`)] : []));
+    $(id).dataset.all = "";
   }
+}
+
+// All runs to choose from, made when the reader is about to: of thousands, two lists are half of the page.
+function fillRunChoice(select) {
+  if (select.dataset.all) return;
+  const chosen = select.value;
+  const byTask = new Map();
+  for (const run of shown().sort(inOrder)) grouped(byTask, run.task).push(run);
+  select.replaceChildren(...[...byTask].map(([task, members]) => {
+    const several = severalGroups(members);
+    return el("optgroup", { label: task }, members.map((run) => el("option", { value: run.key, selected: run.key === chosen },
+      `${task} · ${run.variant}${several ? ` · ${run.group}` : ""}`)));
+  }));
+  select.dataset.all = "yes";
 }
 
 // Which of the samples that both were asked pass the reader's filters.
