@@ -71,6 +71,12 @@ class Run:
         return self.method == "full"
 
     @property
+    def whole_layers(self) -> int:
+        """How many of the first layers the method leaves as they are; its budget is that of the others."""
+        found = self.result.params.get("full_layers", 0)
+        return found if isinstance(found, int) else 0
+
+    @property
     def params(self) -> dict[str, Any]:
         """The method's parameters, which file it was read from, and the prefill's parameters."""
         return (

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import fsum
+from math import fsum, nan
 from typing import Any
 
 import yaml
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
-from plots.read import ROOT, Conditions, Run, by_conditions, conditions
+from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget
 
 # Parameters that say which rows a task takes, not how it makes prompts of them.
 CHOOSES_ROWS = {"source", "datasets", "rows", "on_bad_row"}
@@ -84,11 +84,27 @@ def usual_params(task: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A score, 0 to 1 as percent, and its 95 % interval where there is one."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+    @property
+    def bars(self) -> tuple[float, float]:
+        """How far the interval goes down and up; NaN, which is not drawn, without one."""
+        if self.low is None or self.high is None:
+            return nan, nan
+        return self.mean - self.low, self.high - self.mean
+
+
+@dataclass(frozen=True)
 class Point:
     x: float
-    y: float
-    low: float
-    high: float
+    y: Estimate
+    outside: str = ""  # why what it was given is no budget that it kept; see `outside_budget`
 
 
 @dataclass(frozen=True)
@@ -99,41 +115,67 @@ class Line:
     label: str
     nth: int  # among the lines of its method
     points: list[Point]
+    runs: list[Run]
+
+
+Rows = Sequence[SampleRow]
 
 
 def lines(
     run_set: RunSet,
-    x: Callable[[Run], float | None],
-    point: Callable[[Run], tuple[float, float, float] | None],
+    x: Callable[[Rows], float | None],
+    rows_of: Callable[[Run], Rows] = lambda run: run.rows,
     apart: Callable[[Run], Any] = lambda run: "",
 ) -> list[Line]:
-    """The set's lines. Settings that differ besides `x` make several lines of a method; `apart` says by what."""
-    found: dict[tuple[str, str, str], dict[float, Point]] = {}
+    """The set's lines, from what each run's samples say.
+
+    Settings that differ besides `x` make several lines of a method; `apart` says by what. Full attention, whose budgets
+    are all the same, is one point.
+    """
+    found: dict[tuple[str, str, str], dict[float, tuple[Point, Run]]] = {}
     for run in sorted(run_set.runs, key=lambda run: run.folder.name):
-        where, what = x(run), point(run)
+        rows = rows_of(run)
+        where, what = x(rows), score_of(rows)
         if where is not None and what is not None:
-            key = (run.method, run.result.method_label, str(apart(run)))
-            found.setdefault(key, {}).setdefault(where, Point(where, *what))
+            key = (run.method, run.result.method_label, "" if run.is_full else str(apart(run)))
+            points = found.setdefault(key, {})
+            if not (run.is_full and points):
+                points.setdefault(where, (Point(where, what, outside_budget(run, rows)), run))
     made: list[Line] = []
     for (method, label, tail), points in sorted(found.items()):
         nth = sum(line.method == method for line in made)
         ordered = [points[where] for where in sorted(points)]
-        made.append(Line(method, f"{label} {tail}".strip(), nth, ordered))
+        made.append(Line(method, f"{label} {tail}".strip(), nth, [p for p, _ in ordered], [run for _, run in ordered]))
     return made
 
 
-def score_of(rows: Sequence[SampleRow]) -> tuple[float, float, float] | None:
+def outside_budget(run: Run, rows: Rows) -> str:
+    """Why a point is marked: what is no part of the budget that others keep; "" for most."""
+    if over_budget(rows):
+        return "exceeds its budget"
+    whole = 0 if run.is_full else run.whole_layers
+    return f"leaves its first {whole} layers whole, outside the budget" if whole else ""
+
+
+def score_of(rows: Rows) -> Estimate | None:
     """Score and interval; those of 0 to 1 as percent."""
     metric = str(rows[0].fields.get("metric", "score")) if rows else "score"
-    mean, bounds = combined(rows, metric), combined_ci95(rows, metric)
-    if mean is None or bounds is None:
+    found = combined(rows, metric)
+    if found is None:
         return None
     scale = 100 if METRICS[metric].highest == 1 else 1
-    return scale * mean, scale * bounds[0], scale * bounds[1]
+    low, high = (None if bound is None else scale * bound for bound in combined_ci95(rows, metric) or (None, None))
+    return Estimate(scale * found, low, high, sum(row.score is not None for row in rows))
 
 
-def by_dataset(dataset: str) -> Callable[[Run], tuple[float, float, float] | None]:
-    return lambda run: score_of(run.datasets().get(dataset, ()))
+def by_dataset(dataset: str) -> Callable[[Run], Rows]:
+    return lambda run: run.datasets().get(dataset, ())
+
+
+def asked(run: Run) -> str:
+    """The budget in words, as it was given: a ratio is no number of tokens."""
+    result = run.result
+    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
 
 
 def other_setting(run_set: RunSet) -> Callable[[Run], str]:

@@ -1,17 +1,18 @@
-"""How all figures look: one column wide, a method's look the same in each, files that are the same when made again.
+"""How all figures look: as wide as the paper's column, a method's look the same in each, text that can be read there.
 
-Lines that are no methods, such as layers, have Okabe and Ito's colours.
+Lines that are no methods, such as layers, have Okabe and Ito's colours. Files hold no date: the same runs make the same
+bytes.
 
 Not here: what is drawn (`plots/figures/`), the look of each method (`plots/looks.py`).
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rcParams
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -20,42 +21,120 @@ from evals.foreign import printable
 from plots import looks
 from plots.looks import DASHES as DASHES
 from plots.looks import HEAT as HEAT
+from plots.read import Run
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16
+SMALL = 7  # points; nothing is smaller, at the width that it is printed in
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that files do not depend on the machine
-    "font.size": 7,
-    "axes.titlesize": 7,
-    "axes.labelsize": 7,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "figure.titlesize": SMALL,
     "grid.color": "#dddddd",
     "grid.linewidth": 0.5,
-    "legend.fontsize": 6,
+    "legend.fontsize": SMALL,
+    "legend.title_fontsize": SMALL,
     "legend.frameon": False,
+    "legend.handlelength": 2.4,
     "lines.linewidth": 1.2,
     "lines.markersize": 4,
-    "xtick.labelsize": 6,
-    "ytick.labelsize": 6,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
     "pdf.fonttype": 42,
+    "svg.hashsalt": "kvbench",
     "savefig.dpi": 300,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"  # of lines that are no methods
+FORMATS: dict[str, dict[str, None]] = {  # what each would say of today, left out
+    "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+}
+CHARACTERS = 18  # of small print in an inch
+LINE = 0.135  # inches, of small print
+HANDLE = 5  # characters that a legend's picture takes
 
 
-def new(title: str, about: str, width: float = COLUMN, height: float = 2.6, **grid: Any) -> tuple[Figure, Any]:
-    """A figure and its axes; below the title, in small print, what was run."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(**grid)
-    small = textwrap.fill(about, int(width * 21), break_on_hyphens=False)
-    figure.suptitle(f"{textwrap.fill(title, int(width * 18))}\n{small}", fontsize=5.5)
-    return figure, axes
+@dataclass(frozen=True)
+class Sheet:
+    """What figures are drawn for: how wide they will be printed, with titles or without, the cost on their x axes."""
+
+    width: float | None = None  # inches; None: as each figure needs
+    titled: bool = True
+    axis: str | None = None  # a name in `plots/figures/axes.py`; None: each figure's own
+
+    def new(
+        self, title: str, about: str, runs: Iterable[Run], width: float = COLUMN, height: float = 2.1, **grid: Any
+    ) -> "Picture":
+        """A figure whose axes take `height`; titles, legend and notes come on top."""
+        figure = Figure(figsize=(self.width or min(width, PAGE), height), layout="constrained")
+        FigureCanvasAgg(figure)
+        return Picture(figure, figure.subplots(**grid), title, about, list(runs), self.titled)
+
+    def columns(self, n: int, each: float = 1.75) -> int:
+        """How many of n panels fit side by side."""
+        return max(1, min(n, 4, int((self.width or PAGE) / each)))
+
+
+@dataclass
+class Picture:
+    """A figure and what must be said beside it."""
+
+    figure: Figure
+    axes: Any
+    title: str
+    about: str  # what was run
+    runs: list[Run]  # that were drawn
+    titled: bool
+    notes: list[str] = field(default_factory=list[str])  # that explain marks; in the figure too
+    said: list[str] = field(default_factory=list[str])  # beside the figure only
+
+    def note(self, *sentences: str) -> None:
+        self.notes += [each for each in sentences if each and each not in self.notes]
+
+    @property
+    def caption(self) -> str:
+        """As text, to stand below the figure."""
+        return " ".join(f"{part.rstrip('.')}." for part in (self.title, self.about, *self.notes, *self.said) if part)
+
+    def finish(self, columns: int = 4) -> "Picture":
+        """With its title, and below all panels one legend and the notes; the panels keep their height."""
+        figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS)
+        more = 0
+        if self.titled:
+            words = [wrapped(self.title, fit), *([wrapped(self.about, fit)] if self.about else [])]
+            figure.suptitle("\n".join(words))
+            more += sum(word.count("\n") + 1 for word in words)
+        entries: dict[str, Any] = {}
+        for ax in figure.axes:
+            handles, labels = ax.get_legend_handles_labels()
+            for handle, label in zip(handles, labels, strict=True):
+                entries.setdefault(wrapped(label, fit - HANDLE - 2), handle)
+        notes = "\n".join(wrapped(sentence, fit) for sentence in self.notes)
+        if entries or notes:
+            longest = max((len(line) for label in entries for line in label.split("\n")), default=0)
+            n_columns = max(1, min(columns, fit // (longest + HANDLE + 2), len(entries)))
+            figure.legend(
+                list(entries.values()), list(entries), loc="outside lower center", ncols=n_columns, title=notes or None,
+                alignment="left",
+            )  # fmt: skip
+            rows = [list(entries)[i : i + n_columns] for i in range(0, len(entries), n_columns)]
+            more += sum(max(label.count("\n") + 1 for label in row) * 1.15 for row in rows) + 1.5
+            more += notes.count("\n") + 1 if notes else 0
+        figure.set_figheight(figure.get_figheight() + LINE * more)
+        return self
+
+
+def wrapped(text: str, fit: int) -> str:
+    return textwrap.fill(text, fit, break_on_hyphens=False)
 
 
 def look(method: str, nth: int = 0) -> dict[str, Any]:
@@ -83,36 +162,17 @@ def numbered(i: int, dash: str = "-") -> dict[str, Any]:
     }
 
 
-FREE_ROWS, ROW_INCHES = (
-    3,
-    0.16,
-)  # of a legend: what a figure has room for, and what a row more takes
-
-
-def legend(figure: Figure, axes: Sequence[Axes] | Axes, columns: int = 4) -> None:
-    """One legend for all panels, below them."""
-    entries: dict[str, Any] = {}
-    for ax in [axes] if isinstance(axes, Axes) else axes:
-        handles, labels = ax.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
-            entries.setdefault(label, handle)
-    if entries:
-        longest = max(len(label) for label in entries)
-        fit = max(1, int(figure.get_figwidth() * 20 / (longest + 6)))
-        n_columns = min(columns, fit, len(entries))
-        # The axes keep their height, whatever stands below them.
-        n_more = max(0, -(-len(entries) // n_columns) - FREE_ROWS)
-        figure.set_figheight(figure.get_figheight() + ROW_INCHES * n_more)
-        figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=n_columns)
-
-
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """PDF and PNG without a date or a version, so that the same runs make the same bytes."""
+def save(picture: Picture, folder: Path, name: str, formats: Sequence[str]) -> list[Path]:
+    """A file per format without a date or a version, and the caption as text beside them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for text in figure.findobj(Text):
+    for text in picture.figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_text("\n".join(map(printable, text.get_text().split("\n"))))
-    paths = [folder / f"{name}.pdf", folder / f"{name}.png"]
-    figure.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
-    figure.savefig(paths[1], metadata={"Software": None})
-    return paths
+    picture.figure.draw_without_rendering()  # laid out once for all formats: that takes most of the time
+    picture.figure.set_layout_engine("none")
+    paths = [folder / f"{name}.{kind}" for kind in formats]
+    for path, kind in zip(paths, formats, strict=True):
+        picture.figure.savefig(path, metadata=FORMATS[kind])
+    caption = folder / f"{name}.txt"
+    caption.write_text(printable(picture.caption) + "\n", encoding="utf-8", errors="replace")
+    return [*paths, caption]

@@ -1,10 +1,12 @@
-"""The papers' figures from the runs at hand, as PDF and PNG.
+"""The papers' figures from the runs at hand, as PDF and PNG, each with its caption as text.
 
     python -m plots.figures [RUNS] [--out FOLDER] [--only NAME …]     or: make paper-figures
+    python -m plots.figures RUNS --methods pqcache,snapkv,full --width column --no-title --format pdf,svg
 
 A figure is drawn for each set of runs that share task, parameters, model, data and machine; the largest set has
 the plain name, the others `NAME_2`, `NAME_3` and so on. What the runs cannot fill is not drawn: the command that would
-make it is printed instead. Files hold no date, so the same runs make the same bytes.
+make it is printed instead. `--width` is that of the page it will stand on, where its text is then of 7 to 8 points.
+`manifest.json` says which runs each figure was drawn from. Files hold no date, so the same runs make the same bytes.
 
 Not here: how lines look (`plots/style.py`), which runs go together (`plots/run_sets.py`).
 """
@@ -13,23 +15,29 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import matplotlib
-from matplotlib.figure import Figure
 
 from plots import style
 from plots.figures import costs as cost_figures
 from plots.figures import layers as layer_figures
+from plots.figures import manifest, maps
 from plots.figures import scores as score_figures
+from plots.figures.axes import CHOICES
 from plots.read import Run, default_root, load
+from plots.style import Picture, Sheet
+
+WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a conference's two columns
+NARROWEST, WIDEST = 2.0, 12.0
 
 
 @dataclass(frozen=True)
 class Drawing:
     """One kind of figure and the experiments that make its runs."""
 
-    draw: Callable[[Sequence[Run]], list[Figure]]
+    draw: Callable[[Sequence[Run], Sheet], list[Picture]]
     title: str
     experiments: tuple[str, ...]
 
@@ -53,7 +61,7 @@ DRAWINGS = (
     ),
     Drawing(score_figures.score_vs_comm, "two values of comm or more", ("pqcache_figure10d",)),
     Drawing(score_figures.mxb_bars, "PQCache with several m and b", ("pqcache_figure10b",)),
-    Drawing(score_figures.needle_heatmaps, "a needle by two methods", ("pqcache_figure9",)),
+    Drawing(maps.needle_heatmaps, "a needle by two methods", ("pqcache_figure9",)),
     Drawing(cost_figures.tt2t_vs_length, "several lengths", ("pqcache_figure11a",)),
     Drawing(
         cost_figures.tpot_vs_length, "several lengths",
@@ -87,19 +95,56 @@ DRAWINGS = (
 )  # fmt: skip
 
 
-def draw(drawing: Drawing, runs: Sequence[Run], folder: Path) -> list[Path]:
+def draw(
+    drawing: Drawing, runs: Sequence[Run], folder: Path, sheet: Sheet, formats: Sequence[str]
+) -> dict[str, manifest.Entry]:
     """Draw all figures of one kind, and remove files of run sets that are no longer there."""
+    drawn: dict[str, manifest.Entry] = {}
     with matplotlib.rc_context(style.RC):
-        figures = drawing.draw(sorted(runs, key=lambda run: run.folder.as_posix()))
-        paths = []
-        for i, figure in enumerate(figures, start=1):
+        pictures = drawing.draw(sorted(runs, key=lambda run: run.folder.as_posix()), sheet)
+        for i, picture in enumerate(pictures, start=1):
             name = drawing.name if i == 1 else f"{drawing.name}_{i}"
-            paths += style.save(figure, folder, name)
+            drawn[name] = manifest.entry(picture, style.save(picture, folder, name, formats))
+    kept = {file for entry in drawn.values() for file in entry["files"]}
     for old in folder.glob(f"{drawing.name}*"):
         rest = old.stem.removeprefix(drawing.name)
-        if old not in paths and (not rest or rest[1:].isdecimal()):
+        if old.name not in kept and (not rest or rest[1:].isdecimal()):
             old.unlink()
-    return paths
+    return drawn
+
+
+def width(text: str) -> float:
+    """Inches of what `--width` says."""
+    try:
+        inches = WIDTHS[text] if text in WIDTHS else float(text)
+    except ValueError:
+        inches = 0.0
+    if not NARROWEST <= inches <= WIDEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no width; give inches, {NARROWEST:g} to {WIDEST:g}, or {' or '.join(WIDTHS)}"
+        )
+    return inches
+
+
+def formats(text: str) -> list[str]:
+    found = list(dict.fromkeys(part.strip().lower() for part in text.split(",")))
+    if unknown := [one for one in found if one not in style.FORMATS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no format; use some of {','.join(style.FORMATS)}")
+    return found
+
+
+def of_methods(runs: Sequence[Run], names: str | None) -> list[Run]:
+    """The runs of these methods or presets; ValueError for one that has none."""
+    if names is None:
+        return list(runs)
+    there = {run.method for run in runs} | {run.result.method for run in runs}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in there:
+            near = get_close_matches(name, there, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"no run is of method {name!r}; {hint}(there are: {', '.join(sorted(there))})")
+    return [run for run in runs if {run.method, run.result.method} & set(wanted)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,18 +154,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/figures"), help="where to write")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--methods", metavar="A,B", help="only these methods or presets")
+    parser.add_argument("--axis", choices=CHOICES, help="what scores are drawn over (default: as each figure has it)")
+    parser.add_argument("--width", type=width, metavar="W", help="of the page: inches, column (3.25) or text (6.75)")
+    parser.add_argument("--no-title", action="store_true", help="titles and settings in the caption's file only")
+    parser.add_argument("--format", type=formats, default=["pdf", "png"], metavar="F,G", help="pdf, png, svg")
     options = parser.parse_args(arguments)
-    runs = load(options.runs)
-    n_drawn = 0
-    for drawing in DRAWINGS:
-        if options.only and drawing.name not in options.only:
-            continue
-        try:
-            paths = draw(drawing, runs, options.out)
-        except OSError as error:
-            print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
-            return 2
-        n_drawn += len(paths)
-        pdfs = [str(path) for path in paths if path.suffix == ".pdf"]
-        print(f"{drawing.name}: {', '.join(pdfs)}" if pdfs else drawing.missing)
-    return 0 if n_drawn else 2
+    try:
+        runs = of_methods(load(options.runs), options.methods)
+    except ValueError as error:
+        print(f"plots.figures: {error}", file=sys.stderr)
+        return 2
+    sheet = Sheet(options.width, not options.no_title, options.axis)
+    drawn: dict[str, manifest.Entry] = {}
+    chosen = [drawing for drawing in DRAWINGS if not options.only or drawing.name in options.only]
+    try:
+        for drawing in chosen:
+            found = draw(drawing, runs, options.out, sheet, options.format)
+            drawn |= found
+            first = [str(options.out / entry["files"][0]) for entry in found.values()]
+            print(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)
+        if drawn:
+            print(manifest.write(options.out, drawn))
+    except OSError as error:
+        print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
+        return 2
+    return 0 if drawn else 2

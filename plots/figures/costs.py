@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from evals.results import SampleRow
 from plots import style
-from plots.figures.scores import short
+from plots.figures.axes import tick
+from plots.figures.scores import variant, variants
 from plots.read import Run
-from plots.run_sets import RunSet, budget_of, mean, other_setting, run_sets
+from plots.run_sets import RunSet, asked, mean, other_setting, run_sets
+from plots.style import Picture, Sheet
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
 LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}
 BATCHES = (1, 16, 128)
+MOST_BARS = 7  # side by side, at each length
 PARTS = (
     *("model", "attention", "search", "fetch", "append", "after"),
     *("observe", "build", "wait", "offload", "cluster"),
@@ -50,59 +52,51 @@ def by_cache(run_set: RunSet) -> list[tuple[int, RunSet]]:
     ]
 
 
-def over_length(runs: Sequence[Run], key: str, title: str, ylabel: str) -> list[Figure]:
+def over_length(runs: Sequence[Run], sheet: Sheet, key: str, title: str, ylabel: str) -> list[Picture]:
     made = []
     for run_set in run_sets(runs, is_timed):
         for cache, here in by_cache(run_set):
-            figure, ax = style.new(f"{title}{f', {cache} tokens cached' if cache else ''}", run_set.about)
-            seen: list[str] = []
+            picture = sheet.new(f"{title}{f', {cache} tokens cached' if cache else ''}", run_set.about, [])
+            ax = picture.axes
             tail = other_setting(here)
-            for run in sorted(here.runs, key=lambda r: (not r.is_full, r.method, r.folder.name)):
+            for run, nth in variants([run for run in here.runs if len(timings(run.rows)) > 1]):
                 found = timings(run.rows)
-                nth = seen.count(run.method)
-                if len(found) < 2 or (run.is_full and nth):
-                    continue
-                budget = "" if run.is_full else f" {short(budget_of(run) or 0)} {tail(run)}"
                 xs = list(found)
-                ys = [each[f"{key}_s"] for each in found.values()]
                 looks = style.look(run.method, nth)
-                ax.plot(xs, ys, label=f"{run.result.method_label}{budget}".strip(), **looks)
-                bounds = [each[f"{key}_s_q"] for each in found.values()]
-                ax.fill_between(
-                    xs,
-                    [b[0] for b in bounds],
-                    [b[1] for b in bounds],
-                    color=looks["color"],
-                    alpha=0.12,
-                    linewidth=0,
-                )
-                seen.append(run.method)
-            if len(seen) > 1:
+                ax.plot(xs, [each[f"{key}_s"] for each in found.values()], label=variant(run, tail), **looks)
+                low, high = zip(*(each[f"{key}_s_q"] for each in found.values()), strict=True)
+                ax.fill_between(xs, low, high, color=looks["color"], alpha=0.12, linewidth=0)
+                picture.runs.append(run)
+            if len(picture.runs) > 1:
                 ax.set(xlabel="tokens of the prompt", ylabel=ylabel, ylim=(0, None))
-                style.legend(figure, ax, columns=3)
-                made.append(figure)
+                ax.xaxis.set_major_formatter(tick)
+                picture.said.append("Bands: quartiles of the repeats")
+                made.append(picture.finish(columns=3))
     return made
 
 
-def tt2t_vs_length(runs: Sequence[Run]) -> list[Figure]:
-    return over_length(runs, "tt2t", "Time to the second token", "seconds")
+def tt2t_vs_length(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+    return over_length(runs, sheet, "tt2t", "Time to the second token", "seconds")
 
 
-def tpot_vs_length(runs: Sequence[Run]) -> list[Figure]:
-    return over_length(runs, "tpot", "Time per token", "seconds per token")
+def tpot_vs_length(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+    return over_length(runs, sheet, "tpot", "Time per token", "seconds per token")
 
 
-def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
+def tpot_vs_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     made = []
     for run_set in run_sets(runs, lambda run: is_timed(run) and run.method == "pqcache"):
         found: dict[int, dict[str, Any]] = {}
+        drawn: list[Run] = []
         length = max((n for run in run_set.runs for n in timings(run.rows)), default=0)
         for run in run_set.runs:
             if run.result.params["iterations"] == 10 and length in (at := timings(run.rows)):
                 found.setdefault(int(run.setting("cache", "tokens") or 0), at[length])
+                drawn.append(run)
         if len(found) < 2:
             continue
-        figure, ax = style.new(f"PQCache's time per token by cache, {short(length)} tokens", run_set.about, height=2.2)
+        picture = sheet.new(f"PQCache's time per token by cache, {tick(length)} tokens", run_set.about, drawn)
+        ax = picture.axes
         sizes = sorted(found)
         for i, size in enumerate(sizes):
             y, (low, high) = 1000 * found[size]["tpot_s"], found[size]["tpot_s_q"]
@@ -116,21 +110,21 @@ def tpot_vs_cache(runs: Sequence[Run]) -> list[Figure]:
                     ha="center",
                     xytext=(0, 3),
                     textcoords="offset points",
-                    fontsize=6,
+                    fontsize=style.SMALL,
                 )
-        ax.set_xticks(range(len(sizes)), [short(size) for size in sizes])
+        ax.set_xticks(range(len(sizes)), [tick(size) for size in sizes])
         ax.margins(y=0.15)
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="tokens of the cache", ylabel="ms per token")
-        made.append(figure)
+        made.append(picture.finish())
     return made
 
 
-def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
+def hit_rate_vs_k_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     made = []
     cached = run_sets(runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full)
     for run_set in cached:
-        found: dict[tuple[str, str, int, float], dict[int, float]] = {}
+        found: dict[tuple[str, str, int, str], dict[int, float]] = {}
         for run in run_set.runs:
             cache = run.setting("cache")
             if run.result.cache_hit_rate is not None:
@@ -138,16 +132,17 @@ def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
                     run.result.method_label,
                     cache["policy"],
                     cache["tokens"],
-                    budget_of(run) or 0,
+                    asked(run),
                 )
                 found.setdefault(key, {})[int(cache["k_cache"])] = run.result.cache_hit_rate
         found = {key: points for key, points in found.items() if len(points) > 1}
         if not found:
             continue
-        figure, ax = style.new("Hit rate of the cache on the device", run_set.about)
+        picture = sheet.new("Hit rate of the cache on the device", run_set.about, run_set.runs)
+        ax = picture.axes
         for i, ((label, policy, tokens, budget), points) in enumerate(sorted(found.items())):
             xs = sorted(points)
-            name = f"{label} {short(budget)}, {policy.upper()}, {tokens} tokens"
+            name = f"{label} {budget}, {policy.upper()}, {tokens} tokens"
             looks = style.numbered(i, style.DASHES[i % 2])
             ax.plot(xs, [100 * points[x] for x in xs], label=name, **looks)
         ticks = sorted({x for points in found.values() for x in points})
@@ -155,12 +150,11 @@ def hit_rate_vs_k_cache(runs: Sequence[Run]) -> list[Figure]:
         ax.minorticks_off()
         ax.set_xticks(ticks, [str(tick) for tick in ticks])
         ax.set(xlabel="blocks taken in per step (k_cache)", ylabel="hits in %")
-        style.legend(figure, ax, columns=2)
-        made.append(figure)
+        made.append(picture.finish(columns=2))
     return made
 
 
-def stacked(runs: Sequence[Run], key: str, title: str, whole: str) -> list[Figure]:
+def stacked(runs: Sequence[Run], sheet: Sheet, key: str, title: str, whole: str) -> list[Picture]:
     """Parts of a pass by length, stacked, the time of unrecorded passes beside them."""
     made = []
     for run_set in run_sets(runs, is_timed):
@@ -170,18 +164,18 @@ def stacked(runs: Sequence[Run], key: str, title: str, whole: str) -> list[Figur
             names += sorted({p for each in found.values() for p in each[key]} - set(PARTS))
             if run.is_full or not names:
                 continue
-            figure, ax = style.new(f"{title}, {run.result.method_label}", settings_of(run, run_set))
+            picture = sheet.new(f"{title}, {run.result.method_label}", settings_of(run, run_set), [run])
+            ax = picture.axes
             draw_stack(ax, found, key, names)
             ys = [each[whole] for each in found.values()]
             ax.plot(
                 range(len(ys)), ys, label="end to end, not recorded", color="black", marker="_",
                 markersize=12, linestyle="",
             )  # fmt: skip
-            ax.set_xticks(range(len(found)), [short(n) for n in found])
+            ax.set_xticks(range(len(found)), [tick(n) for n in found])
             ax.set(xlabel="tokens of the prompt", ylabel="seconds")
             ax.grid(axis="x", visible=False)
-            style.legend(figure, ax)
-            made.append(figure)
+            made.append(picture.finish())
     return made
 
 
@@ -201,61 +195,52 @@ def draw_stack(ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Se
 
 def settings_of(run: Run, run_set: RunSet) -> str:
     cache = run.setting("cache", "tokens")
-    asked = f"budget {short(budget_of(run) or 0)}, comm {run.result.comm_exact}, cache {cache}"
+    words = f"{asked(run)}, comm {run.result.comm_exact}, cache {cache}"
     tail = other_setting(run_set)(run)
-    return f"{run_set.about} · {asked}{' · ' if tail else ''}{tail}"
+    return f"{run_set.about} · {words}{' · ' if tail else ''}{tail}"
 
 
-def prefill_parts(runs: Sequence[Run]) -> list[Figure]:
-    return stacked(runs, "prefill_parts_s", "Where a prefill's time goes", "ttft_s")
+def prefill_parts(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+    return stacked(runs, sheet, "prefill_parts_s", "Where a prefill's time goes", "ttft_s")
 
 
-def decode_parts(runs: Sequence[Run]) -> list[Figure]:
-    return stacked(runs, "step_parts_s", "Where a decode step's time goes", "tpot_s")
+def decode_parts(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+    return stacked(runs, sheet, "step_parts_s", "Where a decode step's time goes", "tpot_s")
 
 
-def answer_time(runs: Sequence[Run]) -> list[Figure]:
+def answer_time(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Prefill and decoding of whole answers, by length, variants side by side."""
     made = []
     for run_set in run_sets(runs, is_timed):
-        chosen = [
-            (run, found)
-            for run in sorted(run_set.runs, key=lambda r: (not r.is_full, r.method, r.folder.name))
-            if (found := timings(run.rows))
-        ]
+        chosen = [(run, nth, found) for run, nth in variants(run_set.runs) if (found := timings(run.rows))][:MOST_BARS]
         if len(chosen) < 2:
             continue
-        chosen = one_full(chosen)[:7]  # more have no colours of their own
         n_new = int(run_set.runs[0].task_param("n_new") or 0)
-        figure, ax = style.new(f"Time of an answer of {n_new} tokens", run_set.about, height=2.8)
-        lengths = sorted({n for _, found in chosen for n in found})
+        title = f"Time of an answer of {n_new} tokens"
+        picture = sheet.new(title, run_set.about, [run for run, _, _ in chosen])
+        ax = picture.axes
+        lengths = sorted({n for _, _, found in chosen for n in found})
         width = 0.8 / len(chosen)
         tail = other_setting(run_set)
-        for i, (run, found) in enumerate(chosen):
+        for i, (run, nth, found) in enumerate(chosen):
             places = [lengths.index(n) - 0.4 + width * (i + 0.5) for n in found]
             first = [each["ttft_s"] for each in found.values()]
             rest = [(n_new - 1) * each["tpot_s"] for each in found.values()]
-            color = "#777777" if run.is_full else style.PALETTE[i % 6]
-            budget = "" if run.is_full else f" {short(budget_of(run) or 0)} {tail(run)}"
-            label = f"{run.result.method_label}{budget}".strip()
+            color = style.look(run.method)["color"]
             ax.bar(places, first, width, color=color, alpha=0.55, hatch="///", edgecolor="white")
-            ax.bar(places, rest, width, bottom=first, color=color, label=label, edgecolor="white")
-        ax.bar([0], [0], color="#bbbbbb", hatch="///", edgecolor="white", label="hatched: prefill")
-        ax.set_xticks(range(len(lengths)), [short(n) for n in lengths])
+            ax.bar(
+                places, rest, width, bottom=first, color=color, label=variant(run, tail), edgecolor="white",
+                hatch=("", "...", "xx", "ooo")[nth % 4],
+            )  # fmt: skip
+        ax.bar([0], [0], color="#bbbbbb", hatch="///", edgecolor="white", label="striped: prefill")
+        ax.set_xticks(range(len(lengths)), [tick(n) for n in lengths])
         ax.grid(axis="x", visible=False)
         ax.set(xlabel="tokens of the prompt", ylabel="seconds")
-        style.legend(figure, ax, columns=3)
-        made.append(figure)
+        made.append(picture.finish(columns=3))
     return made
 
 
-def one_full(chosen: list[tuple[Run, dict[int, Any]]]) -> list[tuple[Run, dict[int, Any]]]:
-    """Full attention once, however many budgets it was asked with."""
-    full = [one for one in chosen if one[0].is_full][:1]
-    return full + [one for one in chosen if not one[0].is_full]
-
-
-def memory_vs_transfer(runs: Sequence[Run]) -> list[Figure]:
+def memory_vs_transfer(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Bytes of K and V per token as full attention measured them, by length and batch, and their time over a link."""
     made = []
     models: dict[str, list[Run]] = {}
@@ -268,13 +253,14 @@ def memory_vs_transfer(runs: Sequence[Run]) -> list[Figure]:
         per_token = mean(size / n for size, n, _ in points)
         if per_token is None:
             continue
-        figure, (left, right) = style.new(
+        picture = sheet.new(
             "K and V by length, and their transfer",
             f"{model} · measured: {per_token / 1024:.1f} KiB per token · lines: that times length and batch",
+            members,
             style.COLUMN + 1.2,
-            2.5,
             ncols=2,
         )
+        left, right = picture.axes
         lengths = np.geomspace(1000, 128_000, 30)
         for i, batch in enumerate(BATCHES):
             looks = style.numbered(i, style.DASHES[i]) | {"marker": ""}
@@ -287,11 +273,12 @@ def memory_vs_transfer(runs: Sequence[Run]) -> list[Figure]:
         for ax in (left, right):
             ax.set_xscale("log")
             ax.set_yscale("log")
+            ax.xaxis.set_major_formatter(tick)
+            ax.yaxis.set_major_formatter(tick)
             ax.set_xlabel("tokens")
         left.set_ylabel("GiB")
         right.set_ylabel("seconds, batch 1")
-        style.legend(figure, [left, right], columns=4)
-        made.append(figure)
+        made.append(picture.finish())
     return made
 
 

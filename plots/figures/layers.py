@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from plots import style
+from plots.figures.axes import tick
 from plots.figures.scores import scored
 from plots.read import Run
-from plots.run_sets import RunSet, budget_of, mean, reports, run_sets, score_of
+from plots.run_sets import Estimate, RunSet, asked, budget_of, mean, reports, run_sets, score_of
+from plots.style import Picture, Sheet
 
 N_REQUESTS = 8
 
@@ -24,26 +25,20 @@ def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[RunSet]:
     )
 
 
-def budget_words(run: Run) -> str:
-    tokens = run.result.budget
-    return f"ratio {run.result.ratio_exact}" if tokens is None else f"{tokens} tokens"
-
-
-def xkv_retention(runs: Sequence[Run]) -> list[Figure]:
+def xkv_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Retention per layer where all layers keep as much; mean over samples."""
     made = []
     for run_set in xkv(runs, "uniform"):
-        figure, ax = style.new("Retention per layer, all layers alike", run_set.about)
         found: dict[str, list[float]] = {}
         for run in sorted(run_set.runs, key=lambda run: budget_of(run) or 0):
             said = [report["retention"] for report in reports(run)]
             if said:
-                found.setdefault(budget_words(run), np.mean(said, axis=0).tolist())
+                found.setdefault(asked(run), np.mean(said, axis=0).tolist())
         if not found:
             continue
-        per_layer(ax, found, "retention")
-        style.legend(figure, ax)
-        made.append(figure)
+        picture = sheet.new("Retention per layer, all layers alike", run_set.about, run_set.runs)
+        per_layer(picture.axes, found, "retention")
+        made.append(picture.finish())
     return made
 
 
@@ -54,7 +49,7 @@ def per_layer(ax: Any, found: dict[str, list[float]], ylabel: str) -> None:
     ax.set(xlabel="layer", ylabel=ylabel, ylim=(0, None))
 
 
-def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
+def xkv_tokens_at_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Tokens that each layer needs for one retention; mean over samples."""
     made = []
     for run_set in xkv(runs):
@@ -65,15 +60,14 @@ def xkv_tokens_at_retention(runs: Sequence[Run]) -> list[Figure]:
         said = next(filter(None, per_run), None)  # the prompts' needs do not depend on a run's budget
         if not said:
             continue
-        figure, ax = style.new("Tokens per layer for the same retention", run_set.about)
+        picture = sheet.new("Tokens per layer for the same retention", run_set.about, run_set.runs)
         found = {f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist() for name in said[0]}
-        per_layer(ax, found, "tokens")
-        style.legend(figure, ax)
-        made.append(figure)
+        per_layer(picture.axes, found, "tokens")
+        made.append(picture.finish())
     return made
 
 
-def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
+def xkv_allocation(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Tokens per layer, a line per request, the mean above them."""
     made = []
     for run_set in xkv(runs, "exact"):
@@ -81,7 +75,8 @@ def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
             said = [report["n"] for report in reports(run)]
             if not said:
                 continue
-            figure, ax = style.new(f"Tokens per layer, request by request, {budget_words(run)}", run_set.about)
+            picture = sheet.new(f"Tokens per layer, request by request, {asked(run)}", run_set.about, [run])
+            ax = picture.axes
             for i, counts in enumerate(said[:N_REQUESTS]):
                 ax.plot(
                     range(len(counts)),
@@ -97,12 +92,11 @@ def xkv_allocation(runs: Sequence[Run]) -> list[Figure]:
             uniform = float(average.mean())
             ax.axhline(uniform, color="black", linestyle="--", linewidth=0.8, label="uniform")
             ax.set(xlabel="layer", ylabel="tokens besides the window", ylim=(0, None))
-            style.legend(figure, ax)
-            made.append(figure)
+            made.append(picture.finish())
     return made
 
 
-def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
+def xkv_ddid(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """What the last tokens look at, by layer and place; of the first sample that was profiled."""
     made = []
     for run_set in xkv(runs):
@@ -112,7 +106,9 @@ def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
             continue
         weights = np.array(profiles[0])
         shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
-        figure, ax = style.new("Where the last tokens look, by layer", f"{run_set.about} · first sample", height=2.8)
+        about = f"{run_set.about} · first sample"
+        picture = sheet.new("Where the last tokens look, by layer", about, ordered, height=2.3)
+        ax = picture.axes
         image = ax.imshow(
             np.maximum(shares, 1e-2),
             cmap=style.HEAT,
@@ -123,33 +119,35 @@ def xkv_ddid(runs: Sequence[Run]) -> list[Figure]:
         )
         ax.grid(visible=False)
         ax.set(xlabel="place in the prompt in %", ylabel="layer")
-        figure.colorbar(image, ax=ax, label="% of the layer's attention")
-        made.append(figure)
+        picture.figure.colorbar(image, ax=ax, label="% of the layer's attention", format=tick)
+        made.append(picture.finish())
     return made
 
 
-def xkv_score_vs_retention(runs: Sequence[Run]) -> list[Figure]:
+def xkv_score_vs_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """The score against mean retention, the total of tokens being the same."""
     made = []
     for run_set in xkv(runs):
-        for budget in sorted({budget_words(run) for run in run_set.runs}):
-            points = []
+        for budget in sorted({asked(run) for run in run_set.runs}):
+            points: list[tuple[float, Estimate, Run]] = []
             for run in run_set.runs:
                 retention = mean(report["r_avg"] for report in reports(run))
                 score = score_of(run.rows)
-                if budget_words(run) == budget and retention is not None and score is not None:
-                    points.append((retention, score))
-            if len({retention for retention, _ in points}) < 3:
+                if asked(run) == budget and retention is not None and score is not None:
+                    points.append((retention, score, run))
+            if len({retention for retention, _, _ in points}) < 3:
                 continue
-            figure, ax = style.new(f"Score against mean retention, {budget}", run_set.about)
-            for retention, (y, low, high) in sorted(points):
-                ax.errorbar(retention, y, [[y - low], [high - y]], capsize=2, **style.numbered(0, ""))
-            ax.set(xlabel="mean retention over layers", ylabel="score")
-            made.append(figure)
+            title = f"Score against mean retention, {budget}"
+            picture = sheet.new(title, run_set.about, [run for _, _, run in points])
+            for retention, y, _ in points:
+                bars = [[bar] for bar in y.bars]
+                picture.axes.errorbar(retention, y.mean, bars, capsize=2, **style.numbered(0, ""))
+            picture.axes.set(xlabel="mean retention over layers", ylabel="score in %")
+            made.append(picture.finish())
     return made
 
 
-def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
+def attention_distribution(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
     made = []
     exact = run_sets(
@@ -171,7 +169,8 @@ def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
         masses = np.array(
             [np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0) for run in ordered]
         )
-        figure, ax = style.new("Attention on the heaviest tokens, by layer", run_set.about)
+        picture = sheet.new("Attention on the heaviest tokens, by layer", run_set.about, ordered)
+        ax = picture.axes
         n_layers = masses.shape[1]
         named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
         for layer in range(n_layers):
@@ -183,8 +182,7 @@ def attention_distribution(runs: Sequence[Run]) -> list[Figure]:
         ax.minorticks_off()
         ax.set_xticks(xs, [f"{x:g}" for x in xs])
         ax.set(xlabel="heaviest tokens of each head, % of the prompt", ylabel="attention in %")
-        style.legend(figure, ax)
-        made.append(figure)
+        made.append(picture.finish())
     return made
 
 

@@ -123,12 +123,13 @@ def scores(root: Path) -> None:
     write(root, "full", "longbench", answers(two, 0.7, ledger=full), ratio="1")
     for i, method in enumerate(("oracle", "h2o", "snapkv", "infllm", "sparq")):
         for j, ratio in enumerate(("1/10", "1/5", "2/5")):
-            kept = {"bytes_resident_device": 1e6 * (1 + j) * (1 + i / 9)}
+            kept = {"bytes_resident_device": 1e6 * (1 + j) * (1 + i / 9), "tokens_attended_mean": 100.0 * 2**j + i}
             level = 0.35 + 0.05 * i + 0.1 * j
             write(root, method, "longbench", answers(two, level, ledger=kept), ratio=ratio)
     for i, comm in enumerate(("1/128", "1/32", "1/16")):
         for j, method in enumerate(("infllm", "sparq")):
-            write(root, method, "longbench", answers(two, 0.4 + 0.04 * i + 0.1 * j), comm=comm)
+            found = {"bytes_moved_meta_per_step": 1e3 * 4**i}
+            write(root, method, "longbench", answers(two, 0.4 + 0.04 * i + 0.1 * j, ledger=found), comm=comm)
     for m in (2, 4):
         for b in (2, 4, 6):
             said = {"m": m, "b": b, "comm_nominal": m * b / 2048}
@@ -166,7 +167,8 @@ def scores(root: Path) -> None:
         write(root, method, "pg19", rows, budget=256, metric="perplexity")
         for budget in (128, 256, 512):
             if method != "full":
-                found = [{"score": 0.3 + 0.1 * i + budget / 2000, "fields": {"metric": "recall"}}] * 2
+                kept = {"tokens_attended_mean": budget + 4.0}
+                found = [{"score": 0.3 + 0.1 * i + budget / 2000, "fields": {"metric": "recall"}, "ledger": kept}] * 2
                 write(root, method, "fidelity", found, budget=budget, metric="recall")
     exact = {"agg": "query_head", "n_sink": 0, "local_share": 0}
     for ratio in (0.02, 0.1, 0.5):

@@ -1,32 +1,73 @@
-from collections.abc import Iterator
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
+import matplotlib
+import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
 
-from plots.figures.command import DRAWINGS, draw, main
-from plots.figures.scores import best_so_far, by_dataset
-from plots.read import load
-from plots.run_sets import lines, run_sets
-from tests.plots.made_runs import answers, every_kind, write
+from plots import style
+from plots.figures.command import DRAWINGS, WIDTHS, draw, main
+from plots.figures.costs import answer_time
+from plots.figures.maps import needle_heatmaps
+from plots.figures.scores import best_so_far, pareto, recall_vs_budget, score_vs_ratio
+from plots.read import Run, load
+from plots.run_sets import by_dataset, lines, run_sets
+from plots.style import Picture, Sheet
+from tests.plots.made_runs import answers, every_kind, timing, write
 
+PARETO = next(one for one in DRAWINGS if one.name == "pareto")
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     every_kind(root)
-    yield root
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> list[Run]:
+    return load(root)
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
-def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: Path, tmp_path: Path) -> None:
-    made = load(runs)
-    first = draw(drawing, made, tmp_path / "a")
-    assert {path.suffix for path in first} == {".pdf", ".png"}
-    again = draw(drawing, made[::-1], tmp_path / "b")
-    assert [path.name for path in first] == [path.name for path in again]
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, again, strict=True))
+def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: list[Run], tmp_path: Path) -> None:
+    first = draw(drawing, runs, tmp_path / "a", Sheet(), ["svg"])
+    again = draw(drawing, runs[::-1], tmp_path / "b", Sheet(), ["svg"])
+    assert first and first == again
+    for name in (name for entry in first.values() for name in entry["files"]):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: list[Run]) -> None:
+    """Captions of 5.5 points stood in the figures; formulas stood in ticks as they are written."""
+    with matplotlib.rc_context(style.RC):
+        for picture in drawing.draw(runs, Sheet(width, titled=False)):
+            picture.figure.draw_without_rendering()
+            assert picture.figure.get_figwidth() == width and picture.figure.get_suptitle() == ""
+            texts = [
+                text for text in picture.figure.findobj(Text) if isinstance(text, Text) and text.get_text().strip()
+            ]
+            assert texts and all(7 <= float(text.get_fontsize()) <= 9 for text in texts)
+            assert not [text for text in texts if "$" in text.get_text()]
+            for ax in picture.figure.axes:
+                assert ax.get_position().width * width > 0.05, "panels have room"
+            drawn = picture.figure.get_tightbbox()
+            assert drawn.x0 > -0.1 and drawn.x1 < width + 0.1, "nothing is cut off"
+
+
+@pytest.mark.parametrize("kind", style.FORMATS)
+def test_a_file_does_not_say_when_it_was_made(kind: str, runs: list[Run], tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        draw(PARETO, runs, tmp_path / folder, Sheet(), [kind])
+    assert (tmp_path / "a" / f"pareto.{kind}").read_bytes() == (tmp_path / "b" / f"pareto.{kind}").read_bytes()
 
 
 def test_without_runs_the_commands_are_named_and_exist(tmp_path: Path, capsys) -> None:
@@ -36,15 +77,15 @@ def test_without_runs_the_commands_are_named_and_exist(tmp_path: Path, capsys) -
         for name in drawing.experiments:
             assert f"experiment={name}" in said
             assert (CONF / "experiment" / f"{name}.yaml").is_file()
-    assert not list((tmp_path / "out").glob("*.p*"))
+    assert not list((tmp_path / "out").glob("*.*"))
 
 
-def test_a_figure_of_earlier_groups_is_removed(runs: Path, tmp_path: Path) -> None:
+def test_a_figure_of_earlier_groups_is_removed(runs: list[Run], tmp_path: Path) -> None:
     drawing = next(one for one in DRAWINGS if one.name == "score_vs_ratio")
     stale, other = tmp_path / "score_vs_ratio_99.pdf", tmp_path / "score_vs_ratio_notes.pdf"
     stale.touch()
     other.touch()
-    draw(drawing, load(runs), tmp_path)
+    draw(drawing, runs, tmp_path, Sheet(), ["pdf"])
     assert other.exists() and not stale.exists()
 
 
@@ -58,11 +99,190 @@ def test_lines_hold_the_runs_own_scores_and_models_are_apart(tmp_path: Path) -> 
     write(tmp_path, "h2o", "longbench", answers(["a"], 0.9), ratio="2/5", model="other")
     found = run_sets(load(tmp_path))
     assert [run_set.where.model for run_set in found] == ["tiny", "other"]
-    (line,) = lines(found[0], lambda run: run.result.ratio, by_dataset("a"))
-    assert {point.x: point.y for point in line.points} == scores
-    assert all(point.low <= point.y <= point.high for point in line.points)
+    costs = iter(range(9))
+    (line,) = lines(found[0], lambda rows: next(costs), by_dataset("a"))
+    assert {run.result.ratio: point.y.mean for point, run in zip(line.points, line.runs, strict=True)} == scores
+    for point in line.points:
+        assert point.y.low is not None and point.y.high is not None and point.y.low <= point.y.mean <= point.y.high
 
 
 def test_the_front_has_what_no_cheaper_point_beats() -> None:
     points = [(2.0, 5.0), (1.0, 3.0), (1.0, 4.0), (3.0, 4.5), (4.0, 6.0)]
     assert best_so_far(points) == [(1.0, 4.0), (2.0, 5.0), (4.0, 6.0)]
+
+
+# --- what is said, and what is not --------------------------------------------------------------
+
+
+def hits(*scores: float, **ledger: Any) -> list[dict[str, Any]]:
+    return [{"score": score, "fields": {"length": 500, "depth": 50.0}, "ledger": ledger} for score in scores]
+
+
+def needles(root: Path, method: str, *ratios: str, device: float, params: dict[str, Any] | None = None, **ledger: Any):
+    for i, ratio in enumerate(ratios):
+        kept = {"bytes_resident_device": device * (i + 1), "tokens_attended_mean": device * (i + 1) / 1e4}
+        rows = hits(1, 0, 1, i, **(kept | ledger))
+        write(root, method, "needle", rows, ratio=ratio, params=params)
+
+
+def shown(picture: Picture) -> list[str]:
+    """The legend's entries."""
+    (legend,) = picture.figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def line_of(picture: Picture, label: str) -> Any:
+    return next(line for line in picture.axes.lines if line.get_label() == label)
+
+
+def test_costs_are_measured_and_choosable(tmp_path: Path) -> None:
+    needles(tmp_path, "quest", "1/10", "1/5", device=2e6, bytes_moved_kv_per_step=3e6, bytes_searched_per_step=1e6)
+    needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
+    for axis, xs in {"device": [2.0, 4.0], "attended": [200.0, 400.0], "moved": [4.0002]}.items():
+        (picture,) = pareto(load(tmp_path), Sheet(axis=axis))
+        assert line_of(picture, "Quest").get_xdata() == pytest.approx(xs), "lines join budgets where costs differ"
+    (picture,) = score_vs_ratio(load(tmp_path), Sheet())
+    (ax,) = picture.figure.axes
+    assert next(line for line in ax.lines if line.get_label() == "Quest").get_xdata() == pytest.approx([200, 400])
+
+
+def test_the_oracle_is_a_reference_and_in_no_front(tmp_path: Path) -> None:
+    """It had the front for itself: what its search reads is not on the axis of device bytes."""
+    needles(tmp_path, "oracle", "1/10", "1/5", device=1e5)
+    needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
+    needles(tmp_path, "quest", "1/10", device=3e6)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    assert {"Oracle: reference", "Pareto front"} <= set(shown(picture))
+    assert any("no bound" in note and "reading of all keys" in note for note in picture.notes)
+    assert list(line_of(picture, "Pareto front").get_xdata()) == [1.0, 2.0]
+    (picture,) = pareto(load(tmp_path), Sheet(axis="moved"))
+    assert not any("reading of all keys" in note for note in picture.notes), "there it is on the axis"
+
+
+def test_a_front_of_one_point_is_none(tmp_path: Path) -> None:
+    needles(tmp_path, "snapkv", "1/5", device=1e6)
+    needles(tmp_path, "quest", "1/5", device=3e6)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    assert "Pareto front" not in shown(picture)
+
+
+def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) -> None:
+    needles(tmp_path, "clusterkv", "1/10", "1/5", device=2e6, params={"full_layers": 2})
+    needles(tmp_path, "h2o", "1/10", "1/5", device=1e6, within_budget=False)
+    needles(tmp_path, "snapkv", "1/10", "1/5", device=1.5e6)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    assert "Open: ClusterKV leaves its first 2 layers whole, outside the budget" in picture.notes
+    assert "Open: H2O (C) exceeds its budget" in picture.notes
+    assert all(note in picture.caption for note in picture.notes)
+    hollow = [line for line in picture.axes.lines if line.get_markerfacecolor() == "white"]
+    assert sorted(tuple(line.get_xdata()) for line in hollow) == [(1.0, 2.0), (2.0, 4.0)]
+
+
+def test_scores_have_intervals_and_few_samples_are_called_few(tmp_path: Path) -> None:
+    needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
+    needles(tmp_path, "quest", "1/10", "1/5", device=3e6)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    assert any(note.startswith("n 4: 4 samples show no difference") for note in picture.notes)
+    (first, *_) = [c for c in picture.axes.collections if len(c.get_segments()) == 2]
+    (low, high) = sorted(y for _, y in first.get_segments()[0])
+    assert (low, high) == pytest.approx((15.0, 85.0), abs=0.1), "Wilson's, of two hits of four"
+
+
+def test_one_sample_has_no_bar(tmp_path: Path) -> None:
+    for method in ("quest", "snapkv"):
+        for i, ratio in enumerate(("1/10", "1/5")):
+            write(tmp_path, method, "needle", hits(1, bytes_resident_device=1e6 + 1e6 * i), ratio=ratio)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    segments = [each for c in picture.axes.collections for each in c.get_segments()]
+    assert not [each for each in segments if len(each) and not np.isnan(each).any()]
+
+
+def test_maps_stand_from_small_to_large_budgets_and_say_percent_and_true_lengths(tmp_path: Path) -> None:
+    """They stood in the order 0.2, 0.5, 0.1, called 337 tokens 500, and mixed 100 with 0 to 1."""
+    for ratio in ("0.2", "0.5", "0.1"):
+        for method in ("snapkv", "quest"):
+            rows = [row | {"prompt_tokens": 337} for row in hits(1, 0)]
+            write(tmp_path, method, "needle", rows, ratio=ratio, comm="1/8")
+    made = needle_heatmaps(load(tmp_path), Sheet())
+    assert [picture.title for picture in made] == [
+        f"A needle by length and depth, ratio {ratio}, comm 1/8" for ratio in ("0.1", "0.2", "0.5")
+    ]
+    *maps, bar = made[0].figure.axes
+    assert [ax.get_title() for ax in maps] == ["Quest 50 %", "SnapKV (C) 50 %"]
+    assert [label.get_text() for label in maps[0].get_xticklabels()] == ["337"]
+    assert bar.get_ylabel() == "score in %" and bar.get_ylim() == (0, 100)
+
+
+def test_recall_is_drawn_over_what_was_attended_to(tmp_path: Path) -> None:
+    for method, attended in (("oracle", 129.0), ("quest", 190.0)):
+        for budget in (128, 256):
+            rows = [{"score": 0.5, "fields": {"metric": "recall"}, "ledger": {"tokens_attended_mean": attended}}] * 2
+            rows = [row | {"ledger": {"tokens_attended_mean": attended + budget - 128}} for row in rows]
+            write(tmp_path, method, "fidelity", rows, budget=budget, metric="recall")
+    (picture,) = recall_vs_budget(load(tmp_path), Sheet())
+    assert list(line_of(picture, "Quest").get_xdata()) == [190.0, 318.0]
+
+
+def test_bars_of_answers_have_their_methods_colours(tmp_path: Path) -> None:
+    for method in ("snapkv", "quest", "full"):
+        fields = {"metric": "tpot_ratio", "length": 4000, "batch": 1, "timing": timing(4000, 1.0)}
+        write(tmp_path, method, "latency", [{"score": 1.0, "fields": fields}], metric="tpot_ratio",
+              task_params={"n_new": 8})  # fmt: skip
+    (picture,) = answer_time(load(tmp_path), Sheet())
+    handles, labels = picture.axes.get_legend_handles_labels()
+    colours = {label: to_hex(handle[0].get_facecolor()).upper() for handle, label in zip(handles, labels, strict=True)}
+    for method, label in (("full", "Full"), ("snapkv", "SnapKV (C) ratio 1/5"), ("quest", "Quest ratio 1/5")):
+        assert colours[label] == style.look(method)["color"]
+
+
+# --- a figure for a paper -----------------------------------------------------------------------
+
+
+def test_a_paper_gets_its_width_formats_captions_and_a_manifest(root: Path, tmp_path: Path, capsys) -> None:
+    words = [
+        "--methods",
+        "sparq,infllm,full",
+        "--width",
+        "3.25",
+        "--no-title",
+        "--format",
+        "svg,pdf",
+        "--only",
+        "pareto",
+    ]
+    assert main([str(root), "--out", str(tmp_path), *words]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"pareto.svg", "pareto.pdf", "pareto.txt", "manifest.json"}
+    svg = (tmp_path / "pareto.svg").read_text()
+    assert f'width="{3.25 * 72:g}pt"' in svg
+    caption = (tmp_path / "pareto.txt").read_text()
+    assert caption.startswith("Score against bytes on the device. EMBEDDED DATA") and "samples a point" in caption
+    said = json.loads((tmp_path / "manifest.json").read_text())["figures"]["pareto"]
+    assert said["files"] == ["pareto.svg", "pareto.pdf", "pareto.txt"] and said["inches"][0] == 3.25
+    assert {run["folder"].split("-")[1] for run in said["runs"]} == {"full", "sparq", "infllm"}
+    first = said["runs"][0]
+    held = b"".join(
+        name.encode() + b"\0" + (root / first["folder"] / name).read_bytes()
+        for name in ("result.json", "samples.jsonl")
+    )
+    assert first["sha256"] == hashlib.sha256(held).hexdigest()
+    assert main([str(root), "--out", str(tmp_path), "--only", "mxb_bars", "--format", "svg"]) == 0
+    assert set(json.loads((tmp_path / "manifest.json").read_text())["figures"]) == {"pareto", "mxb_bars"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "snapvk"], "did you mean 'snapkv'?"),
+        (["--width", "wide"], "'wide' is no width; give inches, 2 to 12, or column or text"),
+        (["--width", "0.1"], "'0.1' is no width"),
+        (["--format", "jpg"], "'jpg' is no format; use some of pdf,png,svg"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_a_sentence(
+    words: list[str], said: str, root: Path, tmp_path: Path, capsys
+) -> None:
+    try:
+        code = main([str(root), "--out", str(tmp_path / "out"), *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -431,6 +431,7 @@ ROWS = [
     {"length": 1000, "depth": 0.0, "score": 0.25},
     {"length": 2000, "depth": 50.0, "score": None},  # ran out of memory
 ]
+ROWS = [row | {"prompt_tokens": 7 * row["length"] // 8} for row in ROWS]
 
 
 def test_the_pivot_table_has_depths_downwards_and_means_of_seeds() -> None:

@@ -1,0 +1,71 @@
+"""manifest.json: of each figure in a folder, its caption, its files, and the runs that it was drawn from.
+
+A run is named by its folder and by what it held: a digest over result.json, samples.jsonl and, where answers were
+scored again, scores.jsonl. Who has the runs can tell whether a figure is of them.
+
+Not here: the files themselves (`plots/style.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TypedDict
+
+from evals.foreign import read_bytes
+from plots.style import Picture
+
+NAME = "manifest.json"
+HELD = ("result.json", "samples.jsonl", "scores.jsonl")
+
+
+class Drawn(TypedDict):
+    """One run that a figure shows."""
+
+    folder: str
+    sha256: str
+
+
+class Entry(TypedDict):
+    """What is said of one figure."""
+
+    title: str
+    caption: str
+    inches: list[float]
+    files: list[str]
+    runs: list[Drawn]
+
+
+def entry(picture: Picture, paths: Sequence[Path]) -> Entry:
+    folders = sorted({run.folder for run in picture.runs})
+    return Entry(
+        title=picture.title,
+        caption=picture.caption,
+        inches=[round(float(length), 3) for length in picture.figure.get_size_inches()],
+        files=[path.name for path in paths],
+        runs=[Drawn(folder=folder.name, sha256=digest(folder)) for folder in folders],
+    )
+
+
+@lru_cache(maxsize=10_000)
+def digest(folder: Path) -> str:
+    """Of what a finished run holds."""
+    state = hashlib.sha256()
+    for name in HELD:
+        if (path := folder / name).is_file():
+            state.update(name.encode() + b"\0" + path.read_bytes())
+    return state.hexdigest()
+
+
+def write(folder: Path, drawn: Mapping[str, Entry]) -> Path:
+    """Beside the figures; what is said of others that still lie there stays."""
+    path = folder / NAME
+    try:
+        earlier = json.loads(read_bytes(path, 64 << 20))["figures"] if path.is_file() else {}
+        earlier = {name: each for name, each in earlier.items() if all((folder / f).is_file() for f in each["files"])}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        earlier = {}
+    text = json.dumps({"figures": dict(sorted((earlier | dict(drawn)).items()))}, indent=2, ensure_ascii=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
