@@ -334,17 +334,13 @@ FULL_REQUEST = BudgetRequest(Fraction(1), None, Fraction(0))
 
 def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
     """A method with the parameters of its file."""
-    from hydra import compose, initialize_config_dir
-
-    from evals.settings import load_class, settings
+    from evals.settings import from_words, load_class
     from evals.typed import build_params
 
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
     if name not in names:
         raise unknown_name("--methods", name, names)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [f"method={name}"], return_hydra_config=True)
-    part = settings(cfg, cfg.hydra.runtime.choices).method
+    part = from_words([f"method={name}"]).method
     kind = load_class(part)
     return kind, build_params(kind, part.params, "method")
 
