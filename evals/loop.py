@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from types import MappingProxyType
 from typing import Any
 
@@ -71,7 +71,7 @@ class Group:
         self.cells = [replace(cell, task=cells[0].task) for cell in cells]
         self.folders, self.answered = folders, answered
         self.first = self.cells[0]
-        self.started = datetime.now(UTC)
+        self.started, self.cpu_started = datetime.now(UTC), process_time()
         self.newlines: frozenset[int] | None = None
         self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
 
@@ -348,6 +348,7 @@ class Group:
             | {
                 "started": self.started.isoformat(timespec="seconds"),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+                "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
 
