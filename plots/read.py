@@ -20,6 +20,7 @@ from typing import Any
 
 from evals.foreign import one_line, refuse_depth
 from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run
+from plots.looks import known
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
@@ -41,9 +42,7 @@ class Run:
     @property
     def method(self) -> str:
         """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours."""
-        if self.file:
-            return self.result.method
-        return self.result.method.partition("_")[0]
+        return self.result.method if self.file else known(self.result.method) or self.result.method
 
     @property
     def file(self) -> dict[str, str]:

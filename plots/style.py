@@ -1,25 +1,25 @@
-"""How all figures look: one column wide, a colour and a marker per method, files that are the same when made again.
+"""How all figures look: one column wide, a method's look the same in each, files that are the same when made again.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; markers and dashes say the same again. A
-method that is not known here, such as one from a user's own file, has a colour and a marker that follow from its name:
-the same in every figure, whatever else is drawn, and none of ours.
+Lines that are no methods, such as layers, have Okabe and Ito's colours.
 
-Not here: what is drawn (`plots/figures/`).
+Not here: what is drawn (`plots/figures/`), the look of each method (`plots/looks.py`).
 """
 
-import colorsys
-import hashlib
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from evals.foreign import printable
+from plots import looks
+from plots.looks import DASHES as DASHES
+from plots.looks import HEAT as HEAT
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16
@@ -45,15 +45,7 @@ RC: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MARKERS = "osD^vPX*"
-OTHER_MARKERS = "<>phd8"  # of methods that are not in METHODS
-DASHES = ("-", "--", ":", "-.")
-METHODS = (
-    *("full", "oracle", "pqcache", "h2o", "snapkv", "pyramidkv", "infllm", "sparq"),
-    *("clusterkv", "quest", "infinigen", "xkv", "streamingllm", "pyramidinfer"),
-)
-SPECIAL = {"full": ("#000000", "", "--"), "oracle": ("#777777", "X", ":")}
-HEAT = "cividis"  # even in lightness, and nearly the same for all colour vision
+MARKERS = "osD^vPX*"  # of lines that are no methods
 
 
 def new(title: str, about: str, width: float = COLUMN, height: float = 2.6, **grid: Any) -> tuple[Figure, Any]:
@@ -67,25 +59,19 @@ def new(title: str, about: str, width: float = COLUMN, height: float = 2.6, **gr
 
 
 def look(method: str, nth: int = 0) -> dict[str, Any]:
-    """Colour, marker and dash of a method; `nth` tells several lines of one method apart."""
-    if method in SPECIAL:
-        color, marker, dash = SPECIAL[method]
-        return {"color": color, "marker": marker, "linestyle": dash}
-    hollow = {"markerfacecolor": "white"} if nth % 2 else {}
-    if method not in METHODS:
-        return unknown(method) | {"linestyle": DASHES[nth % len(DASHES)]} | hollow
-    place = METHODS.index(method) - 2
-    looks = numbered(place, DASHES[(place // 6 + nth) % len(DASHES)])
-    looks["marker"] = MARKERS[(place + nth) % len(MARKERS)]
-    return looks | hollow
-
-
-def unknown(method: str) -> dict[str, Any]:
-    """Colour and marker of a method by its name alone, dark enough for white paper and light enough for a dark page."""
-    digest = hashlib.sha256(method.encode()).digest()
-    hue, lightness, saturation = digest[0] / 256, 0.32 + 0.16 * digest[1] / 256, 0.50 + 0.50 * digest[2] / 256
-    red, green, blue = (round(255 * x) for x in colorsys.hls_to_rgb(hue, lightness, saturation))
-    return {"color": f"#{red:02X}{green:02X}{blue:02X}", "marker": OTHER_MARKERS[digest[3] % len(OTHER_MARKERS)]}
+    """A method's look as matplotlib has it; `nth` tells several lines of one method apart, by dash and edge alone."""
+    found = looks.look(method)
+    corners = looks.SHAPES[found.shape]
+    # Matplotlib draws all shapes as wide as each other.
+    size = max((abs(x) for corner in corners for x in corner), default=0.9)
+    return {
+        "color": found.colour,
+        "marker": [*corners, corners[0]] if corners else "o",
+        "markersize": 1.25 * size * rcParams["lines.markersize"],
+        "markeredgecolor": looks.INK if nth % 2 else found.colour,
+        "markeredgewidth": 0.6,
+        "linestyle": DASHES[(DASHES.index(found.dash) + nth) % len(DASHES)],
+    }
 
 
 def numbered(i: int, dash: str = "-") -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A run's folder: written while samples end, continued after a stop, read by tables and plots.
 
     schema.py    the rows: SampleRow, RunFacts, RunResult, checked whenever one is made or read
-    summary.py   from rows to a result: means, intervals
+    summary.py   from rows to a result: means, `combined_ci95`
+    intervals.py 95 % intervals of scores, for every table and figure
     scores.py    scores.jsonl: scores given after the answers
     config.py    config.yaml, the hash and the name of a run
     read.py      finished runs: read_run, read_runs, read_samples
@@ -19,6 +20,7 @@ Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/
 
 from evals.results.config import config_hash, read_config, run_name
 from evals.results.folder import RunFolder
+from evals.results.intervals import Interval, bootstrap_ci95, interval, wilson
 from evals.results.ledger import read_ledger
 from evals.results.lock import Holder
 from evals.results.machine import environment, git_sha, peak_rss_bytes
@@ -33,13 +35,14 @@ from evals.results.schema import (
     SampleRow,
     prompt_hash,
 )
-from evals.results.summary import bootstrap_ci95, combined, combined_ci95, summarise
+from evals.results.summary import combined, combined_ci95, summarise
 
 __all__ = [
     "EXACT",
     "LEDGER_MEANS",
     "METRICS",
     "Holder",
+    "Interval",
     "OtherSchemaError",
     "RunFacts",
     "RunFolder",
@@ -51,6 +54,7 @@ __all__ = [
     "config_hash",
     "environment",
     "git_sha",
+    "interval",
     "peak_rss_bytes",
     "prompt_hash",
     "read_config",
@@ -60,4 +64,5 @@ __all__ = [
     "read_samples",
     "run_name",
     "summarise",
+    "wilson",
 ]

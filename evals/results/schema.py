@@ -49,6 +49,11 @@ class Metric:
     # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
     weight: str | None = None
 
+    @property
+    def is_share(self) -> bool:
+        """Whether a score of 1 is a hit and one of 0 a miss."""
+        return (self.better, self.lowest, self.highest) == ("higher", 0, 1)
+
 
 SCORE = Metric("higher", 0, 1)
 METRICS = {  # by the name that a task declares; "score" without one
@@ -278,7 +283,7 @@ class RunResult(RunFacts):
     n_samples: int  # that are ok
     n_oom: int
     score: float | None  # 0 to 1, or as METRICS says
-    score_ci95: list[float] | None  # see `bootstrap_ci95`
+    score_ci95: list[float] | None  # see `combined_ci95`
     ratio: float | None
     comm: float
     within_budget: bool | None  # every sample's ledger stayed within its budget

@@ -1,22 +1,19 @@
-"""From the rows of a run to its result, as pure functions: means, intervals, `summarise`.
+"""From the rows of a run to its result, as pure functions: means, `combined_ci95`, `summarise`.
 
 The order of the rows never matters, so a run that was stopped says the same as one that was not.
 
-Not here: statistics over runs (`plots/stats.py`).
+Not here: what an interval is (`evals/results/intervals.py`), statistics over runs (`plots/stats.py`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 from math import exp, fsum, log
 from typing import Any, cast
 
+from evals.results.intervals import bootstrap_ci95, interval
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
-
-N_RESAMPLES = 10_000
-BOOTSTRAP_SEED = 20_240_229  # any fixed number: an interval must not change when it is made again
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -37,14 +34,19 @@ def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | No
 
 
 def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
-    """As `bootstrap_ci95`, of what `combined` says."""
-    key = METRICS[metric or "score"].weight
+    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score."""
+    kind = METRICS[metric or "score"]
     scored = [(row.score, row) for row in rows if row.score is not None]
-    if key is None:
-        return bootstrap_ci95([score for score, _ in scored])
-    weights = [int(row.fields[key]) for _, row in scored]
-    bounds = bootstrap_ci95([log(score) for score, _ in scored], weights)
-    return None if bounds is None else [exp(bound) for bound in bounds]
+    scores = [score for score, _ in scored]
+    if len(scores) < 2:
+        return None
+    if kind.weight is not None:
+        bounds = bootstrap_ci95([log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored])
+        return None if bounds is None else [exp(bound) for bound in bounds]
+    if not kind.is_share:
+        return bootstrap_ci95(scores)
+    found = interval(scores)
+    return None if found is None else [found.low, found.high]
 
 
 def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
@@ -52,45 +54,6 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
     each = [cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields]
     names = dict.fromkeys(name for measures in each for name in measures)
     return {name: mean(measures.get(name) for measures in each) for name in names} or None
-
-
-def bootstrap_ci95(scores: Sequence[float], weights: Sequence[int] | None = None) -> list[float] | None:
-    """Percentile bootstrap over samples: [score, score] of a single one, null of none.
-
-    The same scores give the same interval, in whatever order and on every machine.
-    """
-    import numpy as np
-
-    n = len(scores)
-    if n < 2:
-        return [float(scores[0])] * 2 if n else None
-    order = np.argsort(np.asarray(scores, dtype=np.float64), kind="stable")
-    values = np.asarray(scores, dtype=np.float64)[order]
-    counts = None if weights is None else np.asarray(weights, dtype=np.float64)[order]
-    weighted = values if counts is None else values * counts
-    means: list[Any] = []
-    for drawn in first_draws(n) if n <= 256 else draws(n):
-        part = weighted[drawn].mean(axis=1)
-        means.append(part if counts is None else part / counts[drawn].mean(axis=1))
-    # Without the bounds, rounding could put equal scores outside of their own interval.
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975]).clip(values[0], values[-1])
-    return [float(low), float(high)]
-
-
-def draws(n: int) -> Iterator[Any]:
-    """Which samples each resample has, some resamples at a time."""
-    import numpy as np
-
-    rng = np.random.default_rng(BOOTSTRAP_SEED + n)
-    chunk = max(1, 1_000_000 // n)  # resamples at a time: 8 MB of indices
-    for start in range(0, N_RESAMPLES, chunk):
-        yield rng.integers(0, n, size=(min(chunk, N_RESAMPLES - start), n))
-
-
-@lru_cache(maxsize=2)
-def first_draws(n: int) -> tuple[Any, ...]:
-    """All of `draws`, kept: a report asks for hundreds of intervals of as many samples; 20 MB at most each."""
-    return tuple(draws(n))
 
 
 def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:

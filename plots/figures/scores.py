@@ -335,7 +335,7 @@ def pareto(runs: Sequence[Run]) -> list[Figure]:
         figure, ax = style.new("Score against bytes on the device", run_set.about, height=3.0)
         named: set[str] = set()
         for run, x, y in points:
-            looks = style.look(run.method) | {"linestyle": "", "marker": marker(run.method)}
+            looks = style.look(run.method) | {"linestyle": ""}
             hollow = {"markerfacecolor": "none"} if run.result.within_budget is False else {}
             label = run.result.method_label
             ax.plot([x], [y], label=None if label in named else label, **looks, **hollow)
@@ -356,10 +356,6 @@ def pareto(runs: Sequence[Run]) -> list[Figure]:
         style.legend(figure, ax)
         made.append(figure)
     return made
-
-
-def marker(method: str) -> str:
-    return "*" if method == "full" else style.look(method)["marker"]
 
 
 def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -9,39 +9,23 @@ import hashlib
 import importlib
 from contextlib import suppress
 from importlib import metadata
-from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
 import altair as alt
 
 from engine.checkpoints.digests import cache_home, read_own, write_own
-from plots import style
+from plots import looks
 
 SCORE = "@score"  # title of the axis that scores are on
 COST = "@cost"  # title of the axis of bytes or tokens
 LARGEST_SCRIPT = 16 << 20  # bytes; today's has 0.9 MB
 
 
-def polygon(n: int, inner: float = 1.0, width: float = 1.0) -> str:
-    """A shape with `n` corners as Vega has it, a path within -1 to 1; with `inner` a star."""
-    turns = range(2 * n if inner < 1 else n)
-    radii = [inner if inner < 1 and i % 2 else 1.0 for i in turns]
-    corners = [(r * sin(2 * pi * i / len(turns)), -r * cos(2 * pi * i / len(turns))) for i, r in enumerate(radii)]
-    return "M" + "L".join(f"{width * x:.3f},{y:.3f}" for x, y in corners) + "Z"
-
-
-SHAPES = {  # of matplotlib's markers
-    "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
-    "<": "triangle-left", ">": "triangle-right", "X": polygon(4, 0.35), "*": polygon(5, 0.45), "p": polygon(5),
-    "h": polygon(6), "8": polygon(8), "d": polygon(4, width=0.55), "": polygon(5, 0.45),
-}  # fmt: skip
-
-
 def look(method: str) -> dict[str, str | None]:
     """Colour and shape of a method, those of all figures; None: the page's own black."""
-    looks = style.look(method)
-    return {"colour": None if method == "full" else looks["color"], "shape": SHAPES[looks["marker"]]}
+    found = looks.look(method)
+    return {"colour": None if found.colour == looks.INK else found.colour, "shape": found.path}
 
 
 def pareto_chart() -> dict[str, Any]:

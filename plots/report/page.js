@@ -115,9 +115,9 @@
     let title = run.n_oom ? `${run.n_oom} samples ran out of memory` : null;
     if (part.paired) {
       const { mean, ci, n, more, same, less, p, holm, family, unit } = part.paired;
-      const sign = n < 2 ? 0 : ci[0] > 0 ? 1 : ci[1] < 0 ? -1 : 0; // a single pair has no interval
+      const sign = holm < 0.05 ? Math.sign(mean) : 0; // LEVEL of plots/stats.py
       tone = { 1: "good", "-1": "bad", 0: "" }[lower(part.metric) ? -sign : sign];
-      lines.push(el("small", { class: tone }, `${signed(mean)}${unit ? " " + unit : ""} (${signed(ci[0])} to ${signed(ci[1])}), n ${n}`));
+      lines.push(el("small", { class: tone }, `${signed(mean)}${unit ? " " + unit : ""} (${ci ? `${signed(ci[0])} to ${signed(ci[1])}` : "no interval"}), n ${n}`));
       title = `${more} above full attention, ${same} equal, ${less} below; p ${number(p)}, Holm's over ${family} ${number(holm)}` + (title ? `; ${title}` : "");
     }
     if (run.n_oom) lines.push(el("small", { class: "flag" }, `${run.n_oom} out of memory`));
@@ -145,7 +145,7 @@
     const measured = list.filter((run) => run.parts.some((part) => column(run, part) === $("pareto-task").value));
     for (const run of list) for (const part of run.parts) {
       if (column(run, part) !== $("pareto-task").value || part.score === null || cost(run.audit) === null) continue;
-      const against = part.paired ? `${signed(part.paired.mean)} (${signed(part.paired.ci[0])} to ${signed(part.paired.ci[1])}), n ${part.paired.n}` : "-";
+      const against = part.paired ? `${signed(part.paired.mean)} (${part.paired.ci ? part.paired.ci.map(signed).join(" to ") : "no interval"}), n ${part.paired.n}` : "-";
       const variant = nameIn(run, measured);
       found.push({ run: run.i, method: run.method, variant, metric: part.metric, cost: cost(run.audit), score: part.score, n: part.n,
         low: part.ci ? part.ci[0] : part.score, high: part.ci ? part.ci[1] : part.score,

@@ -82,7 +82,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     baselines, others = Baselines(runs), Others(runs)
     described = [describe(run, others, root, baselines) for run in runs]
     adjust(described)
-    looks = {run.result.method: look(run.result.method) for run in runs}
+    looks = {run.result.method: look(run.method) for run in runs}
     return {"runs": described, "metrics": {name: m.better for name, m in METRICS.items()}, "looks": looks}
 
 
@@ -217,8 +217,8 @@ class Baselines:
         ours, theirs = ([value(row, is_loss) for row in side] for side in zip(*pairs, strict=True))
         found = paired(ours, theirs)
         return {
-            "mean": found.difference.mean,
-            "ci": [found.difference.low, found.difference.high],
+            "mean": found.mean,
+            "ci": None if found.difference is None else [found.difference.low, found.difference.high],
             "p": found.p,
             "n": found.n,
             "more": found.wins,

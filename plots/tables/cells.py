@@ -5,7 +5,7 @@ runs that agree in them has its own, and those that are not the paper's setting 
 
 Average   plain mean of the datasets' scores, these rounded to two decimals first, as the papers compute it; only where
           all of a table's datasets were run. Else: the mean of those that all methods of the block have, ours and the
-          published ones alike, and the row says how many. Its interval resamples within each dataset.
+          published ones alike, and the row says how many. Its interval resamples datasets and samples.
 Bold      best of a row at the printed digit, without those that nothing bounds (Full, Oracle, MInference alone), and
           without runs over budget.
 
@@ -15,11 +15,12 @@ Not here: what a paper's table holds (`plots/tables/papers.py`), how a table is 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
+from typing import Literal
 
 from evals.results import SampleRow
 from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
 from plots.run_sets import comparable
-from plots.stats import Interval, holm, interval, macro_interval, paired
+from plots.stats import Interval, holm, interval, macro_interval, paired, scaled
 from plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
@@ -225,7 +226,12 @@ def table_cell(
         return ours
     spread = interval(values)
     mean = fsum(values) / len(values)  # as in result.json, to the last bit
-    return replace(ours, score=100 * mean, low=100 * spread.low, high=100 * spread.high)
+    return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
+
+
+def at(spread: Interval | None, end: Literal["low", "high"]) -> float | None:
+    """An end of an interval, in percent."""
+    return None if spread is None else 100 * getattr(spread, end)
 
 
 def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
@@ -258,13 +264,13 @@ def differences(
             continue
         full_scores = {row.prompt_sha256: row.score for row in samples[dataset, full, budget]}
         pairs = [
-            (100 * row.score, 100 * other)
+            (row.score, other)
             for row in samples[key]
             if row.score is not None and (other := full_scores.get(row.prompt_sha256)) is not None
         ]
         if pairs:
             result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
-            changed[key] = replace(each, vs_full=result.difference)
+            changed[key] = replace(each, vs_full=scaled(result.difference, 100))
             p_values.append(result.p)
     adjusted = holm(p_values).tolist() if p_values else []
     return {key: replace(each, vs_full_p=p) for (key, each), p in zip(changed.items(), adjusted, strict=True)}
@@ -317,8 +323,8 @@ def average(
     return TableCell(
         *key,
         score=mean,
-        low=100 * spread.low,
-        high=100 * spread.high,
+        low=at(spread, "low"),
+        high=at(spread, "high"),
         n=sum(each.n for each in members),
         n_oom=sum(each.n_oom for each in members),
         published=published,
@@ -419,9 +425,9 @@ def efficiency_cells(
             metric,
             method,
             "",
-            score=fsum(values) if total else spread.mean,
-            low=None if total else spread.low,
-            high=None if total else spread.high,
+            score=fsum(values) if total else fsum(values) / len(values),
+            low=None if total or spread is None else spread.low,
+            high=None if total or spread is None else spread.high,
             n=len(values),
             n_oom=len(rows) - len(done),
             over=over_budget(rows),

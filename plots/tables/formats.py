@@ -107,7 +107,7 @@ def heading(table: Table) -> str:
 
 def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
-    sentences = ["Scores are means times 100, ± half of their 95 % bootstrap interval over samples; - was not run."]
+    sentences = ["Scores are means times 100, ± half of their 95 % interval (none of one sample); - was not run."]
     if any(cell.over for cell in table.cells.values()):
         sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     if any(cell.published for cell in table.cells.values()):

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+from matplotlib.colors import to_hex
+
 from evals.tasks.needle.heatmap import Pivot, draw_heatmap, frame
 
 
@@ -14,3 +16,11 @@ def test_a_picture_does_not_depend_on_those_drawn_before(tmp_path: Path) -> None
     draw_heatmap(tmp_path / "alone.png", second, "Full")
     assert (tmp_path / "behind.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
     assert (tmp_path / "behind.png").read_bytes() != (tmp_path / "first.png").read_bytes()
+
+
+def test_hit_and_miss_differ_in_lightness_and_no_cell_looks_like_a_score() -> None:
+    """Red and green looked alike to who sees no difference between them."""
+    _, _, image = frame((1000,), (50.0,))
+    miss, half, hit = (sum(image.cmap(score)[:3]) / 3 for score in (0.0, 0.5, 1.0))
+    assert half - miss > 0.2 and hit - half > 0.1
+    assert to_hex(image.cmap(float("nan"))) == "#ffffff"

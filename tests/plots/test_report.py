@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from evals.results import METRICS, bootstrap_ci95
+from evals.results import METRICS, wilson
 from plots.read import load
 from plots.report import charts as report_charts
 from plots.report.page import as_json, main, overview, page, samples
+from plots.stats import paired
 from tests.plots.report_runs import write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -46,11 +47,12 @@ def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
     quest = next(run for run in described(root).values() if run["variant"].startswith("Quest · ratio 1/5"))
     (part,) = quest["parts"]
     assert part["score"] == pytest.approx(3 / 6)
-    assert part["ci"] == bootstrap_ci95([1, 0, 1, 0, 0, 1])
+    assert part["ci"] == pytest.approx((wilson(3, 6).low, wilson(3, 6).high))
     found = part["paired"]
     assert (found["mean"], found["n"]) == (pytest.approx(-2 / 6), 6)
     assert (found["more"], found["same"], found["less"]) == (0, 4, 2)
-    assert found["ci"] == bootstrap_ci95([0, -1, 0, 0, -1, 0])
+    spread = paired([1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 1, 1]).difference
+    assert spread and found["ci"] == [spread.low, spread.high] and spread.low < found["mean"] < 0 < spread.high
     assert found["family"] == 2 and found["holm"] >= found["p"]
     cells = {(length, depth): (score, n) for length, depth, score, n in part["heat"]}
     assert cells[1000, 0] == (0.5, 2)  # samples 0 and 4

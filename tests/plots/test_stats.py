@@ -4,7 +4,24 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plots.stats import benjamini_hochberg, holm, interval, paired, sign_flip_p
+from plots.stats import (
+    BEST,
+    LEVEL,
+    TIED,
+    UNDECIDED,
+    WORSE,
+    benjamini_hochberg,
+    corrected,
+    holm,
+    interval,
+    macro_interval,
+    paired,
+    paired_over_datasets,
+    scaled,
+    sign_flip_p,
+    small_n,
+    standings,
+)
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
@@ -12,6 +29,7 @@ P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 def test_the_interval_is_that_of_scipy() -> None:
     scores = np.random.default_rng(1).beta(2, 5, size=60)
     ours = interval(scores)
+    assert ours
     theirs = scipy.stats.bootstrap(
         (scores,), np.mean, n_resamples=40_000, method="percentile", rng=np.random.default_rng(5)
     ).confidence_interval
@@ -25,13 +43,55 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
     covered = 0
     for _ in range(300):
         found = interval(rng.normal(0.3, 1, size=40))
+        assert found
         covered += found.low <= 0.3 <= found.high
     assert 0.90 <= covered / 300 <= 0.98
 
 
-def test_a_single_score_is_its_own_interval() -> None:
-    assert interval([0.25]) == interval(np.array([0.25]))
-    assert (interval([0.25]).low, interval([0.25]).high) == (0.25, 0.25)
+def test_one_sample_has_no_interval() -> None:
+    assert interval([0.25]) is None and interval([1.0]) is None
+    assert macro_interval([[1.0]]) is None and scaled(None, 100) is None
+    one = paired([1.0], [0.0])
+    assert (one.mean, one.difference, one.n) == (1.0, None, 1)
+
+
+def test_hits_alone_are_no_certainty() -> None:
+    """It said 100.00 ± 0.00 of four hits, and 0.00 ± 0.00 of four misses."""
+    all_hit, none = interval([1.0] * 4), interval([0.0] * 4)
+    assert all_hit and none
+    assert (all_hit.mean, all_hit.high) == (1.0, 1.0) and all_hit.low == pytest.approx(0.5101, abs=1e-4)
+    assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(1 - all_hit.low)
+    percent = scaled(all_hit, 100)
+    assert percent and (percent.mean, percent.high) == (100.0, 100.0)
+
+
+def test_an_average_over_single_samples_is_uncertain() -> None:
+    """Seven datasets of one sample: the tables said 40.00 ± 0.00, the terminal 0.114 to 0.734."""
+    found = macro_interval([[0.0], [1.0], [0.0], [0.8], [0.0], [1.0], [0.0]])
+    assert found and found.mean == pytest.approx(0.4)
+    assert found.low < 0.15 and found.high > 0.7
+    same = macro_interval([[1.0]] * 7)
+    assert same and same == interval([1.0] * 7) and same.low < 0.7
+
+
+def test_an_average_is_as_uncertain_as_its_datasets_are_few() -> None:
+    """Resampling samples alone, three datasets that disagree seemed as sure as one."""
+    rng = np.random.default_rng(3)
+    datasets = [rng.normal(level, 0.01, size=50) for level in (0.2, 0.5, 0.8)]
+    found = macro_interval([each.tolist() for each in datasets])
+    assert found and found.low < 0.3 and found.high > 0.7
+    again = macro_interval([each.tolist()[::-1] for each in datasets[::-1]])
+    assert again == found, "neither the order of datasets nor of samples matters"
+
+
+def test_two_stages_cover_the_true_mean_about_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(40):
+        found = macro_interval([rng.normal(rng.normal(0.5, 0.1), 0.3, size=6).tolist() for _ in range(16)])
+        assert found
+        covered += found.low <= 0.5 <= found.high
+    assert 0.88 <= covered / 40 <= 1
 
 
 @pytest.mark.parametrize("n", [3, 8, 14])
@@ -57,7 +117,7 @@ def test_random_signs_agree_with_all_signs(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_equal_variants_have_no_difference() -> None:
     found = paired([0.1, 0.7, 0.3], [0.1, 0.7, 0.3])
-    assert (found.difference.mean, found.p, found.ties, found.n) == (0.0, 1.0, 3, 3)
+    assert (found.mean, found.difference, found.p, found.ties, found.n) == (0.0, None, 1.0, 3, 3)
 
 
 def test_rounding_is_no_difference() -> None:
@@ -71,9 +131,10 @@ def test_pairs_see_what_two_separate_intervals_do_not() -> None:
     reference = np.linspace(0, 1, 50)
     better = reference + np.random.default_rng(9).normal(0.02, 0.01, size=50)
     found = paired(better, reference)
-    assert found.difference.low > 0
+    assert found.difference and found.difference.low > 0
     assert found.p < 0.001
-    assert interval(better).low < interval(reference).high
+    apart, other = interval(better), interval(reference)
+    assert apart and other and apart.low < other.high
 
 
 @given(P_VALUES)
@@ -105,3 +166,105 @@ def test_what_has_no_mean_is_refused(bad: list[float]) -> None:
 def test_different_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="not the same samples"):
         paired([0.1, 0.2], [0.1])
+
+
+# --- what counts as a difference ----------------------------------------------------------------
+
+
+def test_no_interval_excludes_0_where_the_test_finds_nothing() -> None:
+    """A cell was red as its bootstrap excluded 0, while its tooltip said p = 0.125 and Holm 1.000."""
+    found = paired([0.1, 0.2, 0.15, 0.3], [0.4, 0.3, 0.5, 0.6])
+    assert found.p == 0.125 and found.difference
+    assert found.difference.low < 0 <= found.difference.high
+    hits = paired([1.0] * 4, [0.0] * 4)
+    assert hits.p == 0.125 and hits.difference and hits.difference.low <= 0 < hits.difference.high
+    many = corrected(dict.fromkeys(range(8), found))[0]
+    assert (many.p, many.sign) == (1.0, 0) and "no difference shown" in many.words
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=12))
+def test_intervals_of_hits_hold_the_mean_and_have_a_width(pairs: list[tuple[bool, bool]]) -> None:
+    found = paired([float(a) for a, _ in pairs], [float(b) for _, b in pairs])
+    assert found.difference
+    assert -1 <= found.difference.low <= found.mean <= found.difference.high <= 1
+    assert found.difference.low < found.difference.high
+    if found.p >= LEVEL:
+        assert found.difference.low <= 0 <= found.difference.high
+
+
+def test_colours_follow_the_corrected_test() -> None:
+    clear = paired(np.linspace(0.5, 0.9, 12), np.linspace(0.1, 0.5, 12))
+    unclear = paired([0.4, 0.5, 0.7, 0.6, 0.9, 0.8], [0.3, 0.4, 0.6, 0.5, 0.8, 0.7])
+    assert unclear.p < LEVEL
+    found = corrected({"clear": clear, "unclear": unclear, "other": unclear, "worse": paired([0.1] * 6, [0.2] * 6)})
+    assert found["clear"].sign == 1 and found["unclear"].sign == 0, "alone it would be one, beside others it is none"
+    assert corrected({"unclear": unclear})["unclear"].sign == 1
+    assert corrected({"worse": paired([0.1] * 9, [0.2] * 9)})["worse"].sign == -1
+    assert corrected({}) == {}
+
+
+def test_averages_are_compared_with_each_dataset_counting_as_much() -> None:
+    long, short = np.zeros(90), np.ones(10)
+    found = paired_over_datasets([long + 0.1, short], [long, short - 0.3])
+    assert found.mean == pytest.approx((0.1 + 0.3) / 2)
+    assert (found.wins, found.n) == (100, 100) and found.p < 0.001
+    assert paired_over_datasets([long + 0.1], [long]) == paired(long + 0.1, long)
+
+
+def test_few_samples_are_called_few() -> None:
+    assert small_n(6) == "" and small_n(5) == "5 samples show no difference, whatever the scores: it takes 6"
+    assert small_n(1).startswith("one sample shows") and small_n(6, 10)
+    for n in range(2, 14):
+        for comparisons in (1, 3, 21):
+            can = holm([sign_flip_p(np.ones(n))], comparisons)[0] < LEVEL
+            assert (small_n(n, comparisons) == "") == can
+
+
+def column(**levels: float) -> dict[str, dict[int, float]]:
+    rng = np.random.default_rng(6)
+    noise = rng.uniform(0, 0.02, size=(len(levels), 30))
+    return {name: dict(enumerate(level + more)) for (name, level), more in zip(levels.items(), noise, strict=True)}
+
+
+def test_the_best_is_best_only_where_the_test_says_so() -> None:
+    found = standings(column(good=0.8, bad=0.3, worse=0.2))
+    assert found.of == {"good": BEST, "bad": WORSE, "worse": WORSE}
+    assert [found.marked(name) for name in found.of] == ["bold", "", ""]
+    lower = standings(column(good=0.8, bad=0.3), better="lower")
+    assert lower.of == {"good": WORSE, "bad": BEST}
+
+
+def test_ties_are_shown_as_ties() -> None:
+    scores = column(good=0.8, bad=0.3)
+    scores["near"] = {i: value + (-1) ** i * 0.001 * (i > 0) for i, value in scores["good"].items()}
+    found = standings(scores)
+    assert {found.of["good"], found.of["near"]} == {BEST, TIED} and found.of["bad"] == WORSE
+    assert [found.marked(name) for name in ("good", "near", "bad")] == ["tie", "tie", ""]
+    same = standings(scores | {"near": scores["good"]})
+    assert same.of["near"] == same.of["good"] == BEST and same.marked("near") == "tie"
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        ({"a": {1: 0.0, 2: 0.0}, "b": {1: 0.0, 2: 0.0}}, "all scores are 0"),
+        ({"a": {1: 1.0, 2: 0.0}, "b": {1: 0.0, 2: 1.0}}, "all means are equal"),
+        ({"a": {1: 1.0}, "b": {1: 0.0}}, "one sample shows no difference"),
+        ({"a": dict.fromkeys(range(5), 1.0), "b": dict.fromkeys(range(5), 0.0)}, "5 samples show no difference"),
+        ({"a": {1: 1.0}, "b": {2: 0.0}}, "no sample was answered"),
+        ({"a": {1: 1.0}, "b": {}}, "nothing to compare"),
+    ],
+)
+def test_where_nothing_can_be_told_nothing_is_best(scores: dict[str, dict[int, float]], why: str) -> None:
+    found = standings(scores)
+    assert set(found.of.values()) == {UNDECIDED} and why in found.why
+    assert {found.marked(name) for name in scores} == {""}
+
+
+def test_an_averages_best_counts_datasets_not_samples() -> None:
+    """`many` wins 40 samples of one dataset and loses two others of 10."""
+    keys = [("long", i) for i in range(40)] + [(name, i) for name in ("x", "y") for i in range(10)]
+    many = {key: 0.9 if key[0] == "long" else 0.1 for key in keys}
+    few = dict.fromkeys(keys, 0.5)
+    found = standings({"many": many, "few": few})
+    assert found.of["few"] == BEST and found.of["many"] in (TIED, WORSE)

@@ -1,43 +1,133 @@
 """Every method has a look of its own, also one that no file of ours names."""
 
+import re
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
-from plots import style
+import pytest
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
+
+from plots import looks, style
+from plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, known, look
 from plots.read import load
 from plots.report.page import overview
+from tests.plots import colour_vision
 from tests.plots.report_runs import write_run
 
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf" / "method"
 OUTSIDE = ["smallest_keys", "mine", "mine-A", "mine-B", "keys", "random_keys", "value_norm", "snapkv_paper"]
 
 
-def pair(method: str) -> tuple[str, str]:
-    looks = style.look(method)
-    return looks["color"], looks["marker"]
+VISIONS = ("normal", *colour_vision.DEFICIENT)
+FAR = 0.09  # in Oklab; 0.02 is just noticed side by side, white and black are 1 apart
+TODAY = sorted({known(file.stem) or file.stem for file in CONF.glob("*.yaml")})
+TO_COME = (
+    *(
+        "adakv",
+        "ada_pyramid",
+        "kvzip",
+        "expected_attention",
+        "duo_attention",
+        "tova",
+        "keydiff",
+        "knorm",
+        "lagkv",
+        "rkv",
+    ),
+    *("triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode", "kivi", "turboquant"),
+    *("shadowkv", "attention_matching", "hf_quantized_cache", "magicpig", "retroinfer", "double_sparsity", "loki"),
+    *("rocketkv", "minference"),
+)
 
 
-def test_each_method_has_a_colour_and_marker_of_its_own() -> None:
-    methods = [*style.METHODS, *OUTSIDE]
-    assert len({pair(method) for method in methods}) == len(methods)
-    ours = {style.look(method)["color"] for method in style.METHODS}
-    theirs = {style.look(method)["color"] for method in OUTSIDE}
-    assert len(theirs) == len(OUTSIDE) and not ours & theirs
+def distance(one: str, other: str) -> float:
+    """Between two colours, in the vision that tells them apart least."""
+    return min(colour_vision.distance(one, other, vision) for vision in VISIONS)
+
+
+def test_the_simulation_is_that_of_its_authors() -> None:
+    """Greys stay; red and green come close for those who lack one of both, not for those who lack blue."""
+    for vision in VISIONS:
+        assert colour_vision.distance("#808080", colour_vision.seen("#808080", vision), "normal") < 0.005
+    red, green = "#D03030", "#30A030"
+    assert colour_vision.distance(red, green, "deutan") < 0.4 * colour_vision.distance(red, green, "tritan")
+    assert colour_vision.seen("#FF0000", "deutan") == "#A39000"
+
+
+def test_every_method_of_today_and_those_to_come_have_a_look() -> None:
+    assert len(LOOKS) >= 40 and set(TODAY) | set(TO_COME) == set(LOOKS)
+    assert len(set(LOOKS.values())) == len(LOOKS)
+    assert {each.shape for each in LOOKS.values()} == SHAPES.keys() - OTHER_SHAPES.keys()
+
+
+def test_methods_that_share_a_marker_differ_in_dash_and_in_colour_for_all_eyes() -> None:
+    for (one, first), (other, second) in combinations(LOOKS.items(), 2):
+        if first.shape == second.shape:
+            assert first.dash != second.dash, (one, other)
+            assert distance(first.colour, second.colour) > FAR, (one, other)
+    own = [name for name, each in LOOKS.items() if each.shape in OWN]
+    assert own == ["full", "oracle"]
+
+
+def test_methods_of_today_have_a_marker_each() -> None:
+    assert len({look(name).shape for name in TODAY}) == len(TODAY) == 14
+
+
+@pytest.mark.parametrize("paper", ["#FFFFFF", "#fbfbfa", "#14171a", "#1b1f24"])
+def test_every_colour_can_be_seen_on_paper_and_on_the_reports_pages(paper: str) -> None:
+    css = (ROOT / "plots" / "report" / "page.css").read_text()
+    assert paper == "#FFFFFF" or paper in css
+    names = [name for name in LOOKS if name != "full"]  # black, and white on the dark page
+    for colour in [look(name).colour for name in (*names, *OUTSIDE, *map(str, range(500)))]:
+        assert colour_vision.contrast(colour, paper) >= 3, "of WCAG 2.1 for parts of graphics"
+
+
+def test_the_heat_maps_ends_are_apart_for_all_eyes() -> None:
+    """The ends of red, amber and green looked alike in deuteranopia."""
+    assert distance(looks.HEAT_STOPS[0], looks.HEAT_STOPS[-1]) > 0.6
+    for low, high in pairwise(looks.HEAT_STOPS):
+        assert distance(low, high) > 0.04
+    old = colour_vision.distance("#F0496E", "#0CD79F", "deutan")
+    assert old < 0.12
+    assert looks.HEAT_STOPS == tuple(to_hex(colormaps[looks.HEAT](i / 9)).upper() for i in range(10))
+
+
+def test_no_look_from_outside_is_one_of_ours() -> None:
+    names = [*OUTSIDE, *map(str, range(300))]
+    assert not {look(name).shape for name in names} & {each.shape for each in LOOKS.values()}
+    assert len({look(name) for name in OUTSIDE}) == len(OUTSIDE)
 
 
 def test_the_look_of_an_unknown_method_follows_from_its_name() -> None:
-    assert pair("smallest_keys") == ("#B16A18", "h")
+    assert look("smallest_keys") == Look("#CB5139", "ell", "-")
     dashes = {style.look("smallest_keys", nth)["linestyle"] for nth in range(4)}
     assert len(dashes) == 4, "lines of one method are told apart"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_marker_is_the_same_path_for_figures_and_page(name: str) -> None:
+    path = Look("#000000", name, "-").path
+    corners = [tuple(map(float, pair.split(","))) for pair in re.findall(r"[-.\de]+,[-.\de]+", path)]
+    assert corners == [(pytest.approx(x, abs=0.006), pytest.approx(-y, abs=0.006)) for x, y in SHAPES[name]]
+
+
+def test_presets_look_like_their_method() -> None:
+    assert [known(name) for name in ("h2o_paper", "h2o_decode", "h2o_decode_paper", "mine", "ada_pyramid")] == [
+        *("h2o", "h2o_decode", "h2o_decode", None, "ada_pyramid")
+    ]
 
 
 def test_the_report_shows_methods_as_the_figures_do(tmp_path: Path) -> None:
     for method in ("full", "quest", "smallest_keys", "mine"):
         write_run(tmp_path, method, [1, 0, 1])
-    looks = overview(load(tmp_path), tmp_path)["looks"]
-    assert looks["full"]["colour"] is None  # black, or white on a dark page
+    shown = overview(load(tmp_path), tmp_path)["looks"]
+    assert shown["full"]["colour"] is None  # black, or white on a dark page
     for method in ("quest", "smallest_keys", "mine"):
-        assert looks[method]["colour"] == style.look(method)["color"]
-    assert len({tuple(look.values()) for look in looks.values()}) == 4
+        assert shown[method] == {"colour": style.look(method)["color"], "shape": look(method).path}
+    assert len({tuple(each.values()) for each in shown.values()}) == 4
 
 
 def test_a_file_of_the_users_own_is_no_preset_of_ours(tmp_path: Path) -> None:

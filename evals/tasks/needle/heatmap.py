@@ -56,11 +56,11 @@ def draw_heatmap(path: Path, table: Pivot, title: str) -> None:
 @lru_cache(maxsize=1)
 def frame(lengths: tuple[int, ...], depths: tuple[float, ...]) -> tuple[Any, Any, Any]:
     """All of the picture but its scores and title, which the runs of a sweep share: figure, axes and image."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load; evals does without
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib import colormaps  # slow to load; evals does without
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    colours = LinearSegmentedColormap.from_list("needle", ["#F0496E", "#EBB839", "#0CD79F"])
+    colours = colormaps["cividis"].with_extremes(bad="#FFFFFF")  # ends that all eyes tell apart, as in all figures
     figure = Figure(figsize=(max(5, 2 + 0.5 * len(lengths)), 4), layout="constrained")
     FigureCanvasAgg(figure)
     ax = figure.add_subplot()

@@ -1,10 +1,11 @@
 import random
 
-import numpy as np
 import pytest
 
 from evals.results import (
     bootstrap_ci95,
+    combined_ci95,
+    interval,
     summarise,
 )
 from tests.evals.results.made_rows import (
@@ -56,16 +57,21 @@ def test_a_run_without_any_score_says_null() -> None:
     assert "NaN" not in result.to_json()
 
 
-def test_an_interval_is_deterministic_and_holds_the_mean() -> None:
-    scores = [float(x) for x in np.random.default_rng(3).random(200)]
-    interval = bootstrap_ci95(scores)
-    assert interval is not None and interval == bootstrap_ci95(scores[::-1])
-    low, high = interval
-    expected = 1.96 * np.std(scores) / np.sqrt(len(scores))  # of a normal approximation
-    assert np.mean(scores) - low == pytest.approx(expected, rel=0.1)
-    assert high - np.mean(scores) == pytest.approx(expected, rel=0.1)
+def test_the_interval_of_a_run_is_that_of_its_scores() -> None:
+    hits = summarise([ok_row(i, score=float(i < 3)) for i in range(4)], FACTS)
+    found = interval([1, 1, 1, 0])
+    assert found is not None and hits.score_ci95 == [found.low, found.high]
+    parts = [0.25, 0.5, 0.75, 0.5]
+    assert summarise([ok_row(i, score=x) for i, x in enumerate(parts)], FACTS).score_ci95 == bootstrap_ci95(parts)
 
 
-@pytest.mark.parametrize("scores", [[0.3], [0.1] * 7, [1.0] * 300, [0.0, 0.0]])
-def test_equal_scores_have_an_interval_of_no_width(scores: list[float]) -> None:
-    assert bootstrap_ci95(scores) == [scores[0], scores[0]]
+def test_one_sample_has_a_score_and_no_interval() -> None:
+    result = summarise([ok_row(0, score=1.0), oom_row(1)], FACTS)
+    assert (result.score, result.score_ci95) == (1.0, None)
+
+
+def test_only_shares_have_hits_and_misses() -> None:
+    """Twice as slow as full attention at both samples is no hit of anything."""
+    rows = [ok_row(i, score=1.0) for i in range(2)]
+    assert combined_ci95(rows, "tpot_ratio") == [1.0, 1.0]
+    assert combined_ci95(rows) != [1.0, 1.0]

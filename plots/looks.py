@@ -1,0 +1,198 @@
+"""The look of every method: one table of colour, marker and dash for figures, report and heat maps alike.
+
+Families share a hue. Methods share a marker only where their colours are far apart in any colour vision, and then
+their dashes differ: points are told by marker and colour, lines by marker and dash even in black and white. All colours
+can be seen on white paper and on the report's dark page. `tests/plots/test_style.py` measures it.
+
+A method that is not here, such as one of a user's own file, has a look that follows from its name: the same in every
+figure, whatever else is drawn, and with a marker that none of ours has.
+
+Not here: matplotlib (`plots/style.py`), Vega (`plots/report/charts.py`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import cos, pi, sin
+
+Polygon = tuple[tuple[float, float], ...]
+
+INK = "#000000"  # of full attention; the dark page draws it in its own white
+GREY = "#777777"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one method is drawn: a colour as #RRGGBB, a name in `SHAPES`, a dash of `DASHES`."""
+
+    colour: str
+    shape: str
+    dash: str
+
+    @property
+    def path(self) -> str:
+        """The marker as an SVG path within -1 to 1; "circle" for the one without corners. Vega takes either."""
+        corners = SHAPES[self.shape]
+        return "M" + "L".join(f"{x:.3g},{-y:.3g}" for x, y in corners) + "Z" if corners else "circle"
+
+
+def turned(corners: Sequence[tuple[float, float]], quarters: int) -> Polygon:
+    """A shape after so many quarter turns to the left."""
+    for _ in range(quarters):
+        corners = [(-y, x) for x, y in corners]
+    return tuple(corners)
+
+
+def star(n: int, inner: float) -> Polygon:
+    radii = [inner if i % 2 else 1.0 for i in range(2 * n)]
+    return tuple((r * sin(pi * i / n), r * cos(pi * i / n)) for i, r in enumerate(radii))
+
+
+DIAMOND: Polygon = ((0, 1), (1, 0), (0, -1), (-1, 0))
+UP: Polygon = ((0, 0.9), (0.95, -0.75), (-0.95, -0.75))
+BOWTIE: Polygon = ((-0.95, 0.85), (0, 0.2), (0.95, 0.85), (0.95, -0.85), (0, -0.2), (-0.95, -0.85))
+BAR: Polygon = ((-1, 0.4), (1, 0.4), (1, -0.4), (-1, -0.4))
+PLUS: Polygon = (
+    *((-0.35, 1), (0.35, 1), (0.35, 0.35), (1, 0.35), (1, -0.35), (0.35, -0.35)),
+    *((0.35, -1), (-0.35, -1), (-0.35, -0.35), (-1, -0.35), (-1, 0.35), (-0.35, 0.35)),
+)
+HALF = 0.5**0.5
+# Corners of the markers, upwards is positive; as large to the eye as each other.
+SHAPES: dict[str, Polygon] = {
+    "circle": (),
+    "square": ((-0.8, 0.8), (0.8, 0.8), (0.8, -0.8), (-0.8, -0.8)),
+    "diamond": DIAMOND,
+    "thin diamond": tuple((0.55 * x, 1.1 * y) for x, y in DIAMOND),
+    "up": UP,
+    "left": turned(UP, 1),
+    "down": turned(UP, 2),
+    "right": turned(UP, 3),
+    "bowtie": BOWTIE,
+    "hourglass": turned(BOWTIE, 1),
+    "bar": BAR,
+    "pillar": turned(BAR, 1),
+    "plus": PLUS,
+    "cross": tuple((HALF * (x - y), HALF * (x + y)) for x, y in PLUS),
+    "star": star(5, 0.42),
+}
+OWN = frozenset({"star", "cross"})  # of one method each: full attention's, the Oracle's
+# Of methods that are not in `LOOKS`.
+OTHER_SHAPES: dict[str, Polygon] = {
+    "house": ((0, 1.1), (0.9, 0.2), (0.9, -0.9), (-0.9, -0.9), (-0.9, 0.2)),
+    "chevron": ((0, 0.9), (1, 0), (1, -0.9), (0, 0), (-1, -0.9), (-1, 0)),
+    "tee": (
+        (-0.95, 0.95),
+        (0.95, 0.95),
+        (0.95, 0.3),
+        (0.35, 0.3),
+        (0.35, -0.95),
+        (-0.35, -0.95),
+        (-0.35, 0.3),
+        (-0.95, 0.3),
+    ),
+    "ell": ((-0.9, 0.9), (-0.2, 0.9), (-0.2, -0.2), (0.9, -0.2), (0.9, -0.9), (-0.9, -0.9)),
+    "trefoil": star(3, 0.35),
+    "six points": star(6, 0.5),
+}
+SHAPES |= OTHER_SHAPES
+DASHES = ("-", "--", ":", "-.")
+
+# Dark, middle and light of each family's hue. All are about as bright, which makes them fit white paper and dark page.
+OBSERVED = ("#B24E01", "#CD5B02", "#EC6B07")  # drop after the prompt, by what its last queries look at
+DECODING = ("#C62F64", "#DB4475", "#F35B89")  # drop at every step
+WINDOWS = ("#9446CB", "#A559DE", "#BA6FF5")  # by place
+KEYS = ("#806A03", "#947B05", "#AA8F15")  # by the keys alone
+PAGES = ("#0E67D9", "#287AED", "#4590FF")  # retrieve pages, blocks, clusters
+CODES = ("#017D38", "#079042", "#2AA655")  # retrieve single tokens by something short that stands for each
+STORED = ("#057781", "#068A96", "#02A0AE")  # keep all tokens, in fewer bytes
+PREFILL = ("#836650", "#957760", "#AA8B74")  # a prefill of its own
+
+LOOKS = {
+    "full": Look(INK, "star", "--"),
+    "oracle": Look(GREY, "cross", ":"),
+    "snapkv": Look(OBSERVED[0], "up", "-"),
+    "pyramidkv": Look(OBSERVED[2], "diamond", "--"),
+    "pyramidinfer": Look(OBSERVED[0], "thin diamond", ":"),
+    "xkv": Look(OBSERVED[2], "bowtie", "-."),
+    "adakv": Look(OBSERVED[2], "plus", "-"),
+    "ada_pyramid": Look(OBSERVED[0], "left", "-"),
+    "kvzip": Look(OBSERVED[0], "circle", "-."),
+    "expected_attention": Look(OBSERVED[0], "right", "--"),
+    "h2o": Look(DECODING[2], "down", "-"),
+    "h2o_decode": Look(DECODING[0], "bowtie", "--"),
+    "tova": Look(DECODING[0], "plus", "--"),
+    "tova_decode": Look(DECODING[2], "square", ":"),
+    "snapkv_decode": Look(DECODING[2], "left", "-."),
+    "rkv": Look(DECODING[2], "bar", "-"),
+    "triattention": Look(DECODING[2], "up", "--"),
+    "streamingllm": Look(WINDOWS[2], "square", "-"),
+    "streamingllm_decode": Look(WINDOWS[0], "bar", "--"),
+    "duo_attention": Look(WINDOWS[1], "down", "-."),
+    "knorm": Look(KEYS[2], "pillar", "-"),
+    "keydiff": Look(KEYS[2], "circle", "--"),
+    "lagkv": Look(KEYS[2], "hourglass", ":"),
+    "quest": Look(PAGES[2], "circle", "-"),
+    "infllm": Look(PAGES[0], "left", "--"),
+    "clusterkv": Look(PAGES[2], "plus", "-."),
+    "retroinfer": Look(PAGES[1], "bowtie", ":"),
+    "rocketkv": Look(PAGES[0], "up", ":"),
+    "pqcache": Look(CODES[2], "right", "-"),
+    "sparq": Look(CODES[0], "hourglass", "--"),
+    "infinigen": Look(CODES[0], "bar", ":"),
+    "loki": Look(CODES[1], "square", "-."),
+    "double_sparsity": Look(CODES[0], "pillar", "-."),
+    "magicpig": Look(CODES[2], "thin diamond", "-"),
+    "shadowkv": Look(CODES[1], "down", "--"),
+    "kivi": Look(STORED[2], "hourglass", "-"),
+    "turboquant": Look(STORED[2], "pillar", "--"),
+    "hf_quantized_cache": Look(STORED[2], "diamond", ":"),
+    "attention_matching": Look(STORED[0], "circle", ":"),
+    "minference": Look(PREFILL[0], "diamond", "-"),
+}
+
+# Colours of a heat map from low to high: cividis, even in lightness and nearly the same for all colour vision.
+HEAT = "cividis"
+HEAT_STOPS = (
+    "#00224E", "#123570", "#3B496C", "#575D6D", "#707173", "#8A8678", "#A59C74", "#C3B369", "#E1CC55", "#FEE838",
+)  # fmt: skip
+
+
+def look(method: str) -> Look:
+    """The look of a method by its name, of ours or of a user's own."""
+    return LOOKS.get(method) or unknown(method)
+
+
+def known(name: str) -> str | None:
+    """The method whose setting a configuration's name says: `h2o` of `h2o_paper`; None where that is none of ours."""
+    parts = name.split("_")
+    heads = ("_".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((head for head in heads if head in LOOKS), None)
+
+
+def unknown(method: str) -> Look:
+    """A look that a name alone makes, its colour as bright as those of `LOOKS`."""
+    digest = hashlib.sha256(method.encode()).digest()
+    turn = 2 * pi * (digest[0] + digest[1] / 256) / 256
+    shapes = list(OTHER_SHAPES)
+    return Look(
+        of_hue(turn, 0.55 + 0.08 * digest[2] / 255), shapes[digest[3] % len(shapes)], DASHES[digest[4] % len(DASHES)]
+    )
+
+
+def of_hue(turn: float, lightness: float) -> str:
+    """A colour of Oklab's lightness, as full of its hue as sRGB can show and the table's are."""
+    chroma = 0.16
+    while True:
+        a, b = chroma * cos(turn), chroma * sin(turn)
+        long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+        middle = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+        short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+        linear = (
+            4.0767416621 * long - 3.3077115913 * middle + 0.2309699292 * short,
+            -1.2684380046 * long + 2.6097574011 * middle - 0.3413193965 * short,
+            -0.0041960863 * long - 0.7034186147 * middle + 1.7076147010 * short,
+        )
+        if all(0 <= x <= 1 for x in linear):
+            coded = (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055 for x in linear)
+            return "#" + "".join(f"{round(255 * x):02X}" for x in coded)
+        chroma -= 0.005
