@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run results test test-gpu test-slow lint format types bench report dashboard clean
+.PHONY: help setup run test test-gpu test-slow lint format types bench report dashboard clean
 .PHONY: paper-tables paper-figures paper-smoke
 
 help: ## print this list
@@ -22,12 +22,6 @@ setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model
 
 run: $(DONE) ## set-up, then PQCache on LongBench; without its data on an embedded set (more: ARGS="limit=7")
 	$(BIN)/python run.py method=pqcache task=longbench ratio=0.2 $(ARGS)
-
-results: $(DONE) ## every method at five budgets on three tasks, about an hour on two cores, then docs/results.md
-	@for task in longbench needle fidelity; do \
-		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
-	done
-	$(BIN)/python -m plots.results runs/results
 
 test: $(DONE) ## set-up, then the tests: two cores, no accelerator, no network (more: ARGS="-k needle")
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -59,6 +53,13 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	@for file in benchmarks/bench_*.py; do \
 		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
+
+.PHONY: results
+results: $(DONE) ## every method at five budgets on three tasks, about an hour on two cores, then docs/results.md
+	@for task in longbench needle fidelity; do \
+		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
+	done
+	$(BIN)/python -m plots.results runs/results
 
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.tables $(ARGS)

@@ -71,8 +71,9 @@ class Group:
         self.cells = [replace(cell, task=cells[0].task) for cell in cells]
         self.folders, self.answered = folders, answered
         self.first = self.cells[0]
-        self.started, self.cpu_started = datetime.now(UTC), process_time()
+        self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
+        self.cpu_started = process_time()
         self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
 
     def run(self, models: Models) -> None:
