@@ -103,7 +103,7 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem.startswith("results_")])
 def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
-    made = [composed(cell) for cell in cells(f"experiment={name}")]
-    by_method = {cell.method.name.partition("_")[0] for cell in made}
+    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
+    by_method = {cell["method"].partition("_")[0] for cell in made}
     assert by_method == {path.stem for path in (CONF / "method").glob("*.yaml") if "_" not in path.stem}
-    assert len({cell.budget.ratio for cell in made}) == 5
+    assert len({cell["ratio"] for cell in made}) == 5
