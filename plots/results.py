@@ -47,10 +47,15 @@ FIDELITY = (
 # --- tables -----------------------------------------------------------------------------------
 
 
-def table(grid: Grid, said: Callable[[str, float, Cell], str], full: str | None = None) -> str:
+def table(
+    grid: Grid,
+    said: Callable[[str, float, Cell], str],
+    full: str | None = None,
+    methods: Sequence[str] | None = None,
+) -> str:
     """Methods down, ratios across."""
     rows = [["Full", *[full] * len(grid.ratios)]] if full else []
-    for method in grid.methods:
+    for method in grid.methods if methods is None else methods:
         cells = grid.cells[method]
         rows.append([grid.labels[method], *(said(method, r, cells[r]) if r in cells else ABSENT for r in grid.ratios)])
     return "\n".join(pipes(["ratio", *(f"{ratio:g}" for ratio in grid.ratios)], rows))
@@ -94,12 +99,21 @@ def difference_table(grid: Grid) -> str:
     return table(grid, said)
 
 
-def bytes_table(grid: Grid, of: Callable[[Cell], float | None], scale: float) -> str:
-    def said(value: float | None) -> str:
-        return ABSENT if value is None else f"{value * scale:,.1f}"
+def device_table(grid: Grid) -> str:
+    full = None if grid.full is None else scaled(device_bytes(grid.full), 1e-6)
+    return table(grid, lambda method, ratio, cell: scaled(device_bytes(cell), 1e-6), full)
 
-    full = None if grid.full is None else said(of(grid.full))
-    return table(grid, lambda method, ratio, cell: said(of(cell)), full)
+
+def moved_table(grid: Grid) -> str:
+    """Of the methods that move anything; the others stand below it."""
+    moving = [name for name in grid.methods if any(moved_bytes(cell) for cell in grid.cells[name].values())]
+    still = ["Full", *(grid.labels[name] for name in grid.methods if name not in moving)]
+    found = table(grid, lambda method, ratio, cell: scaled(moved_bytes(cell), 1e-3), methods=moving)
+    return f"{found}\n\nNothing moves in {', '.join(still)}."
+
+
+def scaled(n_bytes: float | None, by: float) -> str:
+    return ABSENT if n_bytes is None else f"{n_bytes * by:,.1f}"
 
 
 # --- how long it took -------------------------------------------------------------------------
@@ -229,8 +243,8 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
         BYTES.format(
             title=first.measure.title,
             about=first.about,
-            device=bytes_table(first, device_bytes, 1e-6),
-            moved=bytes_table(first, moved_bytes, 1e-3),
+            device=device_table(first),
+            moved=moved_table(first),
         )
     )
     parts.append(TIMES.format(times=times(grids, runs), machine=machine(runs)))
