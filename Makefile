@@ -57,6 +57,13 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
 
+.PHONY: results
+results: $(DONE) ## every method at five budgets on three tasks, about an hour on two cores, then docs/results.md
+	@for task in longbench needle fidelity; do \
+		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
+	done
+	$(BIN)/python -m plots.results runs/results
+
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.tables $(ARGS)
 

@@ -1,9 +1,12 @@
 """How far the simulation is off where it can be checked: decode steps of the embedded model on this machine.
 
 Calibration first, half a minute, at prompts shorter than any that is predicted: how fast weights and K and V are
-read, what a layer costs beside them, and what searching and fetching cost per call, per method. Then the steps of five
-methods at three lengths are measured and compared with `evals.studies.hardware.predict`. The bar is 25 %. What is
-measured is divided by the pace of the moment: a step of the calibration just before, relative to what it took then.
+read, what a number costs that a search makes (of a search that is none of the methods'), what a layer costs beside
+them, and what searching and fetching cost per call, per method. Then the steps of five methods at three lengths are
+measured and compared with `evals.studies.hardware.predict`. The bar is 25 %. What is measured is divided by the pace of
+the moment: a step of the calibration just before, relative to what it took then.
+
+`--cpu` measures CPU seconds on one thread instead of wall time on all: for a machine that others use.
 
 Not here: prefill times, whose lanes a machine without an accelerator does not have.
 """
@@ -11,11 +14,12 @@ Not here: prefill times, whose lanes a machine without an accelerator does not h
 import argparse
 import csv
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -25,8 +29,9 @@ from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
-from evals.studies.hardware import FULL_REQUEST, Hardware, count, layers_of, method_of, predict
+from evals.studies.hardware import FULL_REQUEST, Hardware, Numbers, count, layers_of, method_of, predict
 from evals.tasks.sources import embedded_prose
+from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 
 METHODS = ("full", "snapkv", "quest", "clusterkv", "sparq")
@@ -58,17 +63,28 @@ def rows_of(model: Model, ids: Sequence[int], names: Sequence[str]) -> dict[str,
     return rows
 
 
-def step_seconds(model: Model, row: SelectiveAttention, feed: Sequence[int]) -> float:
+@dataclass(frozen=True)
+class Here:
+    """What is timed, on what, and by which clock."""
+
+    model: Model
+    ids: Sequence[int]
+    clock: Callable[[], float]
+
+
+def step_seconds(here: Here, row: SelectiveAttention, feed: Sequence[int]) -> float:
     """Median step; the first ones wait for clusters and touch memory for the first time."""
-    steps = decode(model, row.trace, [row], max_new_tokens=0, feed=feed).step_seconds
-    return statistics.median(steps[4:])
+    ends = [here.clock()]
+    decode(here.model, row.trace, [row], max_new_tokens=0, feed=feed, on_step=lambda *_: ends.append(here.clock()))
+    return statistics.median(b - a for a, b in pairwise(ends[4:]))
 
 
-def read_rate(model: Model) -> float:
+def read_rate(here: Here) -> float:
     """Bytes per second at which full attention reads K and V: the difference of two lengths.
 
     Of all layers in turn, as in a step: one alone would be read from the processor's caches.
     """
+    model, clock = here.model, here.clock
     seconds, shape = {}, model.shape
     kind, params = method_of("full")
     draw = torch.Generator().manual_seed(0)
@@ -84,56 +100,90 @@ def read_rate(model: Model) -> float:
         times = []
         for step in range(1, 31):
             q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
-            start = perf_counter()
+            start = clock()
             for layer in shape.attention_layers:
                 attend_group(kind, [row], layer, q, k_new, v_new, shape.d_h**-0.5, step)
-            times.append(perf_counter() - start)
+            times.append(clock() - start)
         seconds[s] = statistics.median(times[5:])
     n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize * shape.n_layers
     return n_bytes / (seconds[8 * SHORT] - seconds[SHORT])
 
 
-def pace(model: Model, ids: Sequence[int]) -> float:
+def number_rate(here: Here) -> float:
+    """Seconds per number that a search makes: the difference of two lengths of a plain one.
+
+    Logits by one component, weights, their sums over a group, the top fifth: none of the methods searches so. Of all
+    layers in turn, as a step does.
+    """
+    shape, clock = here.model.shape, here.clock
+    seconds: dict[int, float] = {}
+    numbers: dict[int, int] = {}
+    draw = torch.Generator().manual_seed(0)
+    for s in (SHORT, 8 * SHORT):
+        keys = [torch.randn(shape.h_kv, 1, s, generator=draw).bfloat16() for _ in range(shape.n_layers)]
+        q = torch.randn(shape.h_kv, shape.g, 1, generator=draw)
+
+        def search(k: torch.Tensor, q: torch.Tensor = q, n: int = s // 5) -> torch.Tensor:
+            return top_stable((q @ k.float()).softmax(-1).sum(1), n)
+
+        counted = Numbers()
+        with counted:
+            search(keys[0])
+        numbers[s] = counted.n
+        times = []
+        for _ in range(20):
+            start = clock()
+            for k in keys:
+                search(k)
+            times.append((clock() - start) / len(keys))
+        seconds[s] = statistics.median(times[5:])
+    return (seconds[8 * SHORT] - seconds[SHORT]) / (numbers[8 * SHORT] - numbers[SHORT])
+
+
+def pace(here: Here) -> float:
     """Seconds of full attention's step at the calibration's prompt, now: machines that others use have slow minutes."""
-    row = rows_of(model, ids[:SHORT], ["full"])["full"]
-    return step_seconds(model, row, ids[SHORT : SHORT + STEPS])
+    row = rows_of(here.model, here.ids[:SHORT], ["full"])["full"]
+    return step_seconds(here, row, here.ids[SHORT : SHORT + STEPS])
 
 
-def at_usual_pace(
-    model: Model, ids: Sequence[int], usual: float, row: SelectiveAttention, feed: Sequence[int]
-) -> float:
+def at_usual_pace(here: Here, usual: float, row: SelectiveAttention, feed: Sequence[int]) -> float:
     """Median step as it would have been at the pace of the calibration."""
-    slower = pace(model, ids) / usual
-    return step_seconds(model, row, feed) / slower
+    slower = pace(here) / usual
+    return step_seconds(here, row, feed) / slower
 
 
-def calibrate(model: Model, ids: Sequence[int]) -> tuple[dict[str, Hardware], float]:
+def calibrate(here: Here) -> tuple[dict[str, Hardware], float]:
     """This machine, once per method, and its pace: what a layer and a call cost beside reading is the method's own."""
+    model, ids = here.model, here.ids
     layers = layers_of(model.shape, model.hf.config)
     found = {}
     with model.hooked():
-        pace(model, ids)
-        usual = statistics.median(pace(model, ids) for _ in range(5))
-        rate = read_rate(model) * pace(model, ids) / usual
+        pace(here)
+        usual = statistics.median(pace(here) for _ in range(5))
+        slower = pace(here) / usual
+        rate = read_rate(here) * slower
+        slower = pace(here) / usual
+        number_ns = 1e9 * number_rate(here) / slower
         feed = ids[SHORT : SHORT + STEPS]
         for name in METHODS:
             measured = statistics.median(
-                at_usual_pace(model, ids, usual, rows_of(model, ids[:SHORT], [name])[name], feed) for _ in range(5)
+                at_usual_pace(here, usual, rows_of(model, ids[:SHORT], [name])[name], feed) for _ in range(5)
             )
             kind, params = method_of(name)
             request = FULL_REQUEST if name == "full" else REQUEST
             # The simulation counts 16 bits an element; here they may be 32.
             wide = model.dtype.itemsize / 2
-            bare = Hardware("here", 1e6, rate / wide / 1e9, 1e6, None, 1, 1, 1, 1, 0, 0, 0)
+            bare = Hardware("here", 1e6, rate / wide / 1e9, 1e6, None, 1, 1, 1, 1, 0, 0, 0, number_ns)
             counts = count(kind, params, request, model.shape, 2048)
             share = SHORT / 2048
             short = replace(
                 counts,
                 attended_bytes=counts.attended_bytes * share,
                 searched_bytes=counts.searched_bytes * share,
+                searched_numbers=counts.searched_numbers * share,
             )
             free = predict(short, layers, bare, SHORT).tpot_s
-            # All that is not explained by bytes is per layer, however large.
+            # All that is not explained by bytes and numbers is per layer, however large.
             found[name] = replace(bare, layer_us=(measured - free) / layers.n_layers * 1e6)
     return found, usual
 
@@ -142,12 +192,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 4000, 8000])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds on one thread")
     options = parser.parse_args()
+    if options.cpu:
+        torch.set_num_threads(1)
     model = load("smollm2-135m", "embedded", dtype="auto", device="cpu")
     ids = model.tokenizer.encode(embedded_prose())
+    here = Here(model, ids, process_time if options.cpu else perf_counter)
     start = perf_counter()
-    machine, usual = calibrate(model, ids)
-    print(f"calibrated in {perf_counter() - start:.0f} s at {SHORT} tokens")
+    machine, usual = calibrate(here)
+    found = machine["full"]
+    print(
+        f"calibrated in {perf_counter() - start:.0f} s at {SHORT} tokens: {found.memory_gb_s:.1f} GB/s, "
+        f"{found.number_ns:.2f} ns per number of a search"
+    )
     layers = layers_of(model.shape, model.hf.config)
     lines = []
     for s in options.lengths:
@@ -156,17 +214,19 @@ def main() -> None:
             with model.hooked():
                 for name, row in rows_of(model, ids[:s], METHODS).items():
                     feed = ids[s : s + STEPS]
-                    times[name].append(at_usual_pace(model, ids, usual, row, feed))
+                    times[name].append(at_usual_pace(here, usual, row, feed))
         for name in METHODS:
             kind, params = method_of(name)
             request = FULL_REQUEST if name == "full" else REQUEST
             counts = count(kind, params, request, model.shape, max(s, 2048))
-            predicted = predict(counts, layers, machine[name], s).tpot_s
+            predicted = predict(counts, layers, machine[name], s)
             measured = statistics.median(times[name])
-            off = predicted / measured - 1
+            off = predicted.tpot_s / measured - 1
+            numbers = layers.n_layers * counts.searched_numbers * machine[name].number_ns / 1e6
             lines.append(
                 {"method": name, "tokens": s, "measured_ms": round(1e3 * measured, 2),
-                 "simulated_ms": round(1e3 * predicted, 2), "off": f"{100 * off:+.0f} %"}
+                 "simulated_ms": round(1e3 * predicted.tpot_s, 2), "of_it_numbers_ms": round(numbers, 2),
+                 "off": f"{100 * off:+.0f} %"}
             )  # fmt: skip
             print(
                 "{method:10} {tokens:6} measured {measured_ms:8} ms, simulated {simulated_ms:8} ms, {off}".format(

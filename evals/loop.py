@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from types import MappingProxyType
 from typing import Any
 
@@ -78,6 +78,7 @@ class Group:
         self.first, self.cells_asked = self.cells[0], self.cells
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
+        self.cpu_started = process_time()
         self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
         self.prompts: list[Waiting] | None = None  # every sample that is asked, in the task's order
 
@@ -386,6 +387,7 @@ class Group:
             | {
                 "started": self.started.isoformat(timespec="seconds"),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+                "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
 

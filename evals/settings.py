@@ -10,7 +10,7 @@ Not here: defaults (the YAML files hold them), ranges of a method's or task's ow
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.util import find_spec
@@ -237,6 +237,18 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
         return None
     given = {key: value for key, value in launcher.items() if key != "_target_"}
     return build(POOLS[name], given, "hydra.launcher")
+
+
+def from_words(words: Sequence[str]) -> Settings:
+    """The settings of one run's command line, such as `method=snapkv method.window=16 ratio=0.1`."""
+    from hydra import compose, initialize_config_dir
+
+    from evals.overrides import CONF, check_overrides
+
+    checked = check_overrides([*words])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", checked, return_hydra_config=True)
+    return settings(cfg, cfg.hydra.runtime.choices)
 
 
 def load_class(choice: Choice) -> type:

@@ -23,7 +23,6 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from engine.attend import Part
@@ -34,8 +33,8 @@ from engine.layer import Layer
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals import outside
-from evals.overrides import CONF, check_overrides, config_groups
-from evals.settings import Choice, load_class, settings
+from evals.overrides import config_groups
+from evals.settings import from_words, load_class
 from evals.typed import build_params
 from methods.base import SelectiveAttention, Variant
 from methods.full import Full
@@ -92,10 +91,7 @@ class Said:
 
 def subject(words: Sequence[str]) -> Subject:
     """The method of a command line such as `method=snapkv method.window=16`."""
-    checked = check_overrides([*words])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", checked, return_hydra_config=True)
-    part: Choice = settings(cfg, cfg.hydra.runtime.choices).method
+    part = from_words(words).method
     kind: Any = load_class(part)
     family, preset, _ = part.name.partition("_") if part.name in METHODS else ("", "", "")
     return Subject(

@@ -7,9 +7,11 @@ short lengths, and steps are made; all that the ledger counts grows linearly wit
 gives any length. Times are bytes over bandwidth and operations over rate, whichever takes longer, plus a fixed price
 per layer and call.
 
-Step      linear layers, search (everything that lies on the device or was moved there in order to find tokens is read
-          once), a blocking fetch of the chosen tokens, attention. What is moved in order to find tokens is asked for
-          one layer ahead: it costs time only as far as it takes longer than a layer.
+Step      linear layers, search, a blocking fetch of the chosen tokens, attention. A search reads once everything that
+          lies on the device or was moved there in order to find tokens, and has a price for every number that it makes
+          on the way: scores, their sums, the marks of a top-k. These are counted too, as torch sees them, on a CPU;
+          an accelerator's kernels make others. What is moved in order to find tokens is asked for one layer ahead: it
+          costs time only as far as it takes longer than a layer.
 Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
           when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
           searches there, so what the lanes are late by shows in the time to the second token.
@@ -34,6 +36,7 @@ import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.books.ledger import Entry
 from engine.budget import BudgetRequest, parse_fraction
@@ -69,6 +72,7 @@ class Hardware:
     layer_us: float
     call_us: float
     link_us: float
+    number_ns: float  # of each number that a search makes
 
     @property
     def flops(self) -> float:
@@ -113,6 +117,7 @@ class Counts:
     offloaded_bytes: float  # to the host during the prefill
     build_flops: float  # on the host, beside the prefill
     observe_flops: float  # on the device, within it
+    searched_numbers: float = 0.0  # made on the way to the chosen tokens
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,8 @@ def step_parts(counts: Counts, layers: Layers, hardware: Hardware, batch: int) -
     finds = counts.searched_bytes > 0 or counts.moved_meta_bytes > 0
     fetches = counts.moved_kv_bytes > 0
     read = linear(hardware, layers.layer_weights, batch) + hardware.layer_us / 1e6
-    search = batch * counts.searched_bytes / hardware.bandwidth + call * finds
+    search = batch * (counts.searched_bytes / hardware.bandwidth + counts.searched_numbers * hardware.number_ns / 1e9)
+    search += call * finds
     fetch = hardware.over_link(batch * counts.moved_kv_bytes) + call * fetches
     if hardware.link_gb_s is None and fetches:  # one memory: what is chosen is copied, or read where it lies
         fetch = call
@@ -210,7 +216,8 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
     scale = shape.d_h**-0.5
 
     def normal(heads: int, n: int) -> torch.Tensor:
-        return torch.randn(1, heads, n, shape.d_h, generator=draw)
+        # As wide as what is counted: of numbers of 16 bits many are equal, which makes a top-k longer.
+        return torch.randn(1, heads, n, shape.d_h, generator=draw).to(torch.bfloat16)
 
     with torch.inference_mode():
         trace = Trace(shape, s, torch.device("cpu"))
@@ -229,12 +236,38 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
             row.q_ahead = q[:, :, -1:]
         row.build(LAYER)
         row.complete()
+        numbers = Numbers()
+        counting = numbers.of_search(kind)
         for step in range(1, N_STEPS + 1):
+            numbers.n = 0
             q_new, k_new, v_new = (normal(heads, 1) for heads in (shape.h, shape.h_kv, shape.h_kv))
-            attend_group(kind, [row], LAYER, q_new, k_new, v_new, scale, step)
+            attend_group(counting, [row], LAYER, q_new, k_new, v_new, scale, step)
     last = row.store.ledger.entries[-1]
     build = float(row.report().get("build_flops", 0.0))
-    return from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
+    found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
+    return replace(found, searched_numbers=numbers.n)
+
+
+class Numbers(TorchDispatchMode):
+    """Counts the numbers that torch's operations make while it is entered; a view makes none."""
+
+    n = 0
+
+    def of_search(self, kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
+        """The class, with a search whose numbers are counted here."""
+
+        def select_rows(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> list[torch.Tensor | None]:
+            with self:
+                return kind.select_rows(rows, layer, q)
+
+        return type(f"Counting{kind.__name__}", (kind,), {"select_rows": staticmethod(select_rows)})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            parts = out if isinstance(out, tuple | list) else [out]
+            self.n += sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+        return out
 
 
 def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:
@@ -334,17 +367,13 @@ FULL_REQUEST = BudgetRequest(Fraction(1), None, Fraction(0))
 
 def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
     """A method with the parameters of its file."""
-    from hydra import compose, initialize_config_dir
-
-    from evals.settings import load_class, settings
+    from evals.settings import from_words, load_class
     from evals.typed import build_params
 
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
     if name not in names:
         raise unknown_name("--methods", name, names)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [f"method={name}"], return_hydra_config=True)
-    part = settings(cfg, cfg.hydra.runtime.choices).method
+    part = from_words([f"method={name}"]).method
     kind = load_class(part)
     return kind, build_params(kind, part.params, "method")
 

@@ -104,6 +104,7 @@ def test_a_run_leaves_everything_in_its_folder(cell: Any) -> None:
         "heatmap.csv",
     }
     assert names <= {path.name for path in folder.iterdir()}
+    assert 0 < json.loads((folder / "env.json").read_text())["cpu_s"] < time.process_time()
     assert (result.method, result.task, result.model) == ("oracle", "needle", "tiny-llama")
     assert (result.n_samples, result.status, result.protocol) == (4, "ok", "full_prompt")
     assert result.compressed_layers == [0, 1, 2]

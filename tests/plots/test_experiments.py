@@ -19,6 +19,7 @@ PAPERS = {
     "figure10d figure11a figure11b figure11c figure11d figure12a figure12b figure12c figure12c_latency",
     "clusterkv": "table1 figure9 figure10 figure11a figure11b figure12 figure13a figure13b",
     "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
+    "results": "longbench needle fidelity",  # docs/results.md
 }
 
 
@@ -98,3 +99,11 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
         made = [composed(cell) for cell in cells("experiment=pqcache_table5", *scale)]
         found = {(cell.method.name, cell.prefill and cell.prefill.name) for cell in made}
         assert found == {(m, p) for m in ("full", "pqcache") for p in (None, sparse)}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem.startswith("results_")])
+def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
+    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
+    by_method = {cell["method"].partition("_")[0] for cell in made}
+    assert by_method == {path.stem for path in (CONF / "method").glob("*.yaml") if "_" not in path.stem}
+    assert len({cell["ratio"] for cell in made}) == 5

@@ -2,6 +2,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
 from engine.budget import BudgetRequest
 from evals.overrides import CONF
@@ -11,6 +12,7 @@ from evals.studies.hardware import (
     Counts,
     Hardware,
     Layers,
+    Numbers,
     count,
     main,
     method_of,
@@ -20,7 +22,7 @@ from evals.studies.hardware import (
 )
 
 # Round figures: 10^12 operations and 10^9 bytes a second, no prices but those a test adds.
-PLAIN = Hardware("plain", 1, 1, 1000, 1, 0.5, 1, 1, 1, 0, 0, 0)
+PLAIN = Hardware("plain", 1, 1, 1000, 1, 0.5, 1, 1, 1, 0, 0, 0, 0)
 LAYERS = Layers(2, 4, 8, 500_000, 1_000_000, 64)
 NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, 0)
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
@@ -45,6 +47,34 @@ def test_a_fetch_is_waited_for_and_finding_is_hidden_behind_a_layer() -> None:
     assert shown.parts["find, not hidden"] == pytest.approx(2 * 0.5e-3)
     for found in (fetching, hidden, shown):
         assert sum(found.parts.values()) == pytest.approx(found.tpot_s)
+
+
+def test_numbers_that_a_search_makes_have_a_price_for_each_request() -> None:
+    step = predict(NOTHING, LAYERS, PLAIN, 16).parts
+    priced = replace(PLAIN, number_ns=3)
+    found = predict(replace(NOTHING, searched_numbers=1e6), LAYERS, priced, 16, 2).parts
+    assert found["search"] == pytest.approx(2 * 2 * 1e6 * 3e-9)
+    assert {name: found[name] for name in found if name != "search"} == pytest.approx(
+        {name: step[name] for name in step if name != "search"}
+    )
+
+
+def test_numbers_are_counted_of_searches_alone_and_grow_with_what_is_scored() -> None:
+    shape, _ = read_model("smollm2-135m")
+    per_token = {}
+    for name in ("full", "snapkv", "quest", "sparq", "oracle"):
+        kind, params = method_of(name)
+        low, high = (count(kind, params, FULL_REQUEST if name == "full" else REQUEST, shape, s) for s in COUNT_AT)
+        per_token[name] = (high.searched_numbers - low.searched_numbers) / (COUNT_AT[1] - COUNT_AT[0])
+        assert (low.searched_numbers > 0) == (low.searched_bytes > 0)
+    assert per_token["full"] == per_token["snapkv"] == 0
+    # SPARQ and the oracle score every token for each query head or more, Quest two corners of 128 tokens' page.
+    assert per_token["sparq"] > shape.h and per_token["oracle"] > shape.h > 3 * per_token["quest"] > 0
+    numbers = Numbers()
+    with numbers:
+        scores = torch.arange(12).view(3, 4)[:, :2] + 1
+        scores.topk(1)
+    assert numbers.n == 12 + 6 + 2 * 3
 
 
 def test_one_memory_has_no_link() -> None:

@@ -1,0 +1,92 @@
+"""The figures of docs/results.md: scores by budget, and against measured bytes.
+
+Not here: what a cell of a grid is (`plots/grids.py`), the page (`plots/results.py`).
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from plots import style
+from plots.grids import Grid, device_bytes, moved_bytes
+from plots.run_sets import Line
+
+LONG = re.compile(r"(\.\d\d)\d+")
+SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
+
+
+def by_budget(title: str, grids: Sequence[Grid]) -> Figure:
+    """A column per measure against the ratio; methods that retrieve above, those that drop below."""
+    figure, axes = style.new(title, about(grids), style.PAGE, 4.4, **layout(grids))
+    for column, grid in zip(axes.T, grids, strict=True):
+        for ax, retrieves in zip(column, (True, False), strict=True):
+            methods = [name for name in grid.methods if grid.retrieves(name) == retrieves]
+            draw_spread(ax, grid.lines(lambda ratio, cell: ratio, methods), grid.ratios)
+            draw_full(ax, grid)
+            ax.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
+            ax.set(ylabel=grid.measure.ylabel)
+        column[0].set_title(f"{grid.measure.title}\nmethods that retrieve")
+        column[1].set(title="methods that drop", xlabel="ratio")
+    style.legend(figure, axes.ravel().tolist(), columns=5)
+    return figure
+
+
+def against_bytes(title: str, grids: Sequence[Grid]) -> Figure:
+    """A column per measure against bytes on the device, and against bytes moved per step by methods that retrieve."""
+    figure, axes = style.new(title, about(grids), style.PAGE, 4.6, **layout(grids))
+    for column, grid in zip(axes.T, grids, strict=True):
+        for ax, of, scale in zip(column, (device_bytes, moved_bytes), (1e-6, 1e-3), strict=True):
+            for line in grid.lines(lambda ratio, cell, of=of, scale=scale: scaled(of(cell), scale), grid.methods):
+                xs, ys = [point.x for point in line.points], [point.y for point in line.points]
+                ax.plot(xs, ys, label=line.label, **style.look(line.method))
+            draw_full(ax, grid)
+            ax.set(xscale="log", ylabel=grid.measure.ylabel)
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            ax.xaxis.set_minor_formatter("")
+        column[0].set(title=grid.measure.title, xlabel="on the device, MB")
+        column[1].set(title="methods that retrieve", xlabel="moved per step, KB")
+    style.legend(figure, axes.ravel().tolist(), columns=5)
+    return figure
+
+
+def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> None:
+    """Lines with their intervals, side by side where they would hide each other."""
+    gap = min((b - a for a, b in pairwise(ratios)), default=1.0) / (2 * max(1, len(lines)))
+    for i, line in enumerate(lines):
+        looks = style.look(line.method)
+        xs = [point.x + (i - (len(lines) - 1) / 2) * gap for point in line.points]
+        ax.plot(xs, [point.y for point in line.points], label=line.label, **looks)
+        low, high = ([getattr(point, end) for point in line.points] for end in ("low", "high"))
+        ax.vlines(xs, low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
+
+
+def layout(grids: Sequence[Grid]) -> dict[str, Any]:
+    return {"nrows": 2, "ncols": len(grids), "squeeze": False, "sharey": "col"}
+
+
+def about(grids: Sequence[Grid]) -> str:
+    return " | ".join(dict.fromkeys(grid.about for grid in grids))
+
+
+def draw_full(ax: Axes, grid: Grid) -> None:
+    if grid.full is not None and grid.full.mean is not None:
+        ax.axhline(grid.full.mean, color="black", linestyle="--", linewidth=0.9, label="Full")
+
+
+def scaled(value: float | None, by: float) -> float | None:
+    """None for what moves nothing, which a logarithmic axis has no place for."""
+    return None if not value else value * by
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    text = LONG.sub(r"\1", path.read_text(encoding="utf-8"))
+    path.write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()), encoding="utf-8")

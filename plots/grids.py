@@ -1,0 +1,183 @@
+"""The runs of a page of results as grids: for each measure a cell per method and ratio, beside full attention.
+
+Full attention counts once, at however many ratios it was run.
+
+Not here: statistics (`plots/stats.py`), the page (`plots/results.py`), its figures (`plots/figures/results.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import fsum
+
+from evals.results import SampleRow
+from evals.results.intervals import Interval
+from plots import looks
+from plots.read import Run, measured
+from plots.run_sets import Line, Point, RunSet, run_sets
+from plots.stats import Paired, macro_interval, paired_over_datasets
+
+
+def score(row: SampleRow) -> float | None:
+    return row.score
+
+
+def measure(name: str) -> Callable[[SampleRow], float | None]:
+    """One of the task's other figures."""
+
+    def of(row: SampleRow) -> float | None:
+        measures = row.fields.get("measures")
+        value = measures.get(name) if isinstance(measures, Mapping) else None
+        return float(value) if isinstance(value, int | float) else None
+
+    return of
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of the page's figures and a pair of its tables."""
+
+    title: str
+    task: str
+    of: Callable[[SampleRow], float | None] = score
+    params: Mapping[str, str] | None = None  # of the task
+    ylabel: str = "score"
+    better: str = "higher"
+    against_full: bool = True  # False: full attention is what it measures the distance from
+
+    def has(self, run: Run) -> bool:
+        wanted = self.params or {}
+        return run.result.task == self.task and all(run.task_param(key) == value for key, value in wanted.items())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant on the samples of a measure."""
+
+    rows: Sequence[SampleRow]
+    of: Callable[[SampleRow], float | None]
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, float]]:
+        """By dataset and prompt, of samples that were answered."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            if (value := self.of(row)) is not None:
+                found.setdefault(str(row.fields.get("dataset", "")), {})[row.prompt_sha256] = value
+        return found
+
+    @property
+    def n(self) -> int:
+        return sum(map(len, self.values.values()))
+
+    @cached_property
+    def mean(self) -> float | None:
+        """Over datasets, of their means."""
+        parts = [fsum(values.values()) / len(values) for values in self.values.values()]
+        return fsum(parts) / len(parts) if parts else None
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        return macro_interval([[*values.values()] for values in self.values.values()]) if self.values else None
+
+    def against(self, other: "Cell") -> Paired | None:
+        """On the samples that both answered."""
+        ours: list[list[float]] = []
+        theirs: list[list[float]] = []
+        for dataset, values in self.values.items():
+            both = [prompt for prompt in values if prompt in other.values.get(dataset, {})]
+            if both:
+                ours.append([values[prompt] for prompt in both])
+                theirs.append([other.values[dataset][prompt] for prompt in both])
+        return paired_over_datasets(ours, theirs) if ours else None
+
+    def kept(self, key: str) -> float | None:
+        """The mean of a key of the samples' ledgers."""
+        return measured(self.rows, key)
+
+
+def device_bytes(cell: Cell) -> float | None:
+    return cell.kept("bytes_resident_device")
+
+
+def moved_bytes(cell: Cell) -> float | None:
+    """K and V per step, and what was read in order to find them."""
+    chosen, found = cell.kept("bytes_moved_kv_per_step"), cell.kept("bytes_moved_meta_per_step")
+    return None if chosen is None or found is None else chosen + found
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A measure's runs by method and ratio."""
+
+    measure: Measure
+    about: str
+    full: Cell | None
+    cells: Mapping[str, Mapping[float, Cell]]  # by method
+    labels: Mapping[str, str]
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted({ratio for cells in self.cells.values() for ratio in cells})
+
+    @property
+    def methods(self) -> list[str]:
+        """Those that retrieve, then those that drop, each in the order of all figures; others of each behind."""
+        known = {name: i for i, name in enumerate(looks.LOOKS)}
+        return sorted(self.cells, key=lambda name: (not self.retrieves(name), known.get(name, len(known)), name))
+
+    def retrieves(self, method: str) -> bool:
+        """Whether its ledgers have tokens on the host."""
+        return any(cell.kept("bytes_resident_host") for cell in self.cells[method].values())
+
+    def lines(self, x: Callable[[float, Cell], float | None], methods: Sequence[str]) -> list[Line]:
+        """A line per method; `x` gets ratio and cell."""
+        made = []
+        for method in methods:
+            points: list[Point] = []
+            for ratio, cell in sorted(self.cells[method].items()):
+                where = x(ratio, cell)
+                if where is not None and cell.mean is not None:
+                    spread = cell.interval
+                    ends = (cell.mean, cell.mean) if spread is None else (spread.low, spread.high)
+                    points.append(Point(where, cell.mean, *ends))
+            made.append(Line(method, self.labels[method], 0, points))
+        return [line for line in made if line.points]
+
+
+def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
+    """The measure's runs; None where none is of a method with a budget, ValueError where they are of several sets."""
+    sets = run_sets(runs, lambda run: one.has(run) and (run.is_full or run.result.ratio is not None))
+    if not sets:
+        return None
+    if len(sets) > 1:
+        raise ValueError(
+            f"{one.title} has runs of {len(sets)} sets ({'; '.join(found.about for found in sets)}); give a folder "
+            "with one of them"
+        )
+    (found,) = sets
+    cells: dict[str, dict[float, Cell]] = {}
+    labels: dict[str, str] = {}
+    for run in found.runs:
+        if run.is_full:
+            continue
+        assert run.result.ratio is not None, run.folder
+        at = cells.setdefault(run.method, {})
+        if run.result.ratio in at:
+            raise ValueError(
+                f"{one.title} has several runs of {run.result.method_label} at ratio {run.result.ratio_exact}; give a "
+                "folder with one of them"
+            )
+        at[run.result.ratio] = Cell(run.rows, one.of)
+        # PyramidInfer's label has a star at small ratios.
+        labels[run.method] = min(run.result.method_label, labels.get(run.method, run.result.method_label), key=len)
+    if not cells:
+        return None
+    full = next((Cell(run.rows, one.of) for run in found.runs if run.is_full), None)
+    return Grid(one, about(found), full, cells, labels)
+
+
+def about(found: RunSet) -> str:
+    """What was run, without the task."""
+    comms = sorted({run.result.comm_exact for run in found.runs if not run.is_full})
+    return f"{str(found.where).replace('no comm · ', '')} · comm {', '.join(comms)}"

@@ -1,0 +1,305 @@
+"""docs/results.md: every method at several budgets, on three tasks, as a page with tables and figures made from runs.
+
+    make results                                  the runs, then the page
+    python -m plots.results [RUNS] [--out docs]   the page alone
+
+The runs are those of `conf/experiment/results_*.yaml`. Nothing on the page is typed: scores, intervals and bytes come
+from samples.jsonl, times from there and from env.json. Of each measure RUNS must hold one set of runs: one model, data
+and dtype.
+
+Not here: the papers' tables (`plots/tables`) and figures (`plots/figures`).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from evals.results.intervals import Interval
+from plots import style
+from plots.figures.results import SVG, against_bytes, by_budget, save
+from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from plots.read import Run, load, over_budget
+from plots.stats import LEVEL, corrected
+from plots.tables.formats import ABSENT, pipes
+
+NAME = "results"
+RUNS = Path("runs/results")
+
+SCORES = (
+    Measure("Embedded LongBench", "longbench"),
+    Measure("Needle, seven digits", "needle", params={"style": "own"}),
+    Measure("Needle, a name", "needle", params={"style": "own_name"}),
+)
+FIDELITY = (
+    Measure("Recall of the true top tokens", "fidelity", measure("recall"), ylabel="recall", against_full=False),
+    Measure("Attention mass", "fidelity", measure("mass"), ylabel="mass", against_full=False),
+    Measure("KL from full attention", "fidelity", measure("kl"), ylabel="nats", better="lower", against_full=False),
+)
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def table(
+    grid: Grid,
+    said: Callable[[str, float, Cell], str],
+    full: str | None = None,
+    methods: Sequence[str] | None = None,
+) -> str:
+    """Methods down, ratios across."""
+    rows = [["Full", *[full] * len(grid.ratios)]] if full else []
+    for method in grid.methods if methods is None else methods:
+        cells = grid.cells[method]
+        rows.append([grid.labels[method], *(said(method, r, cells[r]) if r in cells else ABSENT for r in grid.ratios)])
+    return "\n".join(pipes(["ratio", *(f"{ratio:g}" for ratio in grid.ratios)], rows))
+
+
+def spanned(mean: float | None, spread: Interval | None, form: str) -> str:
+    if mean is None:
+        return ABSENT
+    return f"{mean:{form}}" if spread is None else f"{mean:{form}} ({spread.low:{form}} to {spread.high:{form}})"
+
+
+def score_table(grid: Grid) -> str:
+    form = ".3f" if grid.measure.better == "lower" else ".2f"
+
+    def said(method: str, ratio: float, cell: Cell) -> str:
+        return spanned(cell.mean, cell.interval, form) + (" †" if over_budget(cell.rows) else "")
+
+    full = grid.full if grid.measure.against_full else None
+    return table(grid, said, None if full is None else spanned(full.mean, full.interval, form))
+
+
+def difference_table(grid: Grid) -> str:
+    """Each variant less full attention, sample by sample; "" without it."""
+    if grid.full is None or not grid.measure.against_full:
+        return ""
+    found = corrected(
+        {
+            (method, ratio): one
+            for method, cells in grid.cells.items()
+            for ratio, cell in cells.items()
+            if (one := cell.against(grid.full)) is not None
+        }
+    )
+
+    def said(method: str, ratio: float, cell: Cell) -> str:
+        one = found.get((method, ratio))
+        if one is None:
+            return ABSENT
+        return spanned(one.paired.mean, one.paired.difference, "+.2f") + (" *" if one.sign else "")
+
+    return table(grid, said)
+
+
+def device_table(grid: Grid) -> str:
+    full = None if grid.full is None else scaled(device_bytes(grid.full), 1e-6)
+    return table(grid, lambda method, ratio, cell: scaled(device_bytes(cell), 1e-6), full)
+
+
+def moved_table(grid: Grid) -> str:
+    """Of the methods that move anything; the others stand below it."""
+    moving = [name for name in grid.methods if any(moved_bytes(cell) for cell in grid.cells[name].values())]
+    still = ["Full", *(grid.labels[name] for name in grid.methods if name not in moving)]
+    found = table(grid, lambda method, ratio, cell: scaled(moved_bytes(cell), 1e-3), methods=moving)
+    return f"{found}\n\nNothing moves in {', '.join(still)}."
+
+
+def scaled(n_bytes: float | None, by: float) -> str:
+    return ABSENT if n_bytes is None else f"{n_bytes * by:,.1f}"
+
+
+# --- how long it took -------------------------------------------------------------------------
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """env.json; {} where it was lost or is damaged."""
+    try:
+        found = json.loads((run.folder / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def seconds(runs: Sequence[Run], key: str) -> float:
+    """Of all samples; what variants shared counts once."""
+    # A batch's rows have the same prefill's time. They end one by one: the last of them has all of the batch's steps.
+    batches: dict[tuple[str, float | None], float] = {}
+    for run in runs:
+        for row in run.rows:
+            batch = (row.prompt_sha256, row.prefill_s)
+            batches[batch] = max(batches.get(batch, 0.0), getattr(row, key) or 0.0)
+    return fsum(batches.values())
+
+
+def times(grids: Sequence[Grid], runs: Sequence[Run]) -> str:
+    """A line for each set of runs that shared their prefills."""
+    lines = []
+    for title, group in experiments(grids, runs):
+        found = [environment(run) for run in group]
+        starts, ends = ([at for env in found if (at := moment(env.get(key)))] for key in ("started", "ended"))
+        spent = (max(ends) - min(starts)).total_seconds() if starts and ends else None
+        cpu = max((env["cpu_s"] for env in found if isinstance(env.get("cpu_s"), int | float)), default=None)
+        both = (minutes(seconds(group, key)) for key in ("prefill_s", "decode_s"))
+        lines.append([title, str(len(group)), str(len(group[0].rows)), *both, minutes(spent), minutes(cpu)])
+    head = ["task", "runs", "samples", "reading, min", "answering, min", "start to end, min", "CPU, min"]
+    return "\n".join(pipes(head, lines))
+
+
+def moment(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+
+
+def minutes(value: float | None) -> str:
+    return ABSENT if value is None else f"{value / 60:,.1f}"
+
+
+def experiments(grids: Sequence[Grid], runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    done: set[str] = set()
+    for grid in grids:
+        group = [run for run in runs if grid.measure.has(run)]
+        key = f"{grid.measure.task} {grid.measure.params}"
+        if key not in done:
+            done.add(key)
+            yield "Fidelity" if grid.measure in FIDELITY else grid.measure.title, group
+
+
+def machine(runs: Sequence[Run]) -> str:
+    """Processor, cores and versions, as the runs recorded them."""
+    seen: dict[str, None] = {}
+    for run in runs:
+        env = environment(run)
+        if env:
+            seen[f"{env.get('cpu')}, {env.get('n_cores')} cores, {env.get('ram_bytes', 0) / 2**30:.0f} GB"] = None
+    versions = sorted({(name, version) for run in runs for name, version in run.result.versions.items()})
+    chosen = [f"{name} {version}" for name, version in versions if name in ("python", "torch", "transformers")]
+    commits = sorted({(run.result.git_sha or "unknown")[:10] for run in runs})
+    return f"{'; '.join(seen) or 'unknown'}. {', '.join(chosen)}. Commit {', '.join(commits)}."
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+HEAD = """\
+# Results
+
+Every method of the harness at {n_ratios} budgets, on three small tasks that need no download. The model is small and so
+are the samples: read the intervals before the means. This page is output, tables and figures alike; `make results`
+makes the runs and then the page, in these steps:
+
+    python run.py -m experiment=results_longbench out=runs/results
+    python run.py -m experiment=results_needle out=runs/results
+    python run.py -m experiment=results_fidelity out=runs/results
+    python -m plots.results runs/results --out docs
+
+A ratio is the share of the prompt's tokens that a query head may attend to at a decode step. Methods with "(C)" drop
+tokens for good and get more of them in return ([fair budgets](fair-budgets.md)). In parentheses: 95 % intervals over
+samples. Differences to full attention are paired, sample by sample; * marks those that are shown (p below {level:.0%}
+after Holm's correction over the table), † a run whose ledger exceeded its budget, - what was not run. Every method has
+its default settings{presets}.
+"""
+BYTES = """\
+## Bytes
+
+Of the runs of {title}: {about}. Means over samples, at 16 bits an element, as the ledger has them. On the device, MB:
+
+{device}
+
+Moved per decode step, KB: K and V of the chosen tokens, and what was read to find them:
+
+{moved}
+"""
+TIMES = """\
+## How long it took
+
+The variants of a task share one prefill per sample and decode as one batch, but for those with a prefill of their own.
+Reading and answering are wall times, summed over samples. Start to end and CPU time (all threads) are those of the
+process that finished the task; a sweep that was stopped had some of its work done before. Wall times include waiting
+for whatever else the machine did.
+
+{times}
+
+{machine}
+"""
+
+
+def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]) -> str:
+    presets = sorted({f"{run.result.method_label} those of `{run.result.method}`" for run in runs if run.is_preset})
+    n_ratios = max(len(grid.ratios) for grid in grids)
+    parts = [HEAD.format(n_ratios=n_ratios, level=LEVEL, presets=f", {', '.join(presets)}" if presets else "")]
+    parts += [f"![{words}]({NAME}/{name}.svg)\n" for name, words in pictures.items()]
+    parts += [section(grid) for grid in grids]
+    first = grids[0]
+    parts.append(
+        BYTES.format(
+            title=first.measure.title,
+            about=first.about,
+            device=device_table(first),
+            moved=moved_table(first),
+        )
+    )
+    parts.append(TIMES.format(times=times(grids, runs), machine=machine(runs)))
+    return "\n".join(parts)
+
+
+def section(grid: Grid) -> str:
+    n = max(cell.n for cells in grid.cells.values() for cell in cells.values())
+    better = "" if grid.measure.better == "higher" else " · lower is better"
+    parts = [f"## {grid.measure.title}", f"{grid.about} · n = {n}{better}", score_table(grid)]
+    if found := difference_table(grid):
+        parts += ["Less full attention's, on the same samples:", found]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """The page and its figures; nothing where no run is of a measure."""
+    scores, fidelity = ([grid for one in some if (grid := grid_of(one, runs))] for some in (SCORES, FIDELITY))
+    grids = [*scores, *fidelity]
+    if not grids:
+        return []
+    folder = out / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {
+        "budget": (by_budget, "Score against budget", scores),
+        "bytes": (against_bytes, "Score against measured bytes", scores),
+        "fidelity": (by_budget, "Distance from full attention against budget", fidelity),
+    }
+    pictures = {name: title for name, (_, title, some) in drawn.items() if some}
+    with matplotlib.rc_context({**style.RC, **SVG}):
+        for name in pictures:
+            draw, title, some = drawn[name]
+            save(draw(title, some), folder / f"{name}.svg")
+    used = [run for run in runs if any(grid.measure.has(run) for grid in grids)]
+    path = out / f"{NAME}.md"
+    path.write_text(page(grids, used, pictures), encoding="utf-8")
+    return [path, *(folder / f"{name}.svg" for name in pictures)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m plots.results", description="Write docs/results.md from runs.")
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help="folder of runs")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
+    options = parser.parse_args(arguments)
+    try:
+        paths = write(options.out, load(options.runs))
+    except (ValueError, OSError) as error:
+        print(f"plots.results: {error}", file=sys.stderr)
+        return 2
+    if not paths:
+        print(f"plots.results: {options.runs} has no runs for the page; make results makes them", file=sys.stderr)
+        return 2
+    print(", ".join(str(path) for path in paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

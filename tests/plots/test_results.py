@@ -1,0 +1,169 @@
+"""docs/results.md: what stands on it follows from the runs, all of it, and the same runs make the same bytes."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plots import results
+from plots.grids import Cell, grid_of
+from plots.read import load
+from plots.results import FIDELITY, SCORES, main, write
+from tests.plots import made_runs
+
+DROPPING = {"snapkv", "h2o"}
+RATIOS = ("0.1", "0.2", "0.4")
+
+
+def rows(method: str, ratio: str, n: int, datasets: list[str] | None = None) -> list[dict[str, Any]]:
+    """Samples as good as method and ratio; prompts are the same for all."""
+    draw = random.Random(f"{method} {ratio}")
+    level = 1.0 if method == "full" else 0.4 + float(ratio)
+    stays = method == "full" or method in DROPPING
+    share = 1.0 if method == "full" else float(ratio)
+    bytes_ = {
+        "bytes_resident_device": 1e7 * share, "bytes_resident_host": 0.0 if stays else 1e7 * (1 - share),
+        "bytes_moved_kv_per_step": 0.0 if stays else 1e6 * share, "bytes_moved_meta_per_step": 0.0 if stays else 1e4,
+    }  # fmt: skip
+    names = datasets or [""]
+    return [
+        {
+            "score": float(draw.random() < level),
+            "ledger": bytes_,
+            "fields": {"dataset": name} if datasets else {},
+        }
+        for name in names
+        for _ in range(n)
+    ]
+
+
+def fidelity(method: str, ratio: str) -> list[dict[str, Any]]:
+    made = rows(method, ratio, 3)
+    for i, row in enumerate(made):
+        recall = 1.0 if method == "full" else 0.5 + float(ratio) + i / 100
+        row["score"] = recall
+        row["fields"] = {"metric": "recall", "measures": {"recall": recall, "mass": recall, "kl": 1 - recall}}
+    return made
+
+
+def make_runs(root: Path, methods: tuple[str, ...] = ("full", "oracle", "pqcache", "snapkv", "h2o")) -> None:
+    for method in methods:
+        for ratio in RATIOS:
+            made_runs.write(root, method, "longbench", rows(method, ratio, 4, ["a", "b"]), ratio=ratio)
+            for style in ("own", "own_name"):
+                made_runs.write(
+                    root, method, "needle", rows(method, ratio, 8), ratio=ratio, task_params={"style": style}
+                )
+            made_runs.write(root, method, "fidelity", fidelity(method, ratio), ratio=ratio, metric="recall")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_runs(folder)
+    for env, cpu in zip(sorted(folder.glob("longbench-*/env.json")), (120.0, 90.0), strict=False):
+        times = {"started": "2026-11-22T10:00:00+00:00", "ended": "2026-11-22T10:30:00+00:00", "cpu_s": cpu}
+        env.write_text(json.dumps({"cpu": "some processor", "n_cores": 2, "ram_bytes": 2**33} | times))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (path, *_) = write(tmp_path_factory.mktemp("docs"), load(root))
+    return path
+
+
+def table_below(text: str, words: str) -> dict[str, list[str]]:
+    """The first table behind some words: a line's cells by its first one."""
+    lines = text[text.index(words) :].split("| ---")[0].split("\n\n")
+    (table, *_) = [part for part in lines if part.startswith("|")]
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {first: rest for first, *rest in split}
+
+
+def test_every_figure_of_a_table_is_of_the_runs(root: Path, page: Path) -> None:
+    text, runs = page.read_text(), load(root)
+    for measure in SCORES:
+        found = table_below(text, f"## {measure.title}")
+        assert found["ratio"] == ["0.1", "0.2", "0.4"]
+        assert list(found)[2:] == ["Full", "Oracle", "PQCache", "SnapKV (C)", "H2O (C)"]  # below head and rule
+        for run in runs:
+            if measure.has(run) and not run.is_full:
+                said = found[run.result.method_label][RATIOS.index(str(run.result.ratio_exact))]
+                assert said.startswith(f"{run.result.score:.2f} (")
+    for measure in FIDELITY:
+        found = table_below(text, f"## {measure.title}")
+        assert "Full" not in found and len(found) == 2 + 4
+    kl = table_below(text, "## KL from full attention")["SnapKV (C)"]
+    assert [cell[:5] for cell in kl] == ["0.390", "0.290", "0.090"]
+    assert "lower is better" in text
+
+
+def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page: Path) -> None:
+    runs = load(root)
+    grid = grid_of(SCORES[1], runs)
+    assert grid is not None and grid.full is not None
+    found = table_below(page.read_text()[page.read_text().index("seven digits") :], "Less full attention's")
+    one = grid.cells["snapkv"][0.1].against(grid.full)
+    assert one is not None and one.n == 8
+    assert found["SnapKV (C)"][0].startswith(f"{one.mean:+.2f} (")
+    marked = [cell for cells in found.values() for cell in cells if cell.endswith("*")]
+    assert not marked  # eight samples show nothing once twelve comparisons were made
+    values = {str(i): 1.0 for i in range(20)}
+    good, bad = (Cell([], lambda row: None) for _ in range(2))
+    good.__dict__["values"], bad.__dict__["values"] = {"": values}, {"": dict.fromkeys(values, 0.0)}
+    better = results.Grid(SCORES[0], "", good, {"snapkv": {0.1: bad, 0.2: good}}, {"snapkv": "SnapKV"})
+    (line,) = results.difference_table(better).splitlines()[2:]
+    assert re.fullmatch(r"\| SnapKV \| -1\.00 \(.*\) \* \| \+0\.00.* \|", line) and line.count("*") == 1
+
+
+def test_full_attention_may_have_run_once_or_at_each_ratio(root: Path, page: Path, tmp_path: Path) -> None:
+    runs = [run for run in load(root) if not run.is_full or run.result.ratio_exact == "0.1"]
+    (path, *_) = write(tmp_path, runs)
+    first, second = (re.sub(r"## How long.*", "", one.read_text(), flags=re.DOTALL) for one in (page, path))
+    assert first == second
+
+
+def test_bytes_and_times_are_what_the_runs_recorded(page: Path) -> None:
+    text = page.read_text()
+    device = table_below(text, "On the device, MB")
+    assert device["PQCache"] == ["1.0", "2.0", "4.0"] and device["Full"] == ["10.0"] * 3
+    moved = table_below(text, "Moved per decode step")
+    assert moved["PQCache"] == ["110.0", "210.0", "410.0"] and "H2O (C)" not in moved
+    assert "Nothing moves in Full, SnapKV (C), H2O (C)." in text
+    line = table_below(text, "## How long it took")["Embedded LongBench"]
+    # 15 runs shared 8 prefills of 0.5 s and as many batches of 0.4 s.
+    assert line == ["15", "8", "0.1", "0.1", "30.0", "2.0"]
+    assert "some processor, 2 cores, 8 GB" in text
+
+
+def test_the_same_runs_make_the_same_small_files(root: Path, page: Path, tmp_path: Path) -> None:
+    again = write(tmp_path, load(root))
+    names = ["results.md", "budget.svg", "bytes.svg", "fidelity.svg"]
+    assert [path.name for path in again] == names
+    for path in again:
+        assert path.read_bytes() == (page.parent / path.relative_to(tmp_path)).read_bytes()
+        assert path.stat().st_size < 150_000
+    for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+        assert (page.parent / link).is_file()
+
+
+def test_runs_of_two_models_and_two_runs_of_a_cell_are_refused(tmp_path: Path, capsys: Any) -> None:
+    made_runs.write(tmp_path / "a", "snapkv", "longbench", rows("snapkv", "0.1", 2))
+    made_runs.write(tmp_path / "a", "snapkv", "longbench", rows("snapkv", "0.1", 2), model="other")
+    made_runs.write(tmp_path / "b", "snapkv", "longbench", rows("snapkv", "0.1", 2), params={"window": 8})
+    made_runs.write(tmp_path / "b", "snapkv", "longbench", rows("snapkv", "0.1", 2), params={"window": 16})
+    for folder, words in (("a", "runs of 2 sets"), ("b", "several runs of SnapKV (C) at ratio 1/5")):
+        assert main([str(tmp_path / folder), "--out", str(tmp_path / "docs")]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+    assert not (tmp_path / "docs").exists()
+
+
+def test_without_runs_it_says_how_to_make_them(tmp_path: Path, capsys: Any) -> None:
+    assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "make results" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
