@@ -75,14 +75,16 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
     found: dict[Any, tuple[ModelShape, str, str | None]] = {}  # shape and digests of a model, looked up once
     ready: list[Cell] = []
     once: dict[str, Cell] = {}  # of methods without a budget, by all that tells them apart
+    places: set[Path] = set()
     for one in asked:
         key = f"{one.settings.resolved()}"
         if key in once:
             ready.append(once[key])
             continue
         cell = ready_cell(one, found)
-        if any(cell.path == other.path for other in ready):
+        if cell.path in places:
             raise ConfigError(f"two cells of this sweep are the same run ({cell.path.name}); leave one of them out")
+        places.add(cell.path)
         ready.append(cell)
         if not one.rules.has_budget:
             once[key] = cell

@@ -91,6 +91,7 @@ class Group:
         if self.cells_asked:
             self.read_samples(tokenizer_of(self.first.settings))
             self.prompts = [self.check_sample(i, self.samples[i]) for i in range(self.n)]
+            self.samples = ()  # their texts are needed no more, and other groups hold theirs
 
     def read_samples(self, tokenizer: Any) -> None:
         """Read the task's samples, in its order; the cells answer the first `n`."""
