@@ -132,7 +132,7 @@ def lines(
     Settings that differ besides `x` make several lines of a method; `apart` says by what. Full attention, whose budgets
     are all the same, is one point.
     """
-    found: dict[tuple[str, str, str], dict[float, tuple[Point, Run]]] = {}
+    found: dict[tuple[str, str, str], dict[Any, tuple[Point, Run]]] = {}
     for run in sorted(run_set.runs, key=lambda run: run.folder.name):
         rows = rows_of(run)
         where, what = x(rows), score_of(rows)
@@ -140,11 +140,13 @@ def lines(
             key = (run.method, run.result.method_label, "" if run.is_full else str(apart(run)))
             points = found.setdefault(key, {})
             if not (run.is_full and points):
-                points.setdefault(where, (Point(where, what, outside_budget(run, rows)), run))
+                # What was asked is part of the key: some costs, such as bytes moved, are 0 at every budget.
+                at = where, budget_of(run) or 0, run.result.comm
+                points.setdefault(at, (Point(where, what, outside_budget(run, rows)), run))
     made: list[Line] = []
     for (method, label, tail), points in sorted(found.items()):
         nth = sum(line.method == method for line in made)
-        ordered = [points[where] for where in sorted(points)]
+        ordered = [points[at] for at in sorted(points)]
         made.append(Line(method, f"{label} {tail}".strip(), nth, [p for p, _ in ordered], [run for _, run in ordered]))
     return made
 

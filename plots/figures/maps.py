@@ -74,7 +74,9 @@ def maps(sheet: Sheet, run_set: RunSet, title: str, chosen: dict[str, Run]) -> P
         if i + columns >= len(chosen):
             ax.set_xlabel("tokens")
     if image is not None:
-        picture.figure.colorbar(image, ax=list(flat[: len(chosen)]), label="score in %", shrink=0.8, aspect=10)
+        picture.figure.colorbar(
+            image, ax=list(flat[: len(chosen)]), label="score in %", shrink=0.8, aspect=2 + 8 * rows
+        )
     picture.said.append("Lengths are those of the prompts, in tokens; beside each name its mean score")
     return picture.finish()
 
