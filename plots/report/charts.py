@@ -41,7 +41,7 @@ def look(method: str) -> dict[str, Any]:
 def score_chart(scale: Literal["linear", "log"] = "linear") -> dict[str, Any]:
     """Scores over what they cost: `points` with their intervals, lines that join a method's budgets, the `front`.
 
-    A hollow mark exceeded its budget; costs that lie far apart need the scale `log`. `full` is the score of full
+    A hollow mark is outside its budget; costs that lie far apart need the scale `log`. `full` is the score of full
     attention, drawn across.
     """
     of_cost = alt.Scale(type="log", nice=False, padding=18) if scale == "log" else alt.Scale(zero=False, nice=True)
@@ -76,7 +76,7 @@ def score_chart(scale: Literal["linear", "log"] = "linear") -> dict[str, Any]:
     )
     marks = points.mark_point(size=85, cursor="pointer", strokeWidth=2, opacity=1).encode(
         x=x, y=y, stroke=alt.Stroke("method:N", scale=by_method("@colours"), legend=None),
-        fill=alt.when("datum.over").then(alt.value("@surface")).otherwise(
+        fill=alt.when("datum.hollow").then(alt.value("@surface")).otherwise(
             alt.Fill("method:N", scale=by_method("@colours"), legend=None)
         ),
         shape=alt.Shape("method:N", scale=by_method("@shapes"), legend=None),

@@ -20,7 +20,7 @@ from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget
 from plots.report.charts import look
 from plots.report.compare import AVERAGE, Baselines, correct, few_words, is_deployable, rank
-from plots.run_sets import prompt_settings
+from plots.run_sets import asked, outside_budget, prompt_settings
 from plots.stats import macro_interval
 
 AUDITED = (
@@ -95,7 +95,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
     label = " ".join([result.method_label, *others.varied(run)])
     comm = "none" if run.is_full else as_fraction(result.comm_exact)
     of_comm = [f"comm {comm}"] if others.several_comms and not run.is_full else []
-    variant = [label] if run.is_full else [label, budget(run), *of_comm]
+    variant = [label] if run.is_full else [label, asked(run), *of_comm]
     return {
         "key": result.config_hash,
         "folder": run.folder.relative_to(root).as_posix() if run.folder != root else run.folder.name,
@@ -106,7 +106,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "method": result.method,
         "task": task_of(run),
         "model": result.model,
-        "budget": "full" if run.is_full else budget(run),
+        "budget": "full" if run.is_full else asked(run),
         "size": None if run.is_full else result.budget or result.ratio,
         "comm": comm,
         "comm_size": None if run.is_full else result.comm,
@@ -115,7 +115,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "n": result.n_samples,
         "n_oom": result.n_oom,
         "unpriced": not run.is_full and not is_deployable(run),
-        "whole_layers": None if run.is_full else result.params.get("full_layers") or None,
+        "whole_layers": None if run.is_full else run.whole_layers or None,
         "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others),
         "parts": list(parts(run, baselines, shared)),
     }
@@ -124,11 +124,6 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
 def name_of(run: Run) -> str:
     """The method as a legend names it."""
     return run.result.method_label.removesuffix(" (C)")
-
-
-def budget(run: Run) -> str:
-    result = run.result
-    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
 
 
 def as_fraction(share: str) -> str:
@@ -214,6 +209,7 @@ def part(
         "standing": "",
         "heat": heat(rows) if name != AVERAGE else None,
         "over": over_budget(rows),
+        "outside": outside_budget(run, rows),
         "cost": {axis: added(rows, keys) for axis, keys in COSTS.items()},
     }
 

@@ -164,9 +164,12 @@ def test_the_front_is_of_what_could_be_deployed(page: Page) -> None:
         "return [...document.querySelectorAll('#points tbody tr')].filter((r) => r.lastChild.textContent === 'front')"
         ".map((r) => r.firstChild.textContent)"
     )
-    assert rows and on_front == ["Full", "Snapkv · ratio 1/5", "Snapkv · ratio 1/2"]
+    assert rows and on_front == ["Pqcache · ratio 1/2", "Snapkv · ratio 1/5"]
     notes = " ".join(page.texts("#notes li"))
-    assert "Hollow marks exceeded their budget: Pqcache · ratio 1/2" in notes and "Oracle: its search" in notes
+    assert (
+        "Hollow marks are no budget that was kept: Pqcache · ratio 1/2 exceeds its budget" in notes
+        and "Oracle: its search" in notes
+    )
 
 
 def test_filters_are_in_the_address_and_the_address_is_enough(page: Page) -> None:
@@ -305,7 +308,7 @@ def test_colours_are_those_of_the_figures_in_both_themes_and_under_filters(page:
     assert colours() == {name: light[name] for name in ("Pqcache", "Snapkv")}
 
 
-def test_a_run_over_its_budget_is_hollow(page: Page) -> None:
+def test_a_run_outside_its_budget_is_hollow(page: Page) -> None:
     hollow = page.run(
         "const surface = getComputedStyle(document.documentElement).getPropertyValue('--surface').trim();"
         "return [...document.querySelectorAll('#cost-chart .mark-symbol.role-mark path')]"

@@ -77,14 +77,14 @@ function drawLegend(rows) {
 
 function notes(view, rows) {
   const named = (test) => unique(rows.filter(test).map(([run]) => run.label)).join(", ");
-  const over = rows.filter(([, part]) => part.over).map(([run]) => run.variant).join("; ");
-  const whole = named(([run]) => run.whole_layers);
+  const outside = new Map();
+  for (const [run, part] of rows) if (part.outside) grouped(outside, part.outside).push(part.over ? run.variant : run.label);
+  const hollow = [...outside].map(([why, names]) => `${unique(names).join(", ")} ${why}`).join("; ");
   const unpriced = named(([run]) => run.unpriced);
   const single = rows.length && rows.every(([, part]) => part.n === 1);
   return [
     single ? "One sample each: no interval, and no difference can be shown." : null,
-    over ? `Hollow marks exceeded their budget: ${over}.` : null,
-    whole ? `${whole}: the first layers stay whole, outside the budget; the axes count them.` : null,
+    hollow ? `Hollow marks are no budget that was kept: ${hollow}. The axes count what was measured.` : null,
     unpriced ? `${unpriced}: its search reads all keys, which nobody prices. It cannot be deployed and is part of no front; it is what exact weights choose layer by layer, not the best score that a budget allows.` : null,
     view && view.task.split(" ")[0] === "fidelity" ? "Fidelity compares with full attention's own tokens; its scores are no answers' quality." : null,
   ].filter(Boolean);
@@ -95,7 +95,7 @@ function points(rows, axis) {
     const cost = costOf(run, part, axis);
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
-      over: part.over, full: run.full, interval: part.ci ? range(part.ci) : "none", deployable: !run.unpriced && !part.over,
+      hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci) : "none", deployable: !run.unpriced,
       p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part.paired) : "-",
       description: `${run.variant}: ${number(part.score)} at ${number(cost, 0)}` };
   });
