@@ -210,7 +210,7 @@ def attend_groups(
         out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])
     with span("after", layer):
         for kind, at in groups:
-            kind.after_rows(rows[at], layer, out[at], weights[at])
+            kind.after_rows(rows[at], layer, out if len(groups) == 1 else out[at], weights[at])
         for row in rows:
             row.store.close(layer, step)
     return out

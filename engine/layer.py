@@ -106,19 +106,26 @@ class Layer:
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
-        for k, v, slot in self.advance(k_new, v_new):
-            k[:, :, slot : slot + 1] = k_new
-            v[:, :, slot : slot + 1] = v_new
+        slot, t = self.advance(k_new, v_new), self.n_seen - self.s_prompt
+        if self.host is not None:
+            k, v = self.host.late
+            k[:, :, t - 1 : t] = k_new
+            v[:, :, t - 1 : t] = v_new
+        if slot >= 0:
+            self.k[:, :, slot : slot + 1] = k_new
+            self.v[:, :, slot : slot + 1] = v_new
 
-    def advance(self, k_new: Tensor, v_new: Tensor) -> list[tuple[Tensor, Tensor, int]]:
+    def places(self, k_new: Tensor, v_new: Tensor) -> list[tuple[Tensor, Tensor, int]]:
         """As `append`, but for the writing: the buffers of K and V that the token goes to, and the slot in each."""
+        slot = self.advance(k_new, v_new)
+        found = [] if slot < 0 else [(self.k, self.v, slot)]
+        return found if self.host is None else [*found, (*self.host.late, self.n_seen - self.s_prompt - 1)]
+
+    def advance(self, k_new: Tensor, v_new: Tensor) -> int:
+        """Count the current token in: the slot that it takes, -1 where the window has none."""
         if self.n_releases:
             self._leave()
-        places = []
-        if self.host is not None:
-            places.append((*self.host.late, self.n_seen - self.s_prompt))
-        if self.capacity:
-            places.append((self.k, self.v, self.n_front + (self.n_seen - self.start) % self.capacity))
+        slot = self.n_front + (self.n_seen - self.start) % self.capacity if self.capacity else -1
         self.newest = k_new, v_new
         self.n_seen += 1
         self.fetches.clear()
@@ -127,7 +134,7 @@ class Layer:
             self.n_window += 1
         elif self.host is not None:
             self.meter.count_released(1)
-        return places
+        return slot
 
     def resident(self) -> list[Part]:
         """Kept tokens and window as parts to attend to."""
@@ -219,9 +226,10 @@ class Layer:
         Where `padded`, -1 stands for no token.
         """
         part = self.reach(idx.contiguous())
+        n_tokens = idx.numel()
         if padded:
             part.mask = idx >= 0
-        n_tokens = idx.numel() if part.mask is None else int(part.mask.sum())
+            n_tokens = int(part.mask.sum())
         self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, self.n_host)
         return part
 

@@ -4,7 +4,8 @@ Without an accelerator host and device are one memory: rows take turns, and what
 accelerator each is one launch for all rows, and nothing waits: the GPU reads pinned memory of the host by itself.
 Tokens that are asked for once are read by attention where they lie. Where several query heads of a KV head ask, some
 ask for none, or what was fetched stays for a while, every KV head's distinct tokens are brought first
-(`engine/caches/copies.py`), and the counts stay on the device until the ledger is read.
+(`engine/caches/copies.py`), and the counts stay on the device until the ledger is read. A cache of blocks is an
+exception: it is in the books alone, they are kept on the host, and a step waits for every layer's positions.
 
 Not here: one layer's tokens (`engine/layer.py`), attention (`engine/attend.py`).
 """
@@ -27,7 +28,7 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
         for i, layer in enumerate(layers):
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
-    places = [layer.advance(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
+    places = [layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
     append_rows_triton(k_new, v_new, places)
 
 
@@ -43,7 +44,10 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
             copies = layer.shelf.copies_for(idx, layer.k)
             brought.append((layer, copies.ask(idx), copies))
             part.near = copies.near
-        else:
+        if layer.meter.blocks is not None:
+            idx = idx.int().long().cpu()  # which blocks are cached is known on the host alone: this waits
+            layer.meter.count_fetch(idx, int((idx >= 0).sum()), layer.n_seen, layer.n_kept, layer.n_host)
+        elif not layer.brings(idx, padded):
             layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_kept, layer.n_host)
         parts.append(part)
     if brought:
@@ -61,4 +65,5 @@ def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
     counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)
     bring_rows_triton(asks, far, counts)
     for i, (layer, ask, _) in enumerate(brought):
-        layer.meter.owed = Owed(counts[i], ask.idx.shape[1])
+        if layer.meter.blocks is None:
+            layer.meter.owed = Owed(counts[i], ask.idx.shape[1])
