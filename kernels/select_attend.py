@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, library
 from kernels.gather import gather_split
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 NEVER = 1 << 62  # more rows than any cache has
 
@@ -161,7 +161,7 @@ def select_attend_triton(
     attend_split[(heads, splits)](
         q, k, v, k_late, v_late, idx, sums, lses, scale, s, n, d_h, splits,
         k.stride(1), v.stride(1), k_late.stride(1), heads // h_kv,
-        g, power_of_2(g, 16), width, TILE, SPLIT, not q.is_cuda,
+        g, power_of_2(g, 16), width, TILE, SPLIT, INTERPRETED,
     )  # fmt: skip
     join_splits[(h,)](sums, lses, out, lse, d_h, splits, power_of_2(splits), width)
     return out, lse
