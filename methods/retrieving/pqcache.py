@@ -45,6 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.caches.blocks import BlockCacheSpec
@@ -208,9 +209,7 @@ class PQCache(SelectiveAttention):
         first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
-        written = torch.cuda.Event() if trace.device.type == "cuda" else None
-        if written is not None:
-            written.record()  # behind the copy of the keys to the host
+        written = asked_so_far(trace.device)  # the copy of the keys to the host
 
         def work() -> Quantiser:
             if written is not None:
