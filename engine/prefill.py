@@ -47,7 +47,6 @@ class Trace:
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
         self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = None  # moves queries by so many positions
         self.seconds = 0.0
-        self.observe_seconds: dict[Observation, float] = {}
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
@@ -112,10 +111,8 @@ class Trace:
         scale: float,
         lse: Tensor | None = None,
     ) -> None:
-        """Make one observation of one layer, and note what it cost."""
-        start = perf_counter()
+        """Make one observation of one layer."""
         self._observed[what, layer] = what.observe_pass(q, k, scale, lse)
-        self.observe_seconds[what] = self.observe_seconds.get(what, 0.0) + perf_counter() - start
 
     def observed(self, what: Observation, layer: int) -> Tensor:
         """What was observed of a layer; only what a method declared is there."""

@@ -12,13 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import yaml
 
+from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.decode import Answer, decode
 from engine.errors import ConfigError
@@ -249,24 +250,22 @@ class Group:
         n_new = len(prompt.question_ids) + sample.max_new_tokens
         first, *others = self.waves(cells, prompt, n_new)
         rows: list[SelectiveAttention] = []
-        build_seconds = 0.0
+        clock = Clock()  # of what the variants build beside the prefill
 
         def build(trace: Trace, layer: int) -> None:
             """Every variant takes the layer over while the prefill goes on with the next one."""
-            nonlocal build_seconds
-            start = perf_counter()
-            if not rows:
-                rows.extend(self.row(cell, prompt, trace, n_new) for cell in first)
-            build_rows(first, rows, layer)
-            if others:
-                trace.hold(layer)
-            build_seconds += perf_counter() - start
+            with clock.running(trace.keys(layer).device):
+                if not rows:
+                    rows.extend(self.row(cell, prompt, trace, n_new) for cell in first)
+                build_rows(first, rows, layer)
+                if others:
+                    trace.hold(layer)
             self.progress.advance()
 
         self.progress.reading(sample.id, len(prompt), len(self.model.shape.attention_layers))
         observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
-        prefill_s = trace.seconds - build_seconds
+        prefill_s = trace.seconds - sum(clock.seconds())
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
         for wave in others:
             rows.clear()

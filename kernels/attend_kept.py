@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 PROGRAMS = 528  # four for each of the 132 processors of an H100; a room of 4 bytes a token for each
 LISTED, TILE = 1024, 64  # columns looked at, and columns attended to, at a time
@@ -43,7 +43,7 @@ def attend_kept_triton(
     attend_listed[(programs,)](
         q, k, v, vertical.view(torch.uint8), met.contiguous().view(torch.uint8), room, out, pairs,
         scale, s, d_h, h, h // h_kv, blocks, block, programs,
-        power_of_2(block, 16), power_of_2(d_h, 16), LISTED, TILE, not q.is_cuda, num_warps=4, num_stages=2,
+        power_of_2(block, 16), power_of_2(d_h, 16), LISTED, TILE, INTERPRETED, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out, pairs
 

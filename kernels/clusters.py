@@ -127,6 +127,7 @@ def cluster_keys_ref(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
 # On a GPU.
 
 SLOTS = 32  # that one program fills
+CHUNK = 128  # clusters that it looks at together; all 2,048 of a prompt of 131,072 tokens would spill registers
 
 
 def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0) -> Tensor:
@@ -137,7 +138,7 @@ def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Te
     if chosen.numel():
         fill_slots[(cdiv(k, SLOTS), n * heads)](
             order, sizes, ends, tokens, chosen, heads, heads // len(sizes), c, tokens.shape[-1], k, first,
-            power_of_2(c), SLOTS,
+            min(CHUNK, power_of_2(c)), SLOTS,
         )  # fmt: skip
     return chosen
 
@@ -180,18 +181,24 @@ def key_clusters(q, centroids, keys, d_h, c, g, MEANS: tl.constexpr, CLUSTERS: t
 @jit
 def fill_slots(
     order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k, first,
-    CLUSTERS: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
     owner = row % heads // heads_per_owner
-    slot, at = block * SLOTS + tl.arange(0, SLOTS), tl.arange(0, CLUSTERS)
-    ranked = tl.load(order + row * c + at, at < c, other=0).to(tl.int32)  # the lower half, where they are keys
-    size = tl.load(sizes + owner * c + ranked, at < c, other=0)
-    stops = tl.cumsum(size, 0)
-    behind = (stops[None] > slot[:, None]) & (at < c)[None]
-    # The slot's cluster is the first that ends behind it: empty ones end where the one before does.
-    rank = CLUSTERS - tl.sum(behind.to(tl.int32), 1) - (CLUSTERS - c)
-    stop = tl.min(tl.where(behind, stops[None], 1 << 62), 1)
+    slot = block * SLOTS + tl.arange(0, SLOTS)
+    # The slot's cluster is the first that ends behind it: as many as end at it or before are in front.
+    rank = tl.zeros((SLOTS,), tl.int32)
+    stop = tl.full((SLOTS,), 1 << 30, tl.int32)
+    n_before = tl.zeros((1,), tl.int32)
+    for begin in range(0, c, CHUNK):
+        at = begin + tl.arange(0, CHUNK)
+        ranked = tl.load(order + row * c + at, at < c, other=0).to(tl.int32)  # the lower half, where they are keys
+        size = tl.load(sizes + owner * c + ranked, at < c, other=0).to(tl.int32)
+        stops = n_before + tl.cumsum(size, 0)
+        in_front = (stops[None] <= slot[:, None]) & (at < c)[None]
+        rank += tl.sum(in_front.to(tl.int32), 1)
+        stop = tl.minimum(stop, tl.min(tl.where(in_front | (at >= c)[None], 1 << 30, stops[None]), 1))
+        n_before += tl.sum(size, 0)
     found = (rank < c) & (slot < k)
     cluster = tl.load(order + row * c + rank, found, other=0).to(tl.int32)
     end = tl.load(ends + owner * c + cluster, found, other=0)

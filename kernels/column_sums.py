@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, library
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 
 def column_sums(
@@ -155,7 +155,7 @@ def column_sums_triton(
     keys, queries = KEYS[q.element_size()], QUERIES[q.element_size()]
     sum_columns[(cdiv(s, keys), h)](
         q, k, lse, weights, sums, s, r, d_h, scale, s if window is None else window, h // h_kv,
-        weighed, keys, queries, width, not q.is_cuda, num_warps=8, num_stages=2,
+        weighed, keys, queries, width, INTERPRETED, num_warps=8, num_stages=2,
     )  # fmt: skip
     return sums
 

@@ -1,7 +1,9 @@
 """Triton, where it is installed: kernels stand in their op's file and are compiled when they are first launched.
 
-Without it they are plain functions that nobody calls. With TRITON_INTERPRET=1 in the environment before the first
-import, Triton runs them on a CPU, operation by operation; the tests do where there is no GPU.
+Without it they are plain functions that nobody calls. A launch goes to the GPU that its tensors are on, whichever is
+current; pinned host tensors may be among them, which a kernel reads where they lie. With TRITON_INTERPRET=1 in the
+environment before the first import, Triton runs them on a CPU, operation by operation; the tests do where there is no
+GPU.
 
 Kernels that work for rows of several variants at once read where each row's tensors are from a list of integers: their
 distances in memory from a tensor that the kernel is given, because a GPU reads its own memory and pinned memory of the
@@ -9,7 +11,7 @@ host by addresses of one kind, and a distance can be said to be even where a bar
 
 Modules with kernels begin with `from __future__ import annotations`, so that Triton sees names of types.
 
-Not here: any kernel.
+Not here: any kernel; what becomes of them on which GPU (`kernels/aot.py`).
 """
 
 import os
@@ -29,9 +31,25 @@ if find_spec("triton") is not None:
     triton, tl = import_module("triton"), import_module("triton.language")
 
 
+# Whether kernels run in Triton's interpreter, which takes bfloat16 for its bits where a product asks for it.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def jit(kernel: Any) -> Any:
-    """`triton.jit`, if there is one."""
-    return kernel if triton is None else triton.jit(kernel)
+    """`triton.jit`, if there is one, launched on the device of its first tensor of a GPU."""
+    if triton is None:
+        return kernel
+    made = triton.jit(kernel)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        index = next((x.device.index for x in args if isinstance(x, torch.Tensor) and x.is_cuda), None)
+        if index is None or index == torch.cuda.current_device():
+            return type(made).run(made, *args, **kwargs)
+        with torch.cuda.device(index):
+            return type(made).run(made, *args, **kwargs)
+
+    made.run = run  # what `kernel[grid](…)` calls
+    return made
 
 
 def cdiv(n: int, size: int) -> int:

@@ -199,7 +199,7 @@ def attend_rows_triton(
     if items:
         attend_items[(len(items), h_kv)](
             q, work, sums, lses, scale, h_kv, d_h, g, power_of_2(g, 16), width, TILE, ITEM, lanes(q, items),
-            not q.is_cuda,
+            INTERPRETED,
         )  # fmt: skip
     join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_h, ITEM, width)
     return out, lse

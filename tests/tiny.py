@@ -32,7 +32,7 @@ def tiny(kind: str = "llama", seed: int = 0) -> Model:
     """A model of that architecture with random float32 weights; its tokenizer is missing."""
     class_name, changes = CONFIGS[kind]
     config = getattr(transformers, class_name)(**(COMMON | changes))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # transformers draws initial weights from the global generator
         hf = transformers.AutoModelForCausalLM.from_config(config)
         for weight in hf.parameters():  # larger than the usual initial weights, so that attention is not uniform

@@ -30,7 +30,7 @@ def save_tiny(folder: Path) -> Path:
         "eos_token_id": 1,
     }
     config = LlamaConfig(**COMMON | changes)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
         for weight in model.parameters():
@@ -50,26 +50,26 @@ def example_file(folder: Path, name: str = "smallest_keys") -> Path:
     return path
 
 
-def cell(words: Sequence[str], out: Path, is_sweep: bool = False) -> Settings:
+def cell(words: Sequence[str], out: Path, is_sweep: bool = False, device: str = "cpu") -> Settings:
     """Settings of one run, by the words of a command line; `method=` and `task=` are among them."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(
             "config",
-            [*words, "dtype=float32", "device=cpu", f"out={out}"],
+            [*words, "dtype=float32", f"device={device}", f"out={out}"],
             return_hydra_config=True,
         )
     return settings(cfg, cfg.hydra.runtime.choices, is_sweep)
 
 
-def run(words: Sequence[str], out: Path) -> tuple[RunResult, list[SampleRow]]:
+def run(words: Sequence[str], out: Path, device: str = "cpu") -> tuple[RunResult, list[SampleRow]]:
     """One run: its result and samples."""
-    ((folder, result),) = run_cells([cell(words, out)])
+    ((folder, result),) = run_cells([cell(words, out, device=device)])
     return result, read_samples(folder)
 
 
 def sweep(
-    words: Sequence[str], variants: Sequence[Sequence[str]], out: Path
+    words: Sequence[str], variants: Sequence[Sequence[str]], out: Path, device: str = "cpu"
 ) -> list[tuple[RunResult, list[SampleRow]]]:
     """Runs side by side, in the order of the variants."""
-    done = run_cells([cell([*words, *variant], out, is_sweep=True) for variant in variants])
+    done = run_cells([cell([*words, *variant], out, is_sweep=True, device=device) for variant in variants])
     return [(result, read_samples(folder)) for folder, result in done]

@@ -5,8 +5,10 @@
     record.seconds()
 
 A span costs a look-up while nobody records. Inside each other they nest, and a name's seconds are without those of the
-spans inside, so that the names of a pass add up to it. On a GPU the marks are events on the current stream, read once
-at the end, and nothing waits. Threads are told apart; one that works for a recorded pass starts with `following()`.
+spans inside, so that the names of a pass add up to it. On a GPU the marks are events, read once at the end, and nothing
+waits. Threads are told apart; one that works for a recorded pass starts with `following()`. Its spans are marked on the
+stream that it is in, and where it is in none of its own, by the CPU's clock: it works there, and the GPU's queue is the
+other thread's.
 
 Not here: what the names mean (`docs/latency.md`), tables and figures of them.
 """
@@ -25,7 +27,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.books.clock import between, now
+
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,23 +49,25 @@ class Record:
     """What was noted, in the order in which spans ended."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.on_gpu = device is not None and device.type == "cuda"
+        self.device = CPU if device is None else device
+        self.thread = get_ident()
         self.marks: list[tuple[str, int | None, Any, Any, int, int]] = []
         self.depths: dict[int, int] = {}
-        self.began = self.now()
+        # The same moment by both clocks: nothing is asked of the GPU yet.
+        self.began, self.began_on_cpu = now(self.device), perf_counter()
 
     def now(self) -> Any:
-        """A moment: seconds, or an event where a GPU works at its own pace."""
-        if not self.on_gpu:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        """A moment on the clock of what works here: the GPU's stream, or the CPU."""
+        device = self.device
+        if device.type == "cuda" and get_ident() != self.thread:
+            is_own = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+            return now(device if is_own else CPU)
+        return now(device)
 
     def stretches(self) -> list[Stretch]:
         """All spans by their start; waits for the GPU, if there is one."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         found = [
             Stretch(name, layer, self.since(start), self.since(stop), depth, thread)
             for name, layer, start, stop, depth, thread in self.marks
@@ -68,7 +75,8 @@ class Record:
         return sorted(found, key=lambda span: (span.start, span.depth))
 
     def since(self, moment: Any) -> float:
-        return self.began.elapsed_time(moment) / 1e3 if self.on_gpu else moment - self.began
+        """Seconds from the beginning to a moment on either clock."""
+        return moment - self.began_on_cpu if isinstance(moment, float) else between(self.began, moment)
 
     def seconds(self, root: str | None = None) -> dict[str, float]:
         """Seconds per name without the spans inside, of the thread that recorded, largest first.

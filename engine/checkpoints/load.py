@@ -37,7 +37,7 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
-    on = torch.device(resolve_device(device))
+    on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
     with quiet(), _explained(id, where):
@@ -61,10 +61,10 @@ def load_random(name: str, config: Any, *, dtype: str = "auto", device: str = "a
     """A model of that architecture whose weights are drawn, the same each time: for times, not for answers."""
     from transformers import AutoModelForCausalLM
 
-    on = torch.device(resolve_device(device))
+    on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
-    with quiet(), torch.random.fork_rng(), torch.device(on):
+    with quiet(), torch.random.fork_rng(devices=[on] if on.type == "cuda" else []), torch.device(on):
         torch.manual_seed(0)  # transformers draws from the global generator
         hf: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
     hf.eval()
@@ -162,6 +162,21 @@ def resolve_device(device: str) -> str:
             f"device={device} needs a GPU that torch can use, and there is none; use device=cpu or device=auto"
         )
     return device
+
+
+def torch_device(device: str) -> torch.device:
+    """The device with its number: that of a tensor there, and of what is made beside it."""
+    found = torch.device(resolve_device(device))
+    if found.type != "cuda":
+        return found
+    n_devices = torch.cuda.device_count()
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= n_devices:
+        raise ConfigError(
+            f"device={device} is not there: torch can use {n_devices} GPUs, cuda:0 to cuda:{n_devices - 1}; "
+            "use one of them or device=auto"
+        )
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(dtype: str, device: str) -> str:

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
@@ -179,9 +180,7 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
 
         def start() -> "Future[Clusters]":
             worker = trace.once("ClusterKV's thread", one_thread)
-            written = torch.cuda.Event() if keys.is_cuda else None
-            if written is not None:
-                written.record()
+            written = asked_so_far(keys.device)
             draw = generator_for(params.seed, layer, 0)
             return worker.submit(following(lambda: beside(layer, written, keys, *what, draw)))
 
@@ -306,12 +305,13 @@ def beside(
     generator: torch.Generator,
 ) -> Clusters:
     """`cluster_keys` on a thread; on an accelerator behind `written`, on a stream of its own, and done on return."""
-    with torch.inference_mode(), span("cluster", layer):
+    with torch.inference_mode():
         if written is None:
-            return cluster_keys(keys, c, metric, n_rounds, generator)
+            with span("cluster", layer):
+                return cluster_keys(keys, c, metric, n_rounds, generator)
         stream = torch.cuda.Stream(keys.device)
         stream.wait_event(written)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), span("cluster", layer):
             clusters = cluster_keys(keys, c, metric, n_rounds, generator)
         stream.synchronize()
         for x in (clusters.centroids, clusters.sizes, clusters.ends, clusters.tokens):

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
 from engine.budget import ELEMENT_BYTES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
@@ -112,9 +113,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
         first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
-        written = torch.cuda.Event() if trace.device.type == "cuda" else None
-        if written is not None:
-            written.record()  # behind the copy of the keys to the host
+        written = asked_so_far(trace.device)  # the copy of the keys to the host
 
         def work() -> Quantiser:
             if written is not None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.books.clock import between, now
 from engine.checkpoints.digests import cache_home
 from engine.shapes import ModelShape
 from kernels.pq_fit import pq_fit
@@ -199,40 +200,31 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device, self.on_gpu = device, device.type == "cuda"
         self.left: Any = None  # when the last layer was built
         self.layer: int | None = None
         self.gaps: list[tuple[Any, Any]] = []
-
-    def now(self) -> Any:
-        if not self.on_gpu:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def enter(self, layer: int) -> None:
         """A variant begins to build the layer; only the first one ends a gap."""
         if layer != self.layer:
             if self.left is not None:
-                self.gaps.append((self.left, self.now()))
+                self.gaps.append((self.left, now(self.device)))
             self.layer = layer
 
     def leave(self) -> None:
-        self.left = self.now()
+        self.left = now(self.device)
 
     def latest(self) -> float | None:
         """Seconds of the layer below, where they are known without waiting."""
         if self.on_gpu or not self.gaps:
             return None
-        start, stop = self.gaps[-1]
-        return stop - start
+        return between(*self.gaps[-1])
 
     def middle(self) -> float | None:
         """Median seconds of a layer; waits for a GPU."""
         if not self.gaps:
             return None
-        if not self.on_gpu:
-            return median(stop - start for start, stop in self.gaps)
-        torch.cuda.synchronize()
-        return median(start.elapsed_time(stop) / 1e3 for start, stop in self.gaps)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        return median(between(start, stop) for start, stop in self.gaps)

@@ -46,9 +46,9 @@ def test_tokens_come_cluster_by_cluster(
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
-@pytest.mark.parametrize("k", [1, 33, 64, 100])
-def test_triton_fills_the_same_slots(k: int) -> None:
-    clusters = problem(3, 2, 2, 3, 11, 80)
+@pytest.mark.parametrize(("k", "c"), [(1, 11), (33, 11), (64, 11), (100, 11), (70, 300)])
+def test_triton_fills_the_same_slots(k: int, c: int) -> None:
+    clusters = problem(3, 2, 2, 3, c, 80)
     order, sizes, ends, tokens = (x.to(GPU) for x in clusters)
     found = cluster_tokens_triton(order, sizes, ends, tokens, k)
     assert torch.equal(found.cpu(), cluster_tokens_ref(*clusters, k))

@@ -131,6 +131,6 @@ def test_modules_go_where_they_are_told(machine: Machine) -> None:
 
 
 @jit
-def double(x, n: tl.constexpr):
+def double(x, n: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
     at = tl.arange(0, n)
     tl.store(x + at, tl.load(x + at) * 2)

@@ -1,0 +1,293 @@
+"""Compile every Triton kernel for GPUs that need not be there: `python -m kernels.aot`.
+
+Triton's driver is replaced by one that only names a target, and a launch by a compilation. So the ops' own launch sites
+run, on tensors without memory in the shapes of real models, and what is compiled is what would have been launched.
+Prints each specialisation's registers, spilled bytes and shared memory, as Triton's ptxas says, with `--sass` also its
+loads by width. Exit code 1: a kernel does not compile, spills registers, or was not reached by any launch site here.
+
+Not here: whether results are right (`tests/kernels`, in Triton's interpreter).
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":  # before kernels are imported
+    os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch import Tensor
+
+from kernels import clusters, pages, pq_fit, pq_scores, select_attend
+from kernels.jit import INTERPRETED, triton
+from kernels.pq_codes import PackedCodes
+
+MODULES = (clusters, pages, pq_fit, pq_scores, select_attend)
+ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
+LENGTHS = (4096, 32768, 131072)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention."""
+
+    h: int
+    h_kv: int
+    d_h: int
+
+
+SHAPES = {
+    "llama-3.1-8b": Shape(32, 8, 128),
+    "smollm2-135m": Shape(9, 3, 64),
+    "llama-2-7b": Shape(32, 32, 128),
+    "qwen2.5-7b": Shape(28, 4, 128),
+}
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Compiled:
+    """A specialisation of a kernel for one architecture."""
+
+    kernel: str
+    arch: int
+    constants: dict[str, Any]
+    dtypes: str
+    where: str  # the first launch site that asked for it
+    registers: int = 0
+    spilled: int = 0  # bytes
+    shared: int = 0  # bytes
+    warps: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+# --- launch sites -----------------------------------------------------------------------------
+
+
+def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def positions(*size: int) -> Tensor:
+    return empty(*size, dtype=torch.int64)
+
+
+def attention_sites(shape: Shape, s: int) -> None:
+    q, k = empty(1, shape.h, 1, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
+    late = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 64, shape.d_h)
+    for heads in sorted({shape.h_kv, shape.h}):
+        for n in (s // 10, 82):
+            select_attend.select_attend_triton(q, k, k, positions(1, heads, n), shape.d_h**-0.5, late)
+
+
+def page_sites(shape: Shape, s: int) -> None:
+    k = empty(1, shape.h_kv, s, shape.d_h)
+    for page_len in (16, 32, 128):
+        kmin, kmax = pages.page_bounds_triton(k, page_len)
+        pages.page_scores_triton(empty(1, shape.h, 1, shape.d_h), kmin, kmax)
+
+
+def cluster_sites(shape: Shape, s: int) -> None:
+    c = max(4, s // 80)
+    tables = positions(shape.h_kv, c), positions(shape.h_kv, c), positions(shape.h_kv, s - 16)
+    clusters.cluster_tokens_triton(positions(1, shape.h, c), *tables, s // 10)
+
+
+def quantiser_sites(shape: Shape, s: int) -> None:
+    for m, b in ((2, 6), (4, 8), (2, 4), (2, 2)):
+        centroids = empty(shape.h_kv, m, 1 << b, shape.d_h // m, dtype=torch.float32)
+        q = empty(shape.h, shape.d_h)
+        for n in (s - 32, s - 31):  # candidates are one more each step
+            codes = PackedCodes(shape.h_kv, m, b, n, "meta")
+            codes.n = n
+            pq_scores.pq_scores_triton(q, centroids, codes, n, shape.d_h**-0.5)
+            pq_scores.pq_logits_triton(q, centroids, codes, n)
+        points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
+        labels = pq_fit.assign_triton(points, flat)
+        pq_fit.means_triton(points, labels, flat)
+
+
+SITES: dict[str, Callable[[Shape, int], None]] = {
+    "attention": attention_sites,
+    "pages": page_sites,
+    "clusters": cluster_sites,
+    "quantiser": quantiser_sites,
+}
+
+
+def kernels() -> set[str]:
+    """Names of all kernels that the ops launch; functions that only kernels call are no kernels."""
+    sources = [Path(module.__file__ or "").read_text() for module in MODULES]
+    names = {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
+    return {name for name in names if any(hasattr(getattr(module, name, None), "arg_names") for module in MODULES)}
+
+
+# --- compiling --------------------------------------------------------------------------------
+
+
+class NoGpu:
+    """A driver that knows a target and nothing else."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # kernels are kept per device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_device_interface(self) -> Any:
+        return torch
+
+
+class Compiler:
+    """Takes the place of Triton's launch, and compiles each specialisation once per architecture."""
+
+    def __init__(self, sass: bool) -> None:
+        self.sass = sass
+        self.arch, self.where = 0, ""
+        self.found: dict[Key, Compiled] = {}
+        self.launch = triton.runtime.JITFunction.run
+
+    @contextmanager
+    def targeting(self, arch: int) -> Iterator[None]:
+        """Inside, launches are compilations for `arch`."""
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            self.compile(kernel, args, grid, kwargs)
+
+        self.arch = arch
+        with (
+            patch.object(triton.runtime.driver, "_active", NoGpu(arch)),
+            patch.object(triton.runtime.JITFunction, "run", run),
+        ):
+            yield
+
+    def compile(self, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=True))
+        constants = {parameter.name: named[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+        # Triton compiles anew for integers that are 1, and for those that 16 divides.
+        numbers = {name: (x == 1, x % 16 == 0) for name, x in named.items() if type(x) is int and name not in constants}
+        dtypes = " ".join(str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, Tensor))
+        key = (kernel.fn.__name__, self.arch, dtypes, *constants.items(), *numbers.items())
+        if key in self.found:
+            return
+        made = self.found[key] = Compiled(kernel.fn.__name__, self.arch, constants, dtypes, self.where)
+        said = StringIO()
+        try:
+            with redirect_stdout(said), triton.knobs.nvidia.scope():
+                triton.knobs.nvidia.dump_ptxas_log = True
+                compiled = self.launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:  # whatever the compiler raises is the kernel's failure
+            made.error = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            return
+        read_ptxas(made, said.getvalue())
+        made.shared, made.warps = compiled.metadata.shared, compiled.metadata.num_warps
+        if self.sass:
+            made.loads = loads_of(compiled.asm["cubin"])
+
+
+def read_ptxas(made: Compiled, said: str) -> None:
+    """Registers and spilled bytes; an assembler that says neither is a failure."""
+    registers = re.search(r"Used (\d+) registers", said)
+    if registers is None:
+        made.error = "ptxas did not say how many registers it used"
+        return
+    made.registers = int(registers[1])
+    made.spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+
+
+@cache
+def disassembler() -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+
+def loads_of(cubin: bytes) -> dict[str, int]:
+    """Loads from global memory by their width in bits, as machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([disassembler(), file.name], capture_output=True, text=True, check=True)
+    counts: dict[str, int] = {}
+    for op in re.findall(r"\b((?:LDG|LDGSTS)\.[\w.]+)", done.stdout):
+        width = next((bits for bits in ("128", "64", "U8", "S8", "U16", "S16") if f".{bits}" in f"{op}."), "32")
+        width = {"U8": "8", "S8": "8", "U16": "16", "S16": "16"}.get(width, width)
+        counts[width] = counts.get(width, 0) + 1
+    return counts
+
+
+def compile_all(
+    architectures: Sequence[int], shapes: Sequence[str], lengths: Sequence[int], sites: Sequence[str], sass: bool
+) -> list[Compiled]:
+    """Every specialisation that these launch sites ask for."""
+    compiler = Compiler(sass)
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder  # an earlier result would not say what ptxas said
+        for arch in architectures:
+            with compiler.targeting(arch):
+                for name, s, site in product(shapes, lengths, sites):
+                    compiler.where = f"{site}, {name}, {s} tokens"
+                    SITES[site](SHAPES[name], s)
+    return list(compiler.found.values())
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def line_of(made: Compiled) -> str:
+    constants = ",".join(f"{name}={x}" for name, x in made.constants.items())
+    head = f"{made.kernel} sm_{made.arch} {made.dtypes.partition(' ')[0]} {constants}"
+    if made.error:
+        return f"{head}: FAILED {made.error} ({made.where})"
+    loads = "".join(f", {n} loads of {bits} bits" for bits, n in sorted(made.loads.items(), key=lambda x: -int(x[0])))
+    spilled = f"SPILLS {made.spilled} bytes" if made.spilled else "no spill"
+    return f"{head}: {made.registers} registers, {spilled}, {made.shared} bytes shared, {made.warps} warps{loads}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, help="80 for sm_80")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens in the cache")
+    parser.add_argument("--only", nargs="+", choices=SITES, default=[*SITES], help="the launch sites of some ops")
+    parser.add_argument("--sass", action="store_true", help="count loads by width in the machine code")
+    asked = parser.parse_args(words)
+    if triton is None or INTERPRETED:
+        print("error: this needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)  # noqa: T201
+        return 2
+    found = compile_all(asked.arch, asked.shapes, asked.lengths, asked.only, asked.sass)
+    for made in sorted(found, key=lambda made: (made.kernel, made.arch, str(made.constants))):
+        print(line_of(made))  # noqa: T201
+    missing = sorted(kernels() - {made.kernel for made in found}) if asked.only == [*SITES] else []
+    n_failed, n_spilling = sum(bool(made.error) for made in found), sum(made.spilled > 0 for made in found)
+    print(  # noqa: T201
+        f"triton {triton.__version__}: {len(found)} specialisations, {n_failed} failed, {n_spilling} spill"
+        + (f"; no launch site reaches {', '.join(missing)}" if missing else "")
+    )
+    return int(bool(n_failed or n_spilling or missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+from time import sleep
+
+import torch
+
+from engine.books.clock import Clock, asked_so_far
+
+CPU = torch.device("cpu")
+
+
+def test_stretches_of_a_cpu_are_seconds() -> None:
+    clock = Clock()
+    for seconds in (0.0, 0.01):
+        with clock.running(CPU):
+            sleep(seconds)
+    first, second = clock.seconds()
+    assert first >= 0 and second >= 0.01
+    assert asked_so_far(CPU) is None

@@ -1,0 +1,57 @@
+"""Kernels compile for GPUs that are not there; only Triton's compiler says so, which its interpreter shuts out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import aot
+from kernels.jit import triton
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+
+
+def compiled(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "kernels.aot", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_attention_reads_keys_in_loads_of_128_bits() -> None:
+    done = compiled("--arch", "90", "--shapes", "llama-3.1-8b", "--lengths", "32768", "--only", "attention", "--sass")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line, *_) = [line for line in done.stdout.splitlines() if line.startswith("attend_split sm_90 bfloat16 G=4")]
+    assert "no spill" in line
+    # A tile of 64 keys of 128 numbers in bfloat16 is 1,024 loads of 128 bits: 8 for each of 128 threads; values alike.
+    wide = int(line.partition(" loads of 128 bits")[0].rpartition(" ")[2])
+    assert wide >= 16, line
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_without_spills() -> None:
+    done = compiled()
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert "0 failed, 0 spill" in done.stdout and "no launch site" not in done.stdout
+    for arch in aot.ARCHITECTURES:
+        assert f"sm_{arch}" in done.stdout
+
+
+def test_a_kernel_that_no_launch_site_reaches_is_found() -> None:
+    found = aot.kernels()
+    assert {"attend_split", "join_splits", "fill_slots", "score_pages", "store_lses", "assign_points"} <= found
+    assert not {"read_code", "add_entries"} & found  # functions that kernels call
+
+
+def test_what_ptxas_says_is_read() -> None:
+    made = aot.Compiled("kernel", 90, {}, "bfloat16", "here")
+    aot.read_ptxas(
+        made, "ptxas info : Used 255 registers\n 16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads"
+    )
+    assert (made.registers, made.spilled) == (255, 20)
+    assert "SPILLS 20 bytes" in aot.line_of(made)
+    aot.read_ptxas(made, "")
+    assert "FAILED" in aot.line_of(made)

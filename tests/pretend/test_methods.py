@@ -1,0 +1,69 @@
+"""Every method on a pretended GPU: the paths that only a GPU takes, with the tokens and the books of the CPU's."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.launches import BUDGETS
+from benchmarks.pretend.cuda import Machine
+from engine.books.ledger import Entry
+from engine.decode import decode
+from engine.model import Model, query_turner
+from engine.prefill import prefill
+from evals.overrides import config_groups
+from tests import conformance
+from tests.tiny import prompt
+
+N_NEW = 4
+SLOW = {"pqcache": 1}  # rows of methods whose kernels take seconds in the interpreter; of others there are two
+PRESETS = sorted({*config_groups()["method"]} - {*BUDGETS})
+
+
+def moved(model: Model, device: str) -> Model:
+    hf = copy.deepcopy(model.hf).to(device)
+    return replace(model, hf=hf, device=torch.device(device), turn=query_turner(hf))
+
+
+def answer(model: Model, name: str) -> tuple[list[list[int]], list[list[Entry]]]:
+    """Tokens and ledgers of a method's rows, built beside the prefill as in a run."""
+    variant = conformance.variant(conformance.ours(name), "0.3")
+    rows = []
+
+    def build(trace, layer):
+        if not rows:
+            rows.extend(variant.row(trace, N_NEW) for _ in range(SLOW.get(name, 2)))
+        for row in rows:
+            row.build(layer)
+
+    with model.hooked():
+        trace = prefill(model, prompt(conformance.S), variant.observations, build, variant.thinning)
+        for row in rows:
+            row.complete()
+        trace.settle()
+        done = decode(model, trace, rows, max_new_tokens=N_NEW)
+    return [each.ids for each in done.answers], [row.store.ledger.entries for row in rows]
+
+
+@cache
+def on_cpu(name: str) -> tuple[list[list[int]], list[list[Entry]]]:
+    return answer(conformance.model(), name)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_it_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
+    expected = on_cpu(name)
+    assert answer(moved(conformance.model(), "cuda:0"), name) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
+    test_it_answers_as_on_a_cpu(machine, name)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pqcache"])
+def test_it_answers_on_another_device(machine: Machine, name: str) -> None:
+    assert answer(moved(conformance.model(), "cuda:1"), name) == on_cpu(name)

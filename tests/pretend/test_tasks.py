@@ -1,0 +1,44 @@
+"""Whole runs on a pretended GPU: every kind of task, through the same door as run.py."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.launches import BUDGETS
+from benchmarks.pretend.cuda import Machine
+from tests.tiny_run import run, save_tiny, sweep
+
+TASKS = {
+    "needle": ("task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4"),
+    "longbench": ("task.source=embedded", "limit=1", "task.max_prompt_tokens=300", "task.max_new_tokens=4"),
+    "fidelity": ("task.prompt_tokens=200", "task.windows=1", "task.steps=4"),
+    "pg19": ("task.source=embedded", "task.lengths=[200]", "task.targets=4"),
+    "latency": ("task.lengths=[200]", "task.n_new=4", "task.repeats=1", "task.warmup=0"),
+}
+FITTED = {"infllm": ["method.block_len=16"]}
+METHODS = [name for name in BUDGETS if name != "pyramidinfer"]  # it has a prefill of its own
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return ["model=any", f"model.id={folder}", "model.name=tiny"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Path, task: str) -> None:
+    words = [*model, "method=oracle", "ratio=0.5", f"task={task}", *TASKS[task]]
+    (_, (ours,)), (_, (cpu,)) = (run(words, tmp_path / device, device) for device in ("cuda", "cpu"))
+    assert ours.status == cpu.status == "ok", ours.error
+    assert ours.ledger == cpu.ledger
+    if task != "latency":
+        assert (ours.prediction, ours.score) == (cpu.prediction, pytest.approx(cpu.score, rel=1e-5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_a_sweep_of_all_methods_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Path, task: str) -> None:
+    words = [*model, f"task={task}", *TASKS[task], "ratio=0.5", "comm=1/8"]
+    variants = [[f"method={name}", *FITTED.get(name, [])] for name in METHODS]
+    for _, (row,) in sweep(words, variants, tmp_path, device="cuda"):
+        assert row.status == "ok", row.error
