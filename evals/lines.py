@@ -4,8 +4,11 @@ Not here: how they are written (`evals/results`), means over samples (there, too
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
+from engine.books.strip import attended_bins
 from engine.budget import show
 from engine.decode import Answer, Decoded
 from evals.cells import Cell
@@ -24,6 +27,9 @@ from evals.tasks.base import Sample
 from evals.tasks.forced import Outcome
 from evals.tasks.prompt import Prompt
 from methods.base import SelectiveAttention
+
+SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
+SHOWN_TOKENS = 200  # of a prompt that has no texts
 
 
 def answer_line(
@@ -58,12 +64,13 @@ def answer_line(
         tpot_s=sum(steps) / len(steps) if steps else None,
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
-        fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
+        fields=own_columns(sample)
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
         | ({"scores_later": True} if cell.task.scores_later else {})
         | ({} if share is None else {"prefill_share": share})
-        | ({"method_report": report} if report else {}),
+        | ({"method_report": report} if report else {})
+        | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
 
 
@@ -85,8 +92,28 @@ def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str) -> SampleRow
         tpot_s=None,
         batch_rows=1,
         ledger={},
-        fields={key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"},
+        fields=own_columns(sample),
     )
+
+
+def shortened(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
+    """The sample with no more of its texts than a line repeats: their ends."""
+    context = sample.context
+    if not context and prompt.context_ids:
+        context = tokenizer.decode(prompt.context_ids[-SHOWN_TOKENS:])
+    return replace(sample, context=end_of(context), question=end_of(sample.question))
+
+
+def end_of(text: str) -> str:
+    return text if len(text) <= SHOWN else "… " + text[-SHOWN:]
+
+
+def own_columns(sample: Sample) -> dict[str, Any]:
+    """The task's columns, and the end of what was asked, which `shortened` left."""
+    columns = {key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
+    texts = {"context": sample.context, "question": sample.question, "cue": sample.answer_prefix}
+    shown = {key: text for key, text in texts.items() if text}
+    return columns | ({"prompt_end": shown} if shown else {})
 
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:

@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.prefill import Thinning, Trace, prefill
 from engine.width import room_bytes, variant_bytes, waves
 from evals.cells import Cell
-from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, standing
+from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, tokenizer_of
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
@@ -40,9 +40,10 @@ from methods.base import SelectiveAttention, Variant
 
 @dataclass(frozen=True)
 class Waiting:
-    """A sample that some cell has not answered: checked, encoded, without its texts.
+    """A sample that some cell has not answered: checked and encoded.
 
-    Tokens are packed, because tuples take nine times as much memory and all of a task's prompts may wait at once.
+    Tokens are packed, because tuples take nine times as much memory and all of a task's prompts may wait at once; for
+    the same reason only the ends of its texts are left.
     """
 
     place: int  # in the task's order
@@ -154,7 +155,7 @@ class Group:
         if not missing:
             return []
         ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
-        return [Waiting(place, replace(sample, context="", question=""), *ids)]
+        return [Waiting(place, shortened(sample, prompt, self.tokenizer), *ids)]
 
     def has(self, cell: Cell, sample: Sample) -> bool:
         is_elsewhere = sample.id in self.answered.get(cell.path, ())

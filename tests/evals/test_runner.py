@@ -21,6 +21,7 @@ from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from evals import loop, models, runner
+from evals.lines import SHOWN
 from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
 from evals.tasks.needle.task import Needle
@@ -114,6 +115,10 @@ def test_a_run_leaves_everything_in_its_folder(cell: Any) -> None:
         budget = row.prompt_tokens // 5
         assert row.ledger["steps"] == row.generated_tokens - 1
         assert row.ledger["tokens_attended_mean"] == budget + 1
+        # What a reader of the report looks at: how the prompt ended, and which parts of it were attended to.
+        end, bins = row.fields["prompt_end"], row.fields["attended_bins"]
+        assert "phone number" in end["question"] and end["cue"] and 0 < len(end["context"]) <= SHOWN
+        assert sum(bins) / len(bins) == pytest.approx(budget / row.prompt_tokens, abs=0.02)
     ledger = pd.read_parquet(folder / "ledger.parquet")
     assert len(ledger) == sum(3 * (row.generated_tokens - 1) for row in rows)
     assert set(ledger.sample_id) == {row.id for row in rows}
