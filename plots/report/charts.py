@@ -1,6 +1,6 @@
 """The charts of the report, as Vega-Lite specifications made and checked by Altair, and the script that draws them.
 
-The page fills in the named data sources and the words that start with `@`; see `charts` in plots/report/page.js.
+The page fills in the named data sources and the words that start with `@`; see plots/report/js/charts.js.
 
 Not here: data, colours of the page's two themes.
 """
@@ -10,7 +10,7 @@ import importlib
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -19,20 +19,34 @@ from plots import looks
 
 SCORE = "@score"  # title of the axis that scores are on
 COST = "@cost"  # title of the axis of bytes or tokens
+FORMAT = "@format"  # of the numbers on that axis
 LARGEST_SCRIPT = 16 << 20  # bytes; today's has 0.9 MB
 
 
-def look(method: str) -> dict[str, str | None]:
-    """Colour and shape of a method, those of all figures; None: the page's own black."""
+DASHES = {"-": [1, 0], "--": [6, 4], ":": [2, 3], "-.": [7, 3, 2, 3]}  # of `plots.looks`
+WHITE = "#FFFFFF"  # of full attention on the dark page
+
+
+def look(method: str) -> dict[str, Any]:
+    """Colours on the light and the dark page, shape and dash of a method: those of all figures."""
     found = looks.look(method)
-    return {"colour": None if found.colour == looks.INK else found.colour, "shape": found.path}
+    return {
+        "light": found.colour,
+        "dark": WHITE if found.colour == looks.INK else found.colour,
+        "shape": found.path,
+        "dash": DASHES[found.dash],
+    }
 
 
-def pareto_chart() -> dict[str, Any]:
-    """Scores over what they cost: `points` with their intervals, and the `front` that no other point beats."""
-    x = alt.X("cost:Q", title=COST, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(format="~s"))
+def score_chart(scale: Literal["linear", "log"] = "linear") -> dict[str, Any]:
+    """Scores over what they cost: `points` with their intervals, lines that join a method's budgets, the `front`.
+
+    A hollow mark is outside its budget; costs that lie far apart need the scale `log`. `full` is the score of full
+    attention, drawn across.
+    """
+    of_cost = alt.Scale(type="log", nice=False, padding=18) if scale == "log" else alt.Scale(zero=False, nice=True)
+    x = alt.X("cost:Q", title=COST, scale=of_cost, axis=alt.Axis(format=FORMAT))
     y = alt.Y("score:Q", title=SCORE, scale=alt.Scale(zero=False, nice=True))
-    legend = alt.selection_point(name="legend", fields=["method"], bind="legend")
     tooltip = [
         alt.Tooltip("variant:N", title="variant"),
         alt.Tooltip("score:Q", title="score", format=".4~g"),
@@ -40,30 +54,44 @@ def pareto_chart() -> dict[str, Any]:
         alt.Tooltip("n:Q", title="n"),
         alt.Tooltip("cost:Q", title="cost", format=",.4~g"),
         alt.Tooltip("against_full:N", title="against Full"),
+        alt.Tooltip("p:N", title="p (Holm)"),
     ]
+    full = (
+        alt.Chart(alt.NamedData("full"))
+        .mark_rule(strokeDash=[3, 3], strokeWidth=1, opacity=0.6, color="@text", aria=False)
+        .encode(y=y)
+    )
     front = (
         alt.Chart(alt.NamedData("front"))
-        .mark_line(interpolate="step-after", strokeDash=[5, 4], strokeWidth=1.5, opacity=0.7, color="@muted",
-                   aria=False)
+        .mark_line(interpolate="step-after", strokeWidth=7, opacity=0.18, color="@text", aria=False)
         .encode(x=x, y=y, order="cost:Q")
-    )  # fmt: skip
+    )
     points = alt.Chart(alt.NamedData("points"))
-    faded = alt.when(legend)
-    bars = points.mark_rule(strokeWidth=1.5, aria=False).encode(
-        x=x, y=alt.Y("low:Q", title=SCORE), y2="high:Q", color=colour(),
-        opacity=faded.then(alt.value(0.45)).otherwise(alt.value(0.06)),
+    lines = points.mark_line(strokeWidth=1.6, opacity=0.8, aria=False).encode(
+        x=x, y=y, order="cost:Q", detail="series:N", color=colour(),
+        strokeDash=alt.StrokeDash("method:N", scale=by_method("@dashes"), legend=None),
     )  # fmt: skip
-    marks = points.mark_point(filled=True, size=95, cursor="pointer", strokeWidth=1).encode(
-        x=x, y=y, color=colour(),
-        shape=alt.Shape("method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@shapes"])),
-        opacity=faded.then(alt.value(1)).otherwise(alt.value(0.12)), tooltip=tooltip, description="description:N",
-    ).add_params(legend)  # fmt: skip
-    return plain((front + bars + marks).properties(width="container", height=340))
+    bars = points.mark_rule(strokeWidth=1.2, opacity=0.45, aria=False).encode(
+        x=x, y=alt.Y("low:Q", title=SCORE), y2="high:Q", color=colour()
+    )
+    marks = points.mark_point(size=85, cursor="pointer", strokeWidth=2, opacity=1).encode(
+        x=x, y=y, stroke=alt.Stroke("method:N", scale=by_method("@colours"), legend=None),
+        fill=alt.when("datum.hollow").then(alt.value("@surface")).otherwise(
+            alt.Fill("method:N", scale=by_method("@colours"), legend=None)
+        ),
+        shape=alt.Shape("method:N", scale=by_method("@shapes"), legend=None),
+        tooltip=tooltip, description="description:N",
+    )  # fmt: skip
+    return plain((full + front + lines + bars + marks).properties(width="container", height=320))
 
 
 def colour() -> alt.Color:
     """One colour per method, whatever the filters leave: that of `look`."""
-    return alt.Color("method:N", title="method", scale=alt.Scale(domain=["@methods"], range=["@colours"]))
+    return alt.Color("method:N", scale=by_method("@colours"), legend=None)
+
+
+def by_method(values: str) -> alt.Scale:
+    return alt.Scale(domain=["@methods"], range=[values])
 
 
 def heatmap_chart() -> dict[str, Any]:
@@ -72,12 +100,13 @@ def heatmap_chart() -> dict[str, Any]:
         alt.Chart(alt.NamedData("cells"))
         .mark_rect(stroke="@surface", strokeWidth=1)
         .encode(
-            x=alt.X("length:O", title="context length in tokens", axis=alt.Axis(labelAngle=-45)),
+            x=alt.X("length:O", title="prompt in tokens", sort=["@lengths"], axis=alt.Axis(labelAngle=-45)),
             y=alt.Y("depth:O", title="depth in %"),
             color=alt.Color("score:Q", title="score", scale=alt.Scale(domain=[0, 1], scheme="cividis")),
             tooltip=[
                 alt.Tooltip("variant:N", title="variant"),
-                alt.Tooltip("length:O", title="length"),
+                alt.Tooltip("tokens:Q", title="tokens, mean", format=",.0f"),
+                alt.Tooltip("asked:O", title="length asked"),
                 alt.Tooltip("depth:O", title="depth"),
                 alt.Tooltip("score:Q", title="score", format=".3~f"),
                 alt.Tooltip("n:Q", title="n"),
@@ -85,7 +114,7 @@ def heatmap_chart() -> dict[str, Any]:
         )
         .properties(width=190, height=130)
     )
-    header = alt.Header(title=None, labelLimit=235, labelFontSize=10)
+    header = alt.Header(title=None, labelLimit=250, labelFontSize=12)
     return plain(cells.facet(facet=alt.Facet("variant:N", header=header, sort=["@variants"]), columns=3))
 
 

@@ -1,0 +1,85 @@
+// Elements, numbers as text, and the page's packed data. Whatever comes from a run reaches the page as text.
+// Not here: what is shown.
+const $ = (id) => document.getElementById(id);
+
+function fillNode(node, attributes, children) {
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+const el = (tag, attributes, ...children) => fillNode(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) =>
+  fillNode(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const button = (text, onclick, more) => el("button", { type: "button", onclick, ...more }, text);
+const none = (text) => el("p", { class: "none" }, text);
+
+const unique = (values) => [...new Set(values)];
+// The list of a key, made where there is none.
+function grouped(lists, key) {
+  if (!lists.has(key)) lists.set(key, []);
+  return lists.get(key);
+}
+const is = (value) => value !== null && value !== undefined;
+const number = (value, digits = 3) =>
+  !is(value) ? "-" : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
+const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
+const range = (ci) => (ci ? `${number(ci[0])} to ${number(ci[1])}` : "");
+const natural = new Intl.Collator("en", { numeric: true }).compare; // 2 before 10
+
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+// A table of columns as a list of objects; a column that is a table itself gives each of them an object.
+function rowsOf(columns) {
+  const keys = Object.keys(columns);
+  const values = keys.map((key) => (Array.isArray(columns[key]) ? columns[key] : rowsOf(columns[key])));
+  const rows = [];
+  for (let i = 0; i < (values.length ? values[0].length : 0); i += 1) {
+    const row = {};
+    for (let k = 0; k < keys.length; k += 1) row[keys[k]] = values[k][i];
+    rows.push(row);
+  }
+  return rows;
+}
+
+// The first rows of a long table at once, or when the reader comes near, and more as its end comes near.
+const ROWS = 60;
+function lazily(body, items, makeRow, isNear = true) {
+  let next = 0;
+  const draw = () => {
+    const stop = Math.min(items.length, next + ROWS);
+    const more = body.querySelector(":scope > .more");
+    if (more) more.remove();
+    body.append(...items.slice(next, stop).map(makeRow));
+    next = stop;
+    if (next < items.length) wait();
+  };
+  const wait = () => {
+    const show = button(`${items.length - next} more rows`, draw);
+    const row = body.tagName === "TBODY" ? el("tr", { class: "more" }, el("td", { colspan: 99 }, show)) : el("div", { class: "more" }, show);
+    body.append(row);
+    new IntersectionObserver(([entry], watch) => {
+      if (entry.isIntersecting) { watch.disconnect(); if (row.isConnected) draw(); }
+    }, { rootMargin: "300px" }).observe(row);
+  };
+  if (isNear || !items.length) draw(); else wait();
+  return body;
+}
+
+function table(head, body, label, id) {
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label, id },
+    el("table", {}, el("thead", {}, head), body));
+}
+
+function options(select, entries, chosen) {
+  select.replaceChildren(...entries.map(([value, text]) => el("option", { value }, text)));
+  const values = entries.map(([value]) => String(value));
+  if (values.includes(String(chosen))) select.value = chosen;
+}

@@ -1,0 +1,88 @@
+// Which runs are shown: the data that all sections read, and the boxes that leave runs out.
+let runs = [];
+let metrics = {};
+let looks = {};
+let few = {};
+let starts = [];
+
+async function readOverview() {
+  const told = JSON.parse(await unpack("data-overview"));
+  ({ metrics, looks, few, starts } = told);
+  const pairs = rowsOf(told.pairs);
+  const parts = rowsOf(told.parts);
+  let at = 0;
+  parts.forEach((part, i) => { part.paired = told.has_pair[i] ? pairs[at++] : null; });
+  at = 0;
+  runs = rowsOf(told.runs);
+  runs.forEach((run, i) => {
+    run.i = i;
+    run.parts = parts.slice(at, at + run.n_parts);
+    at += run.n_parts;
+  });
+}
+
+const lower = (metric) => metrics[metric] === "lower";
+const byKey = (key) => runs.find((run) => run.key === key);
+const fullFor = (run) => runs.find((one) => one.full && one.group === run.group && one.task === run.task && one !== run);
+// Full attention first, then by name, and budgets in their order.
+const inOrder = (a, b) =>
+  Number(b.full) - Number(a.full) || natural(a.label, b.label) || (a.size || 0) - (b.size || 0)
+  || (a.comm_size || 0) - (b.comm_size || 0) || natural(a.group, b.group);
+const severalGroups = (list) => unique(list.map((run) => run.group)).length > 1;
+// A run's name among these: its group is said only where there are several.
+const nameIn = (run, list) => (severalGroups(list) ? `${run.variant} · ${run.group}` : run.variant);
+
+const FILTERS = { task: "Task", method: "Method", model: "Model", budget: "Budget", comm: "Comm" };
+const OF_COMPRESSED = ["budget", "comm"]; // full attention has neither, so these filters leave it in
+const hidden = Object.fromEntries(Object.keys(FILTERS).map((key) => [key, new Set()]));
+const shows = (run) =>
+  Object.keys(FILTERS).every((key) => (run.full && OF_COMPRESSED.includes(key)) || !hidden[key].has(run[key]));
+const shown = () => runs.filter(shows);
+
+function readFilters() {
+  for (const key of Object.keys(FILTERS)) hidden[key] = new Set(fromList(state.get(`hide.${key}`)));
+  for (const box of $("filters").querySelectorAll("input")) box.checked = !hidden[box.dataset.filter].has(box.value);
+  for (const summary of $("filters").querySelectorAll("summary")) nameFilter(summary);
+}
+
+function nameFilter(summary) {
+  const boxes = [...summary.parentNode.querySelectorAll("input")];
+  const left = boxes.filter((box) => box.checked).length;
+  const title = FILTERS[summary.dataset.filter];
+  summary.textContent = left === boxes.length ? `${title}: all` : `${title}: ${left} of ${boxes.length}`;
+}
+
+function hide(key, values) {
+  hidden[key] = new Set(values);
+  setState({ [`hide.${key}`]: asList(hidden[key]) });
+  readFilters();
+  update();
+}
+
+function valuesOf(key) {
+  const others = OF_COMPRESSED.includes(key) ? runs.filter((run) => !run.full) : runs;
+  const size = new Map(others.map((run) => [run[key], { budget: run.size, comm: run.comm_size }[key] || 0]));
+  return [...size.keys()].sort((a, b) => size.get(a) - size.get(b) || natural(a, b));
+}
+
+function buildFilters() {
+  const form = $("filters");
+  for (const key of Object.keys(FILTERS)) {
+    const values = valuesOf(key);
+    const toggle = (value, on) => hide(key, on ? [...hidden[key]].filter((one) => one !== value) : [...hidden[key], value]);
+    const boxes = values.map((value) => el("label", {},
+      el("input", { type: "checkbox", "data-filter": key, value, onchange: (event) => toggle(value, event.target.checked) }), value));
+    const all = button("all / none", () => hide(key, hidden[key].size ? [] : values));
+    form.append(el("details", {}, el("summary", { "data-filter": key }), el("div", { class: "menu" }, all, boxes)));
+  }
+  form.append(button("reset", () => go({ ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })));
+  form.append(el("output", { id: "count" }));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  const close = (but) => form.querySelectorAll("details[open]").forEach((menu) => menu !== but && (menu.open = false));
+  document.addEventListener("click", (event) => close(event.target.closest("#filters details")));
+  form.addEventListener("focusin", (event) => close(event.target.closest("details")));
+  form.addEventListener("keydown", (event) => {
+    const menu = event.target.closest("details[open]");
+    if (event.key === "Escape" && menu) { menu.open = false; menu.firstChild.focus(); }
+  });
+}

@@ -1,0 +1,241 @@
+"""What the page says of each run before anybody looks at its samples: settings, scores, costs, comparisons.
+
+Full attention is the same run under every budget, so it stands there once. A benchmark of several datasets has an
+average over them, where a run answered all that most runs of the benchmark did.
+
+Not here: comparisons (`plots/report/compare.py`), where a run comes from (`plots/report/origin.py`), its samples
+(`plots/report/samples.py`).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from evals.results import METRICS, SampleRow, combined, combined_ci95
+from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget
+from plots.report.charts import look
+from plots.report.compare import AVERAGE, Baselines, correct, few_words, is_deployable, rank
+from plots.run_sets import asked, outside_budget, prompt_settings
+from plots.stats import macro_interval
+
+AUDITED = (
+    *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),
+    *("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+    *("bytes_resident_device", "bytes_resident_host", "bytes_resident_device_actual"),
+    *("cache_hit_rate", "prefill_s", "tpot_s", "batch_rows_mean"),
+)
+COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that add up to each
+    "tokens": ("tokens_attended_mean",),
+    "share": ("effective_ratio",),
+    "device": ("bytes_resident_device",),
+    "resident": ("bytes_resident_device", "bytes_resident_host"),
+    "moved": ("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+}
+
+
+def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
+    """Everything but samples and provenance, as plain data; `runs` are those of `full_once`."""
+    others, baselines, shared = Others(runs), Baselines(runs), common_datasets(runs)
+    described = [describe(run, others, root, baselines, shared[benchmark(run)]) for run in runs]
+    name_apart(described)
+    correct(described)
+    rank(runs, described)
+    looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
+    return {
+        "runs": described,
+        "metrics": {name: m.better for name, m in METRICS.items()},
+        "looks": looks,
+        "few": few_words(described),
+    }
+
+
+def full_once(runs: Sequence[Run]) -> tuple[list[Run], dict[Path, list[Path]]]:
+    """The runs with one of full attention for all budgets, that with most samples; and which others each stands for."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        key = [group_of(run), task_of(run), run.setting("task", "params"), run.params, Baselines.key(run)]
+        alike.setdefault(json.dumps(key if run.is_full else str(run.folder), sort_keys=True), []).append(run)
+    kept = {id(max(same, key=lambda run: run.result.n_samples)): same for same in alike.values()}
+    left_out = {
+        run.folder: [other.folder for other in kept[id(run)] if other is not run] for run in runs if id(run) in kept
+    }
+    return [run for run in runs if id(run) in kept], {folder: more for folder, more in left_out.items() if more}
+
+
+def group_of(run: Run) -> str:
+    """What runs must share to stand in one table of scores, as words."""
+    return str(replace(conditions(run, ""), prefill="")).replace("no comm · ", "")
+
+
+def task_of(run: Run) -> str:
+    """A run's task, and what of its settings makes other prompts than the defaults do."""
+    return " ".join(filter(None, [run.result.task, prompt_settings(run)]))
+
+
+def benchmark(run: Run) -> tuple[str, str]:
+    return group_of(run), task_of(run)
+
+
+def common_datasets(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The datasets that an average is over: those that most runs of a benchmark have, and the most of them."""
+    seen: dict[tuple[str, str], Counter[tuple[str, ...]]] = {}
+    for run in runs:
+        seen.setdefault(benchmark(run), Counter())[tuple(sorted(run.datasets()))] += 1
+    return {key: max(sets, key=lambda names: (sets[names], len(names))) for key, sets in seen.items()}
+
+
+def describe(run: Run, others: "Others", root: Path, baselines: Baselines, shared: Sequence[str]) -> dict[str, Any]:
+    """One run: its settings, what was measured, how its scores compare."""
+    result = run.result
+    label = " ".join([result.method_label, *others.varied(run)])
+    comm = "none" if run.is_full else as_fraction(result.comm_exact)
+    of_comm = [f"comm {comm}"] if others.several_comms and not run.is_full else []
+    variant = [label] if run.is_full else [label, asked(run), *of_comm]
+    return {
+        "key": result.config_hash,
+        "folder": run.folder.relative_to(root).as_posix() if run.folder != root else run.folder.name,
+        "label": label,
+        "variant": " · ".join(variant),
+        "series": " · ".join([label, *of_comm]),  # what its budgets are points of
+        "full": run.is_full and run.is_exact,
+        "method": result.method,
+        "task": task_of(run),
+        "model": result.model,
+        "budget": "full" if run.is_full else asked(run),
+        "size": None if run.is_full else result.budget or result.ratio,
+        "comm": comm,
+        "comm_size": None if run.is_full else result.comm,
+        "group": group_of(run),
+        "status": result.status,
+        "n": result.n_samples,
+        "n_oom": result.n_oom,
+        "unpriced": not run.is_full and not is_deployable(run),
+        "whole_layers": None if run.is_full else run.whole_layers or None,
+        "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others),
+        "parts": list(parts(run, baselines, shared)),
+    }
+
+
+def name_of(run: Run) -> str:
+    """The method as a legend names it."""
+    return run.result.method_label.removesuffix(" (C)")
+
+
+def as_fraction(share: str) -> str:
+    """Halves of halves as people give them: 1/8, not 0.125."""
+    exact = Fraction(share)
+    is_power = exact.numerator == 1 and exact.denominator & (exact.denominator - 1) == 0
+    return str(exact) if is_power else share
+
+
+def name_apart(described: Sequence[dict[str, Any]]) -> None:
+    """Let no two runs have one key: links name runs by it."""
+    seen: Counter[str] = Counter()
+    for run in described:
+        seen[run["key"]] += 1
+        if seen[run["key"]] > 1:
+            run["key"] += f"~{seen[run['key']]}"
+
+
+class Others:
+    """What each run needs of all others, gathered once, so that thousands of runs are not compared pairwise."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        models: dict[str, list[Run]] = {}
+        params: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for run in runs:
+            models.setdefault(run.result.model, []).append(run)
+            params.setdefault((run.result.method, run.result.prefill), []).append(run.params)
+        self.several_comms = len({run.result.comm_exact for run in runs if not run.is_full}) > 1
+        self.key_bytes = {model: key_bytes_per_token(alike) for model, alike in models.items()}
+        self.varying = {
+            same: {key for one in alike for key in {*one, *alike[0]} if one.get(key) != alike[0].get(key)}
+            for same, alike in params.items()
+        }
+
+    def varied(self, run: Run) -> list[str]:
+        """The parameters that tell this run from others of its method and prefill, as `key=value`."""
+        varying = self.varying[run.result.method, run.result.prefill]
+        return [f"{key}={value}" for key, value in run.params.items() if key in varying]
+
+
+def comm_allowed(run: Run, others: Others) -> dict[str, float | None]:
+    """The bytes per step that `comm` allows, from the size of a key in a run of full attention on this model."""
+    per_token = others.key_bytes[run.result.model]
+    lengths = [row.prompt_tokens for row in run.rows if row.status == "ok"]
+    comm = None
+    if per_token and lengths and not run.is_full:
+        comm = float(Fraction(run.result.comm_exact)) * per_token * fsum(lengths) / len(lengths)
+    return {"comm_bytes": comm, "prompt_tokens": fsum(lengths) / len(lengths) if lengths else None}
+
+
+def parts(run: Run, baselines: Baselines, shared: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The columns of a run: the average of its benchmark, where there is one, and its datasets."""
+    datasets = run.datasets()
+    if len(shared) > 1 and set(shared) <= datasets.keys():
+        ok = [[row for row in datasets[name] if row.score is not None] for name in shared]
+        metrics = {metric_of(run, rows) for rows in ok}
+        # Losses and times are no shares of something, and have no mean over datasets.
+        if all(ok) and len(metrics) == 1 and METRICS[min(metrics)].is_share:
+            scores = [[row.score for row in rows if row.score is not None] for rows in ok]
+            found = macro_interval(scores)
+            score = fsum(fsum(each) / len(each) for each in scores) / len(scores)
+            ci = None if found is None else [found.low, found.high]
+            yield part(run, AVERAGE, min(metrics), ok, score, ci, baselines) | {"of": list(shared)}
+    for name, rows in datasets.items():
+        metric = metric_of(run, rows)
+        ok = [row for row in rows if row.score is not None]
+        yield part(run, name, metric, [ok], combined(ok, metric), combined_ci95(ok, metric), baselines)
+
+
+def part(
+    run: Run, name: str, metric: str, datasets: Sequence[Sequence[SampleRow]], score: float | None,
+    ci: list[float] | None, baselines: Baselines,
+) -> dict[str, Any]:  # fmt: skip
+    rows = [row for each in datasets for row in each]
+    is_reference = run.is_full and run.is_exact
+    return {
+        "dataset": name,
+        "metric": metric,
+        "n": len(rows),
+        "score": score,
+        "ci": ci,
+        "paired": None if is_reference else baselines.compare(run, metric, datasets),
+        "standing": "",
+        "heat": heat(rows) if name != AVERAGE else None,
+        "over": over_budget(rows),
+        "outside": outside_budget(run, rows),
+        "cost": {axis: added(rows, keys) for axis, keys in COSTS.items()},
+    }
+
+
+def added(rows: Sequence[SampleRow], keys: Iterable[str]) -> float | None:
+    """The sum of what was measured of some keys of the ledgers."""
+    found = [value for key in keys if (value := measured(rows, key)) is not None]
+    return fsum(found) if found else None
+
+
+def metric_of(run: Run, rows: Iterable[SampleRow]) -> str:
+    """What the scores of these samples are."""
+    return next(
+        (str(row.fields["metric"]) for row in rows if "metric" in row.fields),
+        run.result.metric or "score",
+    )
+
+
+def heat(rows: Iterable[SampleRow]) -> list[list[float]] | None:
+    """[length asked, depth, mean score, n, mean tokens of the prompts] per cell of a needle run; None for others."""
+    cells: dict[tuple[float, float], list[SampleRow]] = {}
+    for row in rows:
+        length, depth = row.fields.get("length"), row.fields.get("depth")
+        if isinstance(length, int | float) and isinstance(depth, int | float):
+            cells.setdefault((length, depth), []).append(row)
+    return [
+        [*cell, fsum(row.score or 0 for row in of) / len(of), len(of), fsum(row.prompt_tokens for row in of) / len(of)]
+        for cell, of in sorted(cells.items())
+    ] or None
