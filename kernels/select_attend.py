@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, library
 from kernels.gather import gather_split
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, triton, upload
+from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton, upload
 
 NEVER = 1 << 62  # more rows than any cache has
 

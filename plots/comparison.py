@@ -22,6 +22,7 @@ from evals.results.intervals import Interval
 from plots import style
 from plots.read import Run, read_one
 from plots.stats import Corrected, Paired, corrected, paired
+from plots.style import Sheet
 
 NAMES = {"longbench": "LongBench", "needle": "needles"}
 STAR = "*"  # a difference that the test shows
@@ -198,16 +199,17 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n = len(found.tasks) + 1
     with matplotlib.rc_context(style.RC):
-        figure, axes = style.new(
-            "Answers kept, and what it takes", about(found), style.PAGE, 1.1 + 0.25 * len(found.rows),
+        picture = Sheet().new(
+            "Answers kept, and what it takes", about(found), (), style.PAGE, 0.5 + 0.25 * len(found.rows),
             ncols=n, sharey=True,
         )  # fmt: skip
+        axes = picture.axes
         for ax, task in zip(axes, found.tasks, strict=False):
             draw_scores(ax, found, task)
         draw_costs(axes[-1], found)
         axes[0].set_yticks(range(len(found.rows)), [row.label for row in found.rows])
         axes[0].invert_yaxis()
-        return style.save(figure, folder, name)[1]
+        return style.save(picture.finish(), folder, name, ["png"])[0]
 
 
 def draw_scores(ax: Any, found: Comparison, task: str) -> None:

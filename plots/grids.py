@@ -14,7 +14,7 @@ from evals.results import SampleRow
 from evals.results.intervals import Interval
 from plots import looks
 from plots.read import Run, measured
-from plots.run_sets import Line, Point, RunSet, run_sets
+from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.stats import Paired, macro_interval, paired_over_datasets
 
 
@@ -139,9 +139,9 @@ class Grid:
                 where = x(ratio, cell)
                 if where is not None and cell.mean is not None:
                     spread = cell.interval
-                    ends = (cell.mean, cell.mean) if spread is None else (spread.low, spread.high)
-                    points.append(Point(where, cell.mean, *ends))
-            made.append(Line(method, self.labels[method], 0, points))
+                    ends = (None, None) if spread is None else (spread.low, spread.high)
+                    points.append(Point(where, Estimate(cell.mean, *ends, cell.n)))
+            made.append(Line(method, self.labels[method], 0, points, []))
         return [line for line in made if line.points]
 
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from plots import style
 from plots.grids import Grid, device_bytes, moved_bytes
 from plots.run_sets import Line
+from plots.style import Picture, Sheet
 
 LONG = re.compile(r"(\.\d\d)\d+")
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
 
 
-def by_budget(title: str, grids: Sequence[Grid]) -> Figure:
+def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against the ratio; methods that retrieve above, those that drop below."""
-    figure, axes = style.new(title, about(grids), style.PAGE, 4.4, **layout(grids))
-    for column, grid in zip(axes.T, grids, strict=True):
+    picture = Sheet().new(title, about(grids), (), style.PAGE, 4.4, **layout(grids))
+    for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, retrieves in zip(column, (True, False), strict=True):
             methods = [name for name in grid.methods if grid.retrieves(name) == retrieves]
             draw_spread(ax, grid.lines(lambda ratio, cell: ratio, methods), grid.ratios)
@@ -33,17 +33,16 @@ def by_budget(title: str, grids: Sequence[Grid]) -> Figure:
             ax.set(ylabel=grid.measure.ylabel)
         column[0].set_title(f"{grid.measure.title}\nmethods that retrieve")
         column[1].set(title="methods that drop", xlabel="ratio")
-    style.legend(figure, axes.ravel().tolist(), columns=5)
-    return figure
+    return picture.finish(columns=5)
 
 
-def against_bytes(title: str, grids: Sequence[Grid]) -> Figure:
+def against_bytes(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against bytes on the device, and against bytes moved per step by methods that retrieve."""
-    figure, axes = style.new(title, about(grids), style.PAGE, 4.6, **layout(grids))
-    for column, grid in zip(axes.T, grids, strict=True):
+    picture = Sheet().new(title, about(grids), (), style.PAGE, 4.6, **layout(grids))
+    for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, of, scale in zip(column, (device_bytes, moved_bytes), (1e-6, 1e-3), strict=True):
             for line in grid.lines(lambda ratio, cell, of=of, scale=scale: scaled(of(cell), scale), grid.methods):
-                xs, ys = [point.x for point in line.points], [point.y for point in line.points]
+                xs, ys = [point.x for point in line.points], [point.y.mean for point in line.points]
                 ax.plot(xs, ys, label=line.label, **style.look(line.method))
             draw_full(ax, grid)
             ax.set(xscale="log", ylabel=grid.measure.ylabel)
@@ -52,8 +51,7 @@ def against_bytes(title: str, grids: Sequence[Grid]) -> Figure:
             ax.xaxis.set_minor_formatter("")
         column[0].set(title=grid.measure.title, xlabel="on the device, MB")
         column[1].set(title="methods that retrieve", xlabel="moved per step, KB")
-    style.legend(figure, axes.ravel().tolist(), columns=5)
-    return figure
+    return picture.finish(columns=5)
 
 
 def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> None:
@@ -62,9 +60,10 @@ def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> Non
     for i, line in enumerate(lines):
         looks = style.look(line.method)
         xs = [point.x + (i - (len(lines) - 1) / 2) * gap for point in line.points]
-        ax.plot(xs, [point.y for point in line.points], label=line.label, **looks)
-        low, high = ([getattr(point, end) for point in line.points] for end in ("low", "high"))
-        ax.vlines(xs, low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
+        ax.plot(xs, [point.y.mean for point in line.points], label=line.label, **looks)
+        ends = [(x, y.low, y.high) for x, y in zip(xs, (p.y for p in line.points), strict=True) if y.low is not None]
+        low, high = ([end[i] for end in ends] for i in (1, 2))
+        ax.vlines([end[0] for end in ends], low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
 
 
 def layout(grids: Sequence[Grid]) -> dict[str, Any]:
@@ -85,8 +84,8 @@ def scaled(value: float | None, by: float) -> float | None:
     return None if not value else value * by
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(picture: Picture, path: Path) -> None:
     """As SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    picture.figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     text = LONG.sub(r"\1", path.read_text(encoding="utf-8"))
     path.write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()), encoding="utf-8")

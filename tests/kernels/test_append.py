@@ -17,7 +17,8 @@ def test_triton_writes_what_copies_write_and_nothing_else(dtype: torch.dtype) ->
         """Of the first row two, of the second none, of the third one between others of its buffer."""
         sizes = [(5, 4), (7, 0), (9, 3)]
         first, late, third = (
-            (*(torch.zeros(1, 2, n, 12, dtype=dtype, device=GPU) for _ in "kv"), at) for n, at in sizes
+            (torch.zeros(1, 2, n, 12, dtype=dtype, device=GPU), torch.zeros(1, 2, n, 12, dtype=dtype, device=GPU), at)
+            for n, at in sizes
         )
         return [[first, late], [], [third]]
 

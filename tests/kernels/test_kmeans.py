@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import kmeans as module
+from kernels.choices import METRICS
 from kernels.kmeans import (
-    METRICS,
     cluster_means,
     cluster_means_ref,
     count_labels,

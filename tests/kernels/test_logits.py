@@ -61,8 +61,10 @@ def test_clusters(agg: str) -> None:
     sizes = torch.arange(19).repeat(H_KV, 1).flip(0)
     tokens = torch.stack([torch.randperm(int(sizes[0].sum()), generator=torch.Generator().manual_seed(2))] * H_KV)
     order, owned = ours.sort(-1).values, (sizes, sizes.cumsum(-1), tokens)
-    found = cluster_tokens_triton(order, *(x.to(GPU) for x in owned), 30, 7)
-    assert torch.equal(found.cpu(), cluster_tokens_ref(order.int().long().cpu(), *owned, 30) + 7)
+    on_gpu = [x.to(GPU) for x in owned]
+    found = cluster_tokens_triton(order, on_gpu[0], on_gpu[1], on_gpu[2], 30, 7)
+    expected = cluster_tokens_ref(order.int().long().cpu(), owned[0], owned[1], owned[2], 30)
+    assert torch.equal(found.cpu(), expected + 7)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
