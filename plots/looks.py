@@ -1,8 +1,9 @@
 """The look of every method: one table of colour, marker and dash for figures, report and heat maps alike.
 
-Families share a hue. Methods share a marker only where their colours are far apart in any colour vision, and then
-their dashes differ: points are told by marker and colour, lines by marker and dash even in black and white. All colours
-can be seen on white paper and on the report's dark page. `tests/plots/test_style.py` measures it.
+Families share a hue, and no two methods a colour. Methods share a marker only where their colours are far apart in
+any colour vision, and then their dashes differ: points are told by marker and colour, lines by marker and dash even in
+black and white. All colours can be seen on white paper and on the report's dark page, as
+`tests/plots/test_style.py` measures.
 
 A method that is not here, such as one of a user's own file, has a look that follows from its name: the same in every
 figure, whatever else is drawn, and with a marker that none of ours has.
@@ -97,57 +98,56 @@ OTHER_SHAPES: dict[str, Polygon] = {
 SHAPES |= OTHER_SHAPES
 DASHES = ("-", "--", ":", "-.")
 
-# Dark, middle and light of each family's hue. All are about as bright, which makes them fit white paper and dark page.
-OBSERVED = ("#B24E01", "#CD5B02", "#EC6B07")  # drop after the prompt, by what its last queries look at
-DECODING = ("#C62F64", "#DB4475", "#F35B89")  # drop at every step
-WINDOWS = ("#9446CB", "#A559DE", "#BA6FF5")  # by place
-KEYS = ("#806A03", "#947B05", "#AA8F15")  # by the keys alone
-PAGES = ("#0E67D9", "#287AED", "#4590FF")  # retrieve pages, blocks, clusters
-CODES = ("#017D38", "#079042", "#2AA655")  # retrieve single tokens by something short that stands for each
-STORED = ("#057781", "#068A96", "#02A0AE")  # keep all tokens, in fewer bytes
-PREFILL = ("#836650", "#957760", "#AA8B74")  # a prefill of its own
-
+# Colours are all about as bright, which makes them fit white paper and dark page.
 LOOKS = {
     "full": Look(INK, "star", "--"),
     "oracle": Look(GREY, "cross", ":"),
-    "snapkv": Look(OBSERVED[0], "up", "-"),
-    "pyramidkv": Look(OBSERVED[2], "diamond", "--"),
-    "pyramidinfer": Look(OBSERVED[0], "thin diamond", ":"),
-    "xkv": Look(OBSERVED[2], "bowtie", "-."),
-    "adakv": Look(OBSERVED[2], "plus", "-"),
-    "ada_pyramid": Look(OBSERVED[0], "left", "-"),
-    "kvzip": Look(OBSERVED[0], "circle", "-."),
-    "expected_attention": Look(OBSERVED[0], "right", "--"),
-    "h2o": Look(DECODING[2], "down", "-"),
-    "h2o_decode": Look(DECODING[0], "bowtie", "--"),
-    "tova": Look(DECODING[0], "plus", "--"),
-    "tova_decode": Look(DECODING[2], "square", ":"),
-    "snapkv_decode": Look(DECODING[2], "left", "-."),
-    "rkv": Look(DECODING[2], "bar", "-"),
-    "triattention": Look(DECODING[2], "up", "--"),
-    "streamingllm": Look(WINDOWS[2], "square", "-"),
-    "streamingllm_decode": Look(WINDOWS[0], "bar", "--"),
-    "duo_attention": Look(WINDOWS[1], "down", "-."),
-    "knorm": Look(KEYS[2], "pillar", "-"),
-    "keydiff": Look(KEYS[2], "circle", "--"),
-    "lagkv": Look(KEYS[2], "hourglass", ":"),
-    "quest": Look(PAGES[2], "circle", "-"),
-    "infllm": Look(PAGES[0], "left", "--"),
-    "clusterkv": Look(PAGES[2], "plus", "-."),
-    "retroinfer": Look(PAGES[1], "bowtie", ":"),
-    "rocketkv": Look(PAGES[0], "up", ":"),
-    "pqcache": Look(CODES[2], "right", "-"),
-    "sparq": Look(CODES[0], "hourglass", "--"),
-    "infinigen": Look(CODES[0], "bar", ":"),
-    "loki": Look(CODES[1], "square", "-."),
-    "double_sparsity": Look(CODES[0], "pillar", "-."),
-    "magicpig": Look(CODES[2], "thin diamond", "-"),
-    "shadowkv": Look(CODES[1], "down", "--"),
-    "kivi": Look(STORED[2], "hourglass", "-"),
-    "turboquant": Look(STORED[2], "pillar", "--"),
-    "hf_quantized_cache": Look(STORED[2], "diamond", ":"),
-    "attention_matching": Look(STORED[0], "circle", ":"),
-    "minference": Look(PREFILL[0], "diamond", "-"),
+    # orange: drop after the prompt, by what its last queries look at
+    "snapkv": Look("#D17E09", "up", "-"),
+    "pyramidkv": Look("#FA5D36", "diamond", "--"),
+    "pyramidinfer": Look("#D15704", "thin diamond", ":"),
+    "xkv": Look("#9C5D02", "bowtie", "-."),
+    "adakv": Look("#E07401", "plus", "-"),
+    "ada_pyramid": Look("#B74A01", "left", "-"),
+    "kvzip": Look("#CA3300", "circle", "-."),
+    "expected_attention": Look("#E2451A", "right", "--"),
+    # red: drop at every step
+    "h2o": Look("#BE3383", "down", "-"),
+    "h2o_decode": Look("#D34794", "bowtie", "--"),
+    "tova": Look("#CA2F42", "plus", "--"),
+    "tova_decode": Look("#EA5EA9", "square", ":"),
+    "snapkv_decode": Look("#F55B7E", "left", "-."),
+    "rkv": Look("#DD436A", "bar", "-"),
+    "triattention": Look("#C82E5A", "up", "--"),
+    # violet: by place
+    "streamingllm": Look("#8C49D0", "square", "-"),
+    "streamingllm_decode": Look("#AD56D8", "bar", "--"),
+    "duo_attention": Look("#C26CEE", "down", "-."),
+    # olive: by the keys alone
+    "knorm": Look("#969625", "pillar", "-"),
+    "keydiff": Look("#BC881B", "circle", "--"),
+    "lagkv": Look("#7B6C01", "hourglass", ":"),
+    # blue: retrieve pages, blocks, clusters
+    "quest": Look("#4A60DC", "circle", "-"),
+    "infllm": Look("#6E89FF", "left", "--"),
+    "clusterkv": Look("#0472AA", "plus", "-."),
+    "retroinfer": Look("#067FDE", "bowtie", ":"),
+    "rocketkv": Look("#1494FE", "up", ":"),
+    # green: retrieve single tokens by something short that stands for each
+    "pqcache": Look("#0A8E63", "right", "-"),
+    "sparq": Look("#65A12C", "hourglass", "--"),
+    "infinigen": Look("#457902", "bar", ":"),
+    "loki": Look("#058F4C", "square", "-."),
+    "double_sparsity": Look("#037C41", "pillar", "-."),
+    "magicpig": Look("#02A574", "thin diamond", "-"),
+    "shadowkv": Look("#518B07", "down", "--"),
+    # teal: keep all tokens, in fewer bytes
+    "kivi": Look("#04787E", "hourglass", "-"),
+    "turboquant": Look("#0AA29C", "pillar", "--"),
+    "hf_quantized_cache": Look("#0B88A5", "diamond", ":"),
+    "attention_matching": Look("#239EBD", "circle", ":"),
+    # brown: a prefill of its own
+    "minference": Look("#876455", "diamond", "-"),
 }
 
 # Colours of a heat map from low to high: cividis, even in lightness and nearly the same for all colour vision.

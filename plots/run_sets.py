@@ -154,9 +154,9 @@ def lines(
 def outside_budget(run: Run, rows: Rows) -> str:
     """Why a point is marked: what is no part of the budget that others keep; "" for most."""
     if over_budget(rows):
-        return "exceeds its budget"
+        return "over its budget"
     whole = 0 if run.is_full else run.whole_layers
-    return f"leaves its first {whole} layers whole, outside the budget" if whole else ""
+    return f"first {whole} layers left whole, outside the budget" if whole else ""
 
 
 def score_of(rows: Rows) -> Estimate | None:

@@ -108,7 +108,7 @@ def explain(picture: Picture, axis: Axis, drawn: Iterable[Line]) -> None:
         for point in line.points:
             if point.outside and line.label not in why.setdefault(point.outside, []):
                 why[point.outside].append(line.label)
-    picture.note(*(f"Open: {shortened(who)} {reason}" for reason, who in sorted(why.items())))
+    picture.note(*(f"Open: {reason} ({shortened(who)})" for reason, who in sorted(why.items())))
     if any(line.method == ORACLE for line in drawn):
         hidden = f"; {axis.hides} is not on the axis" if axis.hides else ""
         picture.note(f"Oracle: tokens by their true attention; no bound on scores{hidden}")

@@ -172,8 +172,8 @@ def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) 
     needles(tmp_path, "h2o", "1/10", "1/5", device=1e6, within_budget=False)
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1.5e6)
     (picture,) = pareto(load(tmp_path), Sheet())
-    assert "Open: ClusterKV leaves its first 2 layers whole, outside the budget" in picture.notes
-    assert "Open: H2O (C) exceeds its budget" in picture.notes
+    assert "Open: first 2 layers left whole, outside the budget (ClusterKV)" in picture.notes
+    assert "Open: over its budget (H2O (C))" in picture.notes
     assert all(note in picture.caption for note in picture.notes)
     hollow = [line for line in picture.axes.lines if line.get_markerfacecolor() == "white"]
     assert sorted(tuple(line.get_xdata()) for line in hollow) == [(1.0, 2.0), (2.0, 4.0)]

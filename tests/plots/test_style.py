@@ -59,7 +59,7 @@ def test_the_simulation_is_that_of_its_authors() -> None:
 
 def test_every_method_of_today_and_those_to_come_have_a_look() -> None:
     assert len(LOOKS) >= 40 and set(TODAY) | set(TO_COME) == set(LOOKS)
-    assert len(set(LOOKS.values())) == len(LOOKS)
+    assert len({each.colour for each in LOOKS.values()}) == len(LOOKS)
     assert {each.shape for each in LOOKS.values()} == SHAPES.keys() - OTHER_SHAPES.keys()
 
 
@@ -72,8 +72,10 @@ def test_methods_that_share_a_marker_differ_in_dash_and_in_colour_for_all_eyes()
     assert own == ["full", "oracle"]
 
 
-def test_methods_of_today_have_a_marker_each() -> None:
+def test_methods_of_today_have_a_marker_each_and_colours_apart() -> None:
     assert len({look(name).shape for name in TODAY}) == len(TODAY) == 14
+    for one, other in combinations(TODAY, 2):
+        assert colour_vision.distance(look(one).colour, look(other).colour, "normal") > 0.05, (one, other)
 
 
 @pytest.mark.parametrize("paper", ["#FFFFFF", "#fbfbfa", "#14171a", "#1b1f24"])
