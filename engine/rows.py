@@ -18,8 +18,8 @@ from engine.attend import Part
 from engine.books.meter import Owed
 from engine.caches.copies import Copies
 from engine.layer import Layer
-from kernels.append import append_rows_triton
-from kernels.union import Ask, Far, bring_rows_triton, union_rows_triton
+from kernels.rows.append import append_rows_triton
+from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
 
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:

@@ -49,7 +49,7 @@ class Access:
 
 @dataclass(slots=True)
 class Owed:
-    """What one fetch counted on an accelerator, as `kernels/union.py` does."""
+    """What one fetch counted on an accelerator, as `kernels/rows/union.py` does."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked

@@ -4,14 +4,14 @@ A selection's distinct tokens lie in one of `n_steps` + 1 stretches, which take 
 moves from its stretch to the newest, within the device. It is what `engine/caches/recent.py` counts, in memory that is
 there. Without steps to stay for, one such object serves all layers of a row: each needs it only until its attention.
 
-Not here: the copying (`kernels/union.py`).
+Not here: the copying (`kernels/rows/union.py`).
 """
 
 import torch
 from torch import Tensor
 
+from kernels.rows.union import Ask
 from kernels.select_attend import Near
-from kernels.union import Ask
 
 
 class Copies:

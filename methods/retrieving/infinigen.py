@@ -47,7 +47,7 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES
 from engine.observe import ChannelSums, Observation
-from kernels.logits import channel_keys
+from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.infinigen import InfiniGenRules

@@ -38,8 +38,8 @@ from engine.budget import ELEMENT_BYTES
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from kernels.gather import gather_tokens
-from kernels.logits import block_keys
 from kernels.pages import expand_keys_triton
+from kernels.rows.logits import block_keys
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.infllm import (

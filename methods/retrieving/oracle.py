@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.budget import key_bytes
 from engine.store import Store
-from kernels.logits import Searched, token_logits, weigh_logits
+from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.oracle import OracleRules

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.prefill import Trace
-from kernels.columns import Columns, blend, component_keys, cover, find_components
+from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
 from methods.rules.sparq import SparQRules
@@ -76,7 +76,7 @@ class Lacking:
     """What the mean of V has to stand for in rows that a GPU searched together."""
 
     covered: Tensor  # (rows, h), -1 where nothing is missing
-    table: Tensor  # as `kernels/columns.py` has it
+    table: Tensor  # as `kernels/rows/columns.py` has it
     place: int  # of this row
 
 

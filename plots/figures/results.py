@@ -61,9 +61,9 @@ def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> Non
         looks = style.look(line.method)
         xs = [point.x + (i - (len(lines) - 1) / 2) * gap for point in line.points]
         ax.plot(xs, [point.y.mean for point in line.points], label=line.label, **looks)
-        ends = [(x, y.low, y.high) for x, y in zip(xs, (p.y for p in line.points), strict=True) if y.low is not None]
-        low, high = ([end[i] for end in ends] for i in (1, 2))
-        ax.vlines([end[0] for end in ends], low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
+        ends = [(x, p.y.low, p.y.high) for x, p in zip(xs, line.points, strict=True) if p.y.low is not None]
+        bounds = [[float(end[i] or 0) for end in ends] for i in (1, 2)]
+        ax.vlines([end[0] for end in ends], *bounds, color=looks["color"], alpha=0.5, linewidth=0.7)
 
 
 def layout(grids: Sequence[Grid]) -> dict[str, Any]:

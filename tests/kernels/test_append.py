@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels.append import Place, append_rows_ref, append_rows_triton
 from kernels.jit import triton
+from kernels.rows.append import Place, append_rows_ref, append_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
-from kernels.columns import Columns, blend, component_keys, cover, find_components
 from kernels.jit import triton
-from kernels.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
 from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
 from kernels.pq_codes import PackedCodes, pq_codes_ref
 from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
+from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
+from kernels.rows.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
 from kernels.topk import pack_keys_ref, top_keys, top_stable_ref
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.sparq import covered_mass, query_weights, top_components

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from kernels.jit import triton
-from kernels.union import Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
+from kernels.rows.union import Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
