@@ -62,8 +62,8 @@ def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> Non
         xs = [point.x + (i - (len(lines) - 1) / 2) * gap for point in line.points]
         ax.plot(xs, [point.y.mean for point in line.points], label=line.label, **looks)
         ends = [(x, p.y.low, p.y.high) for x, p in zip(xs, line.points, strict=True) if p.y.low is not None]
-        bounds = [[float(end[i] or 0) for end in ends] for i in (1, 2)]
-        ax.vlines([end[0] for end in ends], *bounds, color=looks["color"], alpha=0.5, linewidth=0.7)
+        low, high = ([float(end[i] or 0) for end in ends] for i in (1, 2))
+        ax.vlines([end[0] for end in ends], low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
 
 
 def layout(grids: Sequence[Grid]) -> dict[str, Any]:
