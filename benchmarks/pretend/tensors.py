@@ -143,6 +143,10 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
         send_indices(machine, far[0], args[1])
     if name == "_scaled_dot_product_flash_attention":
         return flash(machine, index, args, kwargs)
+    if name == "_flash_attention_forward":
+        return flash_of_prompt(machine, index, args, kwargs)
+    if name == "_scaled_dot_product_efficient_attention":
+        return efficient(machine, index, args, kwargs)
     if "for_cpu" in name:
         raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the 'CUDA' backend")
     inner_kwargs = {k: v for k, v in tree_map(unwrapped, kwargs).items() if k != "pin_memory"}
@@ -284,3 +288,33 @@ def launch(machine: Machine, name: str, run: Any, args: Any, kwargs: Any) -> Non
             machine.stream().land()
     with _disable_current_modes():
         run(*(unwrapped(x) for x in args), **{k: unwrapped(x) for k, x in kwargs.items()})
+
+
+def flash_of_prompt(machine: Machine, index: int, args: Any, kwargs: Any) -> Any:
+    """The operator below CUDA's flash attention, which takes (n, s, heads, d_h), groups of heads and a window."""
+    q, k, v = (unwrapped(x).transpose(1, 2) for x in args[:3])
+    if q.dtype not in HALVES:
+        raise RuntimeError(f"FlashAttention only support fp16 and bf16 data type, not {q.dtype}")
+    machine.note("launch", n=2)
+    left, s, hidden = kwargs.get("window_size_left"), q.shape[2], None
+    if left is not None and left >= 0:
+        behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
+        hidden = torch.zeros(s, s, dtype=q.dtype).masked_fill_((behind < 0) | (behind > left), -torch.inf)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=hidden is None, attn_mask=hidden, scale=kwargs.get("scale")
+    )
+    return (Pretended(out.transpose(1, 2), index), Pretended(lse, index), None, None, None)
+
+
+def efficient(machine: Machine, index: int, args: Any, kwargs: Any) -> Any:
+    """CUDA's attention for float32, which knows no groups of heads and pads the log-sum-exps."""
+    q, k, v = (unwrapped(x) for x in args[:3])
+    hidden = None if args[3] is None else unwrapped(args[3])
+    assert q.shape[1] == k.shape[1] == v.shape[1], "this attention needs as many KV heads as query heads"
+    machine.note("launch")
+    causal = args[6] if len(args) > 6 else kwargs.get("is_causal", False)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=causal, attn_mask=hidden, scale=kwargs.get("scale")
+    )
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
+    return (Pretended(out, index), Pretended(padded, index), None, None)
