@@ -30,11 +30,15 @@ if __name__ == "__main__":  # before kernels are imported
 import torch
 from torch import Tensor
 
-from kernels import clusters, pages, pq_fit, pq_scores, select_attend
+from kernels import attend_kept, clusters, column_sums, pages, pq_fit, pq_scores, select_attend
 from kernels.jit import INTERPRETED, triton
 from kernels.pq_codes import PackedCodes
+from kernels.rows import append, columns, logits, union
 
-MODULES = (clusters, pages, pq_fit, pq_scores, select_attend)
+MODULES = (
+    *(append, attend_kept, clusters, column_sums, columns, logits),
+    *(pages, pq_fit, pq_scores, select_attend, union),
+)
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 LENGTHS = (4096, 32768, 131072)
 
@@ -98,12 +102,18 @@ def page_sites(shape: Shape, s: int) -> None:
     for page_len in (16, 32, 128):
         kmin, kmax = pages.page_bounds_triton(k, page_len)
         pages.page_scores_triton(empty(1, shape.h, 1, shape.d_h), kmin, kmax)
+        for agg in pages.AGGREGATES:
+            keys = pages.page_keys_triton(empty(2, shape.h, 1, shape.d_h), kmin, kmax, agg)
+            pages.expand_keys_triton(keys[..., : max(1, s // 10 // page_len)], 0, page_len, s)
 
 
 def cluster_sites(shape: Shape, s: int) -> None:
     c = max(4, s // 80)
     tables = positions(shape.h_kv, c), positions(shape.h_kv, c), positions(shape.h_kv, s - 16)
     clusters.cluster_tokens_triton(positions(1, shape.h, c), *tables, s // 10)
+    centroids = empty(shape.h_kv, c, shape.d_h, dtype=torch.float32)
+    for agg in ("query_head", "group_mean"):
+        clusters.cluster_keys_triton(empty(2, shape.h, 1, shape.d_h), centroids, agg)
 
 
 def quantiser_sites(shape: Shape, s: int) -> None:
@@ -115,9 +125,53 @@ def quantiser_sites(shape: Shape, s: int) -> None:
             codes.n = n
             pq_scores.pq_scores_triton(q, centroids, codes, n, shape.d_h**-0.5)
             pq_scores.pq_logits_triton(q, centroids, codes, n)
+            row = pq_scores.Coded(centroids, codes, n, 32, codes, n)
+            queries, keys = empty(2, shape.h, 1, shape.d_h), empty(2, shape.h_kv, 1, shape.d_h)
+            pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5)
         points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
         labels = pq_fit.assign_triton(points, flat)
         pq_fit.means_triton(points, labels, flat)
+
+
+def search_sites(shape: Shape, s: int) -> None:
+    scale, q, k = shape.d_h**-0.5, empty(2, shape.h, 1, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
+    late, mean = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 1, shape.d_h, dtype=torch.float32)
+    searched = logits.Searched(k, late, s + 9, 32, s)
+    for agg in logits.AGGREGATES[:4]:
+        logits.weigh_logits(*logits.token_logits(q, [searched] * 2, scale), shape.h_kv, agg)
+    for agg in ("query_head", "group_max", "group_mean"):
+        basis, partial = empty(shape.h_kv, shape.d_h, 25), empty(shape.h_kv, s, 25)
+        logits.channel_keys(q, basis.float(), partial.float(), agg)
+    for heads, per_head in ((shape.h, False), (shape.h_kv, True)):
+        means = empty(s // 128, heads, shape.d_h, dtype=torch.float32)
+        logits.block_keys(q, [means] * 2, len(means), per_head)
+    for prompt in (k[0].mT, empty(shape.h_kv, shape.d_h, s)):
+        row = columns.Columns(prompt, late, mean, s + 9, 32, s, s // 10)
+        found = columns.find_components(q, empty(2, shape.h_kv, 1, shape.d_h), [row] * 2, 2, scale)
+        _, approximate, lses = columns.component_keys(q, *found, s + 9)
+        covered = columns.cover(positions(2, shape.h_kv, s // 10), approximate, lses, found[2])
+        columns.blend(empty(2, shape.h, 1, shape.d_h), covered, found[2], shape.h_kv)
+
+
+def prompt_sites(shape: Shape, s: int) -> None:
+    q, k = empty(1, shape.h, s, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
+    lse = empty(1, shape.h, s, dtype=torch.float32)
+    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, None, lse, 100)
+    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, empty(s, dtype=torch.float32), lse)
+    kept, met = empty(shape.h, s, dtype=torch.bool), empty(shape.h, s + 63, dtype=torch.bool)
+    attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept, met, 64)
+
+
+def row_sites(shape: Shape, s: int) -> None:
+    k, late = empty(1, shape.h_kv, s, shape.d_h), empty(1, shape.h_kv, 64, shape.d_h)
+    new = empty(2, shape.h_kv, 1, shape.d_h)
+    append.append_rows_triton(new, new, [[(k, k, 7), (late, late, 3)]] * 2)
+    n, n_total = s // 10, s + 64
+    stamps, tokens = (empty(shape.h_kv, size, dtype=torch.int32) for size in (n_total, n))
+    for ages in (0, 1):
+        ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3, 0)
+        counts = union.union_rows_triton([ask] * 2, shape.h_kv, ages)
+        union.bring_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
 
 
 SITES: dict[str, Callable[[Shape, int], None]] = {
@@ -125,6 +179,9 @@ SITES: dict[str, Callable[[Shape, int], None]] = {
     "pages": page_sites,
     "clusters": cluster_sites,
     "quantiser": quantiser_sites,
+    "prompt": prompt_sites,
+    "search": search_sites,
+    "rows": row_sites,
 }
 
 

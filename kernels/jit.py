@@ -72,4 +72,4 @@ def distance(x: Tensor, start: Tensor) -> int:
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Integers on their way to the device, (n,) int64; nobody waits for them."""
     there = torch.tensor(numbers, dtype=torch.int64)
-    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there

@@ -42,7 +42,7 @@ def test_what_is_spelt_right_is_passed_on(argv: list[str]) -> None:
     ("argv", "begins"),
     [
         (["method=orcale"], "no method 'orcale'; did you mean 'oracle'"),
-        (["task=neddle"], "no task 'neddle'; did you mean 'needle'?"),
+        (["task=neddle"], "no task 'neddle'; did you mean 'needle'"),
         (["model=lama-3.1-8b"], "no model 'lama-3.1-8b'; did you mean 'llama-3.1-8b'"),
         (["method=null"], "no method 'null'"),
         (["rato=0.2"], "no key 'rato'; did you mean 'ratio'?"),

@@ -24,7 +24,7 @@ def compiled(*words: str) -> subprocess.CompletedProcess[str]:
 def test_attention_reads_keys_in_loads_of_128_bits() -> None:
     done = compiled("--arch", "90", "--shapes", "llama-3.1-8b", "--lengths", "32768", "--only", "attention", "--sass")
     assert done.returncode == 0, done.stdout + done.stderr
-    (line, *_) = [line for line in done.stdout.splitlines() if line.startswith("attend_split sm_90 bfloat16 G=4")]
+    (line, *_) = [line for line in done.stdout.splitlines() if line.startswith("attend_items sm_90 bfloat16 G=4")]
     assert "no spill" in line
     # A tile of 64 keys of 128 numbers in bfloat16 is 1,024 loads of 128 bits: 8 for each of 128 threads; values alike.
     wide = int(line.partition(" loads of 128 bits")[0].rpartition(" ")[2])
@@ -42,7 +42,7 @@ def test_every_kernel_compiles_without_spills() -> None:
 
 def test_a_kernel_that_no_launch_site_reaches_is_found() -> None:
     found = aot.kernels()
-    assert {"attend_split", "join_splits", "fill_slots", "score_pages", "store_lses", "assign_points"} <= found
+    assert {"attend_items", "join_items", "fill_slots", "score_pages", "store_lses", "assign_points"} <= found
     assert not {"read_code", "add_entries"} & found  # functions that kernels call
 
 

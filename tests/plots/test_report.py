@@ -156,7 +156,7 @@ def test_layers_that_a_method_leaves_whole_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "quest", [1.0], params={"full_layers": 2})
     (run,) = told(tmp_path)
     assert run["whole_layers"] == 2
-    assert run["parts"][0]["outside"] == "leaves its first 2 layers whole, outside the budget"
+    assert run["parts"][0]["outside"] == "first 2 layers left whole, outside the budget"
 
 
 @pytest.mark.parametrize(
