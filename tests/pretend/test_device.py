@@ -110,12 +110,10 @@ def test_threads_meet_the_same_rules(machine: Machine) -> None:
 
 def test_a_kernel_is_launched_where_its_tensors_are(machine: Machine) -> None:
     x = torch.ones(8, device="cuda:1")
-    with pytest.raises(RuntimeError, match="cuda:0 with a tensor on cuda:1"):
-        double[(1,)](x, 8)
     with pytest.raises(ValueError, match="cannot be accessed"):
         double[(1,)](torch.ones(8), 8)
-    with torch.cuda.device(1), machine.counting() as counts:
-        double[(1,)](x, 8)
+    with machine.counting() as counts:
+        double[(1,)](x, 8)  # whichever device is current
     assert x.tolist() == [2] * 8 and counts.launches == 1
     pinned = torch.ones(8, pin_memory=True)
     double[(1,)](pinned, 8)  # a kernel reads and writes pinned memory

@@ -7,7 +7,14 @@ from benchmarks.pretend.cuda import Machine
 from evals.overrides import CONF
 
 
-@pytest.mark.parametrize("method", launches.BUDGETS)
+# Their kernels take the interpreter half a minute each.
+INTERPRETED = ("h2o", "sparq", "quest", "clusterkv", "infllm", "infinigen", "pqcache")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=pytest.mark.slow if name in INTERPRETED else ()) for name in launches.BUDGETS],
+)
 def test_a_step_stays_within_its_budget(machine: Machine, method: str) -> None:
     cost = launches.cost_of(machine, method)
     assert not launches.exceeds(cost, launches.BUDGETS[method]), cost
