@@ -6,7 +6,6 @@ from benchmarks import launches
 from benchmarks.pretend.cuda import Machine
 from evals.overrides import CONF
 
-
 # Their kernels take the interpreter half a minute each.
 INTERPRETED = ("h2o", "sparq", "quest", "clusterkv", "infllm", "infinigen", "pqcache")
 
