@@ -53,11 +53,11 @@ def on_cpu(name: str) -> tuple[list[list[int]], list[list[Entry]]]:
 
 
 # The interpreter takes their kernels half a minute each.
-SLOW = ("h2o", "sparq", "quest", "clusterkv", "infllm", "infinigen")
+INTERPRETED = ("h2o", "sparq", "quest", "clusterkv", "infllm", "infinigen")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in BUDGETS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in INTERPRETED else ()) for name in BUDGETS]
 )
 def test_it_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
     expected = on_cpu(name)
