@@ -76,7 +76,7 @@ paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and C
 paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.figures $(ARGS)
 
-paper-smoke: $(DONE) ## every experiment on the embedded model and data, then all tables and figures
+paper-smoke: $(DONE) ## every experiment on the embedded model, then all tables and figures; of the data only GSM8K is fetched
 	@for file in conf/experiment/*.yaml; do \
 		name=$$(basename $$file .yaml); echo "$$name"; \
 		$(BIN)/python run.py -m experiment=$$name scale=smoke out=runs/smoke || exit 1; \

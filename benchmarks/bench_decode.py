@@ -20,8 +20,8 @@ from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
-from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
 from methods.retrieving.oracle import Oracle

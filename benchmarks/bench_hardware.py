@@ -30,9 +30,9 @@ from engine.decode import attend_group, decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, Hardware, Numbers, count, layers_of, method_of, predict
-from evals.tasks.sources import embedded_prose
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
 
 METHODS = ("full", "snapkv", "quest", "clusterkv", "sparq")
 SHORT = 768  # tokens of the calibration's prompts

@@ -21,8 +21,8 @@ from engine.checkpoints.load import load
 from engine.model import Model
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace, prefill
-from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
 from methods.dropping.pyramidkv import PyramidKV
 from methods.dropping.snapkv import SnapKV
 from methods.dropping.xkv import XKV

@@ -17,7 +17,7 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.prefill import prefill
-from evals.tasks.sources import embedded_prose
+from methods.calibration.prose import embedded_prose
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals.overrides import CONF
 from evals.settings import load_class, settings
-from evals.tasks.sources import embedded_prose
 from evals.typed import build_params
 from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
 
 # Method and settings beside its file's; `comm` is what the method needs at least, or what the papers compare at.
 METHODS: dict[str, tuple[list[str], str]] = {
@@ -40,6 +40,11 @@ METHODS: dict[str, tuple[list[str], str]] = {
     "clusterkv": ([], "1/64"),
     "infllm": ([], "1/64"),
     "pqcache": ([], "1/64"),
+    "double_sparsity": ([], "1/16"),
+    "loki": ([], "1/16"),
+    "rocketkv": ([], "1/64"),
+    "magicpig": ([], "1/64"),
+    "retroinfer": ([], "1/8"),
 }
 # One layer: tokens, budget, and who; PQCache also where its paper's latencies end, with a twentieth of the tokens.
 LAYERS = [

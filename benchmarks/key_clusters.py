@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.checkpoints.load import load
 from engine.observe import LastQueries
 from engine.prefill import Trace, prefill
-from evals.tasks.sources import embedded_prose
 from kernels.kmeans import draw_points, kmeans
+from methods.calibration.prose import embedded_prose
 from methods.retrieving.clusterkv import generator_for
 
 N_SINK, N_QUERIES, ROUNDS, FIRST_LAYER = 16, 32, 20, 2

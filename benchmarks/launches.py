@@ -31,6 +31,7 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config
 from engine.decode import decode
 from engine.model import Model
+from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, method_of
 from methods.base import SelectiveAttention
@@ -52,22 +53,36 @@ class Cost:
 
 
 GOAL = Cost(45, 3, 1)  # the model itself has 37, and 5 more a layer where embedding and head are shared out among four
-GOALS = {"h2o": Cost(55, 6, 1)}  # learns from weights
+GOALS: dict[str, Cost] = dict.fromkeys(("h2o", "tova"), Cost(55, 6, 1))  # learn from weights
 BUDGETS = {  # as measured when somebody last changed what a step does; lower them whenever it launches less
     "full": Cost(40, 0, 1),
     "streamingllm": Cost(40, 0, 1),
     "snapkv": Cost(40, 0, 1),
     "pyramidkv": Cost(40, 0, 1),
     "h2o": Cost(73, 33, 1),
+    "tova": Cost(66, 26, 1),
+    "keydiff": Cost(40, 0, 1),
+    "knorm": Cost(40, 0, 1),
+    "lagkv": Cost(40, 0, 1),
+    "expected_attention": Cost(40, 0, 1),
+    "adakv": Cost(40, 0, 1),
+    "ada_pyramid": Cost(40, 0, 1),
+    "kvzip": Cost(40, 0, 1),
+    "duo_attention": Cost(52, 12, 1),
     "xkv": Cost(40, 0, 1),
     "pyramidinfer": Cost(40, 0, 1),
     "oracle": Cost(43, 0, 1),
     "sparq": Cost(45, 1, 1),
     "quest": Cost(45, 0, 1),
+    "rocketkv": Cost(44, 1, 1),
     "clusterkv": Cost(45, 0, 1),
+    "retroinfer": Cost(47, 2, 1),
     "infllm": Cost(43, 0, 1),
+    "magicpig": Cost(42, 0, 9),  # its tables are in the memory of the host: two waits a layer
     "infinigen": Cost(45, 1, 1),
     "pqcache": Cost(44, 1, 1),
+    "double_sparsity": Cost(45, 0, 1),
+    "loki": Cost(44, 0, 1),
 }
 
 
@@ -95,6 +110,7 @@ def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
 
     ids = [i % 250 for i in range(N_PROMPT)]
     trace = prefill(model, ids, variant.observations, build, variant.thinning)
+    probe(model, trace, variant.probes)
     for row in rows:
         row.complete()
     trace.settle()

@@ -20,7 +20,7 @@ from engine.prefill import Trace, prefill
 from evals.tasks.base import Sample
 from evals.tasks.needle.task import Needle, Params
 from evals.tasks.prompt import encode
-from methods.dropping.scorers import pool_scores, reduce_group
+from methods.scorers import pool_scores, reduce_group
 
 WINDOW = 32
 

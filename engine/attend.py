@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.select_attend import Near, Tokens, attend_parts_native, attend_rows_triton, native_takes
+from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
 
 @dataclass(slots=True)  # not frozen: to make a part would take 1.5 us more, a row makes some in every layer and step
 class Part:
     """Keys and values of some tokens; `heads` is h_kv, or h where each query head has tokens of its own.
 
-    With `idx`, k and v are a cache (1, h_kv, places, d_h); who needs its tokens beside each other calls `gathered()`.
+    With `idx`, k and v are a cache (1, h_kv, places, d_h); with `spans`, every KV head has rows of its own, as many as
+    it has. Who needs a part's tokens beside each other calls `gathered()`.
     """
 
     k: Tensor  # (n, heads, s, d_h)
@@ -30,21 +31,28 @@ class Part:
     idx: Tensor | None = None  # (1, heads, s) places in k and v, -1 where the mask is False
     late: tuple[Tensor, Tensor] | None = None  # the places behind those of k and v
     near: Near | None = None  # copies of its tokens, where k and v are another memory
+    spans: Spans | None = None  # where KV heads have different counts; k and v (1, h_kv or 1, rows, d_h)
+    bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
+    is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
 
     def n_tokens(self) -> int:
-        """Tokens of a head, hidden ones included."""
+        """Tokens of a head, hidden ones included; of heads with different counts the most."""
+        if self.spans is not None:
+            return self.spans.longest
         return self.k.shape[2] if self.idx is None else self.idx.shape[2]
 
     def gathered(self) -> "Part":
-        """The same tokens without `idx`, copied if need be."""
-        if self.idx is None:
+        """The same tokens without `idx` and `spans`, copied if need be."""
+        if self.idx is None and self.spans is None:
             return self
-        k, v = self.tokens().gathered()
-        return replace(self, k=k, v=v, idx=None, late=None)
+        tokens = self.tokens()
+        k, v = tokens.gathered()
+        mask = self.mask if self.spans is None else tokens.is_real()
+        return replace(self, k=k, v=v, mask=mask, idx=None, late=None, spans=None)
 
     def tokens(self) -> Tokens:
         """As kernels take it."""
-        return Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near)
+        return Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near, self.spans, self.bias)
 
 
 def attend_rows(
@@ -75,8 +83,8 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     assert parts, "a query must attend to something"
     n, h, _, d_h = q.shape
     done, rest = [], [part for part in parts if part.n_tokens()]
-    if any(part.idx is not None for part in rest):
-        # Where one part is places of a cache, one call is for all: joining two costs more than attending to 400 tokens.
+    if any(part.idx is not None or part.spans is not None for part in rest):
+        # Where a part is places or spans of a cache, one call is for all: joining two costs more than 400 tokens.
         tokens = [part.tokens() for part in rest if is_plain(part)]
         if tokens and native_takes(q, tokens):
             done.append(attend_parts_native(q, tokens, scale))
@@ -115,7 +123,7 @@ def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K
-    if part.mask is None and q.device.type == "cpu":
+    if part.mask is None and part.bias is None and q.device.type == "cpu":
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32, which is what a compressed row attends to.
         out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=scale)
@@ -132,6 +140,8 @@ def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
     heads = part.k.shape[1]
     q = (q if part.q is None else part.q).reshape(n, heads, h // heads, d_h)
     logits = (q.float() @ part.k.float().mT) * scale
+    if part.bias is not None:
+        logits = logits + part.bias.unflatten(1, (heads, -1))
     if part.mask is None:
         return logits
     return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)

@@ -60,6 +60,18 @@ EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # 
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What of a prompt is nobody's words but the chat template's."""
+
+    n_prefix: int = 0  # its first tokens: BOS, template, system line
+    n_suffix: int = 0  # its last tokens, from the end of the user's words on
+    postfix_ids: tuple[int, ...] = ()  # what stands between a user's words and the answer to them
+
+
+NO_FRAME = Frame()
+
+
+@dataclass(frozen=True)
 class Budget:
     """What one prompt gets: tokens that a query head may attend to, per layer.
 
@@ -73,6 +85,7 @@ class Budget:
     comm: Fraction
     ratio: Fraction  # the share that was asked for, before any rounding
     n_answer: int | None = None  # longest answer, where its tokens count too; None: they come on top
+    frame: Frame = NO_FRAME  # of the prompt
 
     @property
     def attends_all(self) -> bool:
@@ -140,7 +153,13 @@ def find_bytes(shape: ModelShape, budget: Budget) -> int:
 
 
 def show(value: Fraction) -> str:
-    """A fraction as people write it: decimals where they are short and exact, else p/q."""
+    """A share as people give it: 1/8 and 1/64, else as `exact` has it. Runs are not named by it."""
+    is_power = value.numerator == 1 and value.denominator >= 8 and value.denominator.bit_count() == 1
+    return f"1/{value.denominator}" if is_power else exact(value)
+
+
+def exact(value: Fraction) -> str:
+    """The one spelling of a share, of which a run's name is made: decimals where they are short and exact, else p/q."""
     denominator = value.denominator
     for prime in (2, 5):
         while denominator % prime == 0:

@@ -23,16 +23,29 @@ BLOCK = 128
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h)."""
-    s, d_h = q.shape[2:]
+    s = q.shape[2]
     if window is not None and window >= s:
         window = None
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and d_h % 8 == 0 and d_h <= 256:
+    if takes_flash(q):
         return flash(q, k, v, scale, window)
     if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel for float32 knows no groups, and what does stores s x s
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if window is None:
         return fused(q, k, v, scale)
     return banded(q, k, v, scale, window)
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `causal`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
+    if takes_flash(q):
+        return flash(q, k, v, scale, None, is_causal=False)
+    if q.is_cuda and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return fused(q, k, v, scale, is_causal=False)
+
+
+def takes_flash(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
@@ -62,12 +75,14 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None, is_causal: bool = True
+) -> tuple[Tensor, Tensor]:
     """What scaled_dot_product_attention calls, with the log-sum-exps that it drops; causal where nothing is `hidden`.
 
     On a GPU k and v have as many heads as q. `hidden` (s_q, s_k) has -inf where a query does not see a key.
     """
-    is_causal = hidden is None
+    is_causal = is_causal and hidden is None
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=is_causal, attn_mask=hidden, scale=scale
@@ -77,20 +92,23 @@ def fused(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None =
     return out, lse[..., : q.shape[2]]  # it pads them
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, is_causal: bool = True
+) -> tuple[Tensor, Tensor]:
     """FlashAttention on a GPU: the optional package, or the one in torch."""
-    left, s = -1 if window is None else window - 1, q.shape[2]
+    left, right = -1 if window is None else window - 1, 0 if is_causal else -1
     tokens = [x.transpose(1, 2) for x in (q, k, v)]
     if flash_attn_is_here():
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
 
         out, lse, _ = flash_attn_func(
-            *tokens, softmax_scale=scale, causal=True, window_size=(left, 0), return_attn_probs=True
+            *tokens, softmax_scale=scale, causal=is_causal, window_size=(left, right), return_attn_probs=True
         )
     else:
         out, lse, *_ = aten._flash_attention_forward(
-            *tokens, None, None, s, s, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=0
-        )
+            *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=scale,
+            window_size_left=left, window_size_right=right,
+        )  # fmt: skip
     return out.transpose(1, 2), lse
 
 

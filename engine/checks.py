@@ -61,13 +61,14 @@ def share(key: str, value: Fraction) -> None:
 
 
 def sizes(group: str, params: Any, most: int, of: str) -> None:
-    """Every whole number of a dataclass, and of its lists, is a size or a count, but for seeds: none is above `most`.
+    """Every whole number of a dataclass, and of its lists, is a size or a count: none is above `most`.
 
-    A larger one would have no meaning, and where it is a kernel, a page or a list's length no end either.
+    A larger one would have no meaning, and where it is a kernel, a page or a list's length no end either. Seeds and
+    tokens' ids are none.
     """
     for field in fields(params):
         value = getattr(params, field.name)
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
-            if isinstance(number, int) and number > most and field.name != "seed":
+            if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
                 raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")

@@ -6,15 +6,16 @@ shifted: where tokens are evicted, the newest ones take their slots. A layer tha
 view of the trace and slots for the window alone. All other tokens are gone, or on the *host*, from where chosen tokens
 are fetched. Without an accelerator both tiers are the same RAM, and the accounting is the same.
 
-Six things that the store does not do yet, and where each belongs:
+Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
+`spans` says where. Heads that `roll` hold the latest tokens alone, while the others of the layer grow.
 
-- KV heads with different counts: spare slots behind a head's last token, hidden by `mask` from all of its query heads.
-  `n_spare` already takes them off the books; `evict`, `drop_but` and `positions` have to pass over them.
+Five things that the store does not do yet, and where each belongs:
+
 - Several tokens dropped at once: `evict` takes any slots of a head in any order, as many for each head.
 - Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be tokens of the trace; later
   replacements are written to `k` and `v`, in the slots that `positions` names.
-- A bias per token: a field of `Part`, which `attend` adds to the logits, and a tensor beside `k` and `v` with a number
-  per slot, which `resident` cuts to length like `mask`, and whose numbers move with their tokens.
+- A bias per slot: a tensor beside `k` and `v`, which `resident` cuts to length like `mask` and gives to `Part.bias`,
+  and whose numbers move with their tokens.
 - K and V in different tiers: `Host` with one of the two; `fetch` returns a part whose other half its caller fills in.
 - Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
   token weighs is `Meter.token_bytes`.
@@ -24,6 +25,7 @@ Not here: which tokens (`methods`), where they lie at the beginning (`engine/sto
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,13 +36,22 @@ from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.caches.copies import Shelf
 from kernels.gather import flat_rows, gather_tokens
+from kernels.select_attend import Spans
+
+OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts
 
 
 class Host:
-    """The host tier of a layer: the prompt's K and V, shared by all variants, and generated tokens behind them."""
+    """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones behind them.
 
-    def __init__(self, k: Tensor, v: Tensor, n_new: int) -> None:
-        self.k, self.v = k, v  # (1, h_kv, s_prompt, d_h), never written to
+    As a rule it is another tier, and holds the whole prompt, which all variants share. It may hold some tokens alone,
+    numbered as they lie here, and the device may hold it: what is fetched then moves nothing.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, n_new: int, positions: Tensor | None = None, near: bool = False) -> None:
+        """`positions` (1, h_kv, n) are those of its tokens of the prompt; None: all, in order."""
+        self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to
+        self.positions, self.is_near = positions, near
         # Pinned where the prompt's are: an accelerator writes there.
         room, pinned = (1, k.shape[1], n_new, k.shape[3]), k.is_pinned()
         make = partial(torch.empty, room, dtype=k.dtype, device=k.device, pin_memory=pinned)
@@ -49,6 +60,16 @@ class Host:
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
+
+    def positions_of(self, idx: Tensor, s_prompt: int) -> Tensor:
+        """Positions of the tokens that a selection (1, h_kv or h, k) names, -1 where it names none."""
+        idx = idx.int().long()  # a GPU's keys have scores in their upper halves
+        if self.positions is None:
+            return idx
+        n = self.positions.shape[-1]
+        owned = self.positions.repeat_interleave(idx.shape[1] // self.positions.shape[1], 1)
+        of_prompt = owned.gather(-1, idx.clamp(0, n - 1))
+        return torch.where(idx < n, of_prompt, idx - n + s_prompt).where(idx >= 0, -1)
 
 
 class Layer:
@@ -77,6 +98,7 @@ class Layer:
         self.meter = meter
         self.host = host
         self.can_fetch = host is not None
+        self.n_gone = s_prompt - host.k.shape[2] if host is not None else 0  # tokens that a tier with some alone lacks
         self.view = kept if is_view else None
         self.n_kept = kept.n_tokens()
         self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
@@ -98,9 +120,14 @@ class Layer:
             self.mask = torch.nn.functional.pad(kept.mask, (0, capacity), value=True)
             self.n_hidden = int(hidden.sum())
             self.n_spare = int(hidden.unflatten(1, (meter.shape.h_kv, -1)).all(2).sum())
+        if kept.spans is not None:
+            assert is_view and positions is not None, "spans are a view, with positions"
+            self.n_spare = int((self.n_kept - kept.spans.counts).sum())
+            self.n_hidden = meter.shape.g * self.n_spare
+        self.rolling: Rolling | None = None
         self.is_far = host is not None and host.k.device != self.k.device  # the host is another memory
         self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
-        self.fetches: list[Tensor] = []  # positions (1, heads, k), of this step
+        self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
 
@@ -134,6 +161,9 @@ class Layer:
             self.n_window += 1
         elif self.host is not None:
             self.meter.count_released(1)
+        if self.rolling is not None and self.n_window > 1:
+            self.n_spare += self.rolling.n_heads
+            self.n_hidden += self.rolling.n_heads * self.meter.shape.g
         return slot
 
     def resident(self) -> list[Part]:
@@ -141,6 +171,10 @@ class Layer:
         stop = self.n_front + self.n_window
         mask = None if self.mask is None else self.mask[..., :stop]
         slots = Part(self.k[:, :, :stop], self.v[:, :, :stop], mask)
+        if self.rolling is not None:
+            assert self.view is not None and self.view.spans is not None, f"layer {self.index} has no spans"
+            kept, slots.spans = self.rolling.spans(self.view.spans, self.n_window)
+            return [replace(self.view, spans=kept), slots]
         return [slots] if self.view is None else [self.view, slots]
 
     def kept_and_window(self) -> tuple[Part, Part]:
@@ -154,7 +188,7 @@ class Layer:
         )
 
     def positions(self) -> Tensor:
-        """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n)."""
+        """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n); -1: there is none."""
         heads, device = self.meter.shape.h_kv, self.k.device
         kept = self.kept_positions
         if kept is None:
@@ -163,9 +197,31 @@ class Layer:
         newest = self.n_seen - 1
         slots = torch.arange(self.n_window, device=device)
         age = (newest - self.start - slots) % max(1, self.capacity)
-        return torch.cat([kept, (newest - age).expand(1, heads, -1)], -1)
+        window = (newest - age).expand(1, heads, -1)
+        if self.rolling is not None:
+            kept, window = self.rolling.left(kept, window)
+        return torch.cat([kept, window], -1)
+
+    def kept_counts(self) -> list[int]:
+        """How many of the prompt's tokens each KV head kept. For reports."""
+        if self.view is not None and self.view.spans is not None:
+            return self.view.spans.counts.tolist()
+        n_kept, heads = self.n_kept + max(0, self.s_prompt - self.start), self.meter.shape.h_kv
+        if self.mask is None:
+            return [n_kept] * heads
+        spare = (~self.mask[..., : self.n_kept]).unflatten(1, (heads, -1)).all(2).sum(-1)
+        return [n_kept - n for n in spare[0].tolist()]
 
     # Dropping, for methods that evict while they decode.
+
+    def roll(self, n_recent: Tensor) -> None:
+        """From now on KV heads with a number of 0 or more hold as many tokens as now, and those below 0 grow.
+
+        `n_recent` (h_kv,) int64 says how many of a head's first rows hold its latest tokens, oldest first: as a token
+        comes, the oldest leaves, after the step that could still attend to it. Rows behind them stay.
+        """
+        assert self.n_seen == self.s_prompt and self.view is not None and self.view.spans is not None, self.index
+        self.rolling = Rolling(n_recent, int((n_recent >= 0).sum()))
 
     def evict(self, slots: Tensor) -> None:
         """After attention, drop for good the tokens in these slots, (1, h_kv, n) in any order, for each head its own.
@@ -208,6 +264,7 @@ class Layer:
 
     def _assert_drops(self) -> None:
         assert self.host is None, f"layer {self.index} has a host and drops no tokens"
+        assert self.view is None or self.view.spans is None, f"layer {self.index} has heads with different counts"
         assert self.mask is None, f"layer {self.index} has tokens that some heads do not see"
         assert self.evictions is None, f"layer {self.index} has dropped tokens in this step"
 
@@ -225,7 +282,7 @@ class Layer:
 
         Where `padded`, -1 stands for no token.
         """
-        part = self.reach(idx.contiguous())
+        part = self.reach(idx if idx.is_cuda else idx.contiguous())
         n_tokens = idx.numel()
         if padded:
             part.mask = idx >= 0
@@ -246,7 +303,11 @@ class Layer:
     @property
     def n_host(self) -> int:
         """Tokens that are on the host alone."""
-        return self.n_seen - self.n_kept - self.n_window
+        return self.n_seen - self.n_gone - self.n_kept - self.n_window
+
+    def fetched(self) -> list[Tensor]:
+        """Positions that this step fetched, (1, heads, k) each, -1 where there is no token. For checks and reports."""
+        return [] if self.host is None else [self.host.positions_of(idx, self.s_prompt) for idx in self.fetches]
 
     @property
     def n_recent(self) -> int:
@@ -288,23 +349,33 @@ class Layer:
 
     def close(self, step: int) -> Entry:
         """End the step: what it attended to, kept and moved."""
+        if self.view is not None and self.view.spans is not None:
+            self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]
-        n_resident = self.n_kept + self.n_window + n_evicted
-        n_host = 0 if self.host is None else self.n_seen - n_resident
-        return self.meter.close(step, self.index, self.n_seen, n_resident, n_host, self.n_hidden, self.n_spare)
+        n_resident, n_hidden = self.n_kept + self.n_window + n_evicted, self.n_hidden
+        n_host = 0 if self.host is None else self.n_seen - self.n_gone - n_resident
+        if self.host is not None and self.host.is_near:  # on the device, and attended to where it was fetched
+            n_resident, n_hidden, n_host = n_resident + n_host, n_hidden + self.meter.shape.h * n_host, 0
+        return self.meter.close(step, self.index, self.n_seen, n_resident, n_host, n_hidden, self.n_spare)
 
     def attended(self) -> Tensor:
         """Which of the tokens seen so far the last step attended to, (h, n) bool. For checks."""
         shape, n_kept, n = self.meter.shape, self.n_kept, self.n_seen
         seen = torch.zeros(shape.h, n + 1, dtype=torch.bool, device=self.k.device)  # the last column is for no token
-        kept = self.positions()[0, :, :n_kept].repeat_interleave(shape.g, 0)  # (h, n_kept)
+        held = self.positions()[0]
+        kept = held[:, :n_kept].repeat_interleave(shape.g, 0)  # (h, n_kept)
+        kept = kept.where(kept >= 0, n)
         mask = None if self.mask is None else self.mask[0, :, :n_kept]
         seen.scatter_(1, kept, torch.ones_like(kept, dtype=torch.bool) if mask is None else mask)
-        seen[:, n - self.n_window : n] = True
+        if self.rolling is None:
+            seen[:, n - self.n_window : n] = True
+        else:
+            window = held[:, n_kept:].repeat_interleave(shape.g, 0)
+            seen.scatter_(1, window.where(window >= 0, n), True)
         if self.evictions is not None:
             seen.scatter_(1, self.evictions[0].repeat_interleave(shape.g, 0), True)
-        for idx in self.fetches:
-            tokens = idx[0].int().long().repeat_interleave(shape.h // idx.shape[1], 0)
+        for idx in self.fetched():
+            tokens = idx[0].repeat_interleave(shape.h // idx.shape[1], 0)
             seen.scatter_(1, tokens.where(tokens >= 0, n), True)
         return seen[:, :n]
 
@@ -315,7 +386,38 @@ class Layer:
         """
         view = 0 if self.view is None else self.view.k.nbytes + self.view.v.nbytes
         copies = self.shelf.copies.nbytes if self.n_recent and self.shelf is not None and self.shelf.copies else 0
-        return self.k.nbytes + self.v.nbytes + view + copies
+        near = self.host if self.host is not None and self.host.is_near else None
+        beside = 0 if near is None else sum(x.nbytes for x in (near.k, near.v, *near.late))
+        return self.k.nbytes + self.v.nbytes + view + copies + beside
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """KV heads of a layer that hold their latest tokens alone, and which rows that leaves them."""
+
+    n_recent: Tensor  # (h_kv,) int64: as `Layer.roll` says
+    n_heads: int  # that roll
+
+    def gone(self, n_window: int) -> tuple[Tensor, Tensor]:
+        """How many rows each head has lost of those it kept, and of the window, (h_kv,) each."""
+        n_gone = (self.n_recent >= 0) * max(0, n_window - 1)  # the current token's own comes after the step
+        of_kept = torch.minimum(n_gone, self.n_recent.clamp(min=0))
+        return of_kept, n_gone - of_kept
+
+    def spans(self, kept: Spans, n_window: int) -> tuple[Spans, Spans]:
+        """What is left of the rows that each head kept, and of the window."""
+        of_kept, of_window = self.gone(n_window)
+        return (
+            Spans(kept.starts + of_kept, kept.counts - of_kept, kept.longest),
+            Spans(of_window, n_window - of_window, n_window),
+        )
+
+    def left(self, kept: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions (1, h_kv, n) with -1 in place of those that have left."""
+        return tuple(
+            x.masked_fill(torch.arange(x.shape[-1], device=x.device) < gone[:, None], -1)
+            for x, gone in zip((kept, window), self.gone(window.shape[-1]), strict=True)
+        )  # type: ignore[return-value]
 
 
 def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:

@@ -13,15 +13,18 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from engine.observe import Known, ModelFact
 
 NAME = "kvbench"  # of our attention function in transformers' registry
 
@@ -79,6 +82,13 @@ class Model:
     digest: str  # of the weights' files: which model this is, whatever its name
     # Moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: positions are not rotary.
     turn: Callable[[Tensor, int | Tensor], Tensor] | None
+    facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
+
+    def known(self, what: "ModelFact") -> "Known":
+        """What is known of this model, looked up once."""
+        if what not in self.facts:
+            self.facts[what] = what.look_up(self)
+        return self.facts[what]
 
     @contextmanager
     def hooked(self) -> Iterator["Model"]:
@@ -320,10 +330,10 @@ def query_turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
 
     def turn(q: Tensor, by: int | Tensor) -> Tensor:
         where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
-        cos, sin = rotary(q.float(), where)
-        # Models that scale cos and sin have scaled q once already.
-        return rotate(q.float(), q.float(), cos / rotary.attention_scaling, sin / rotary.attention_scaling)[0].to(
-            q.dtype
-        )
+        x = q.float()
+        cos, sin = rotary(x, where)
+        # Models that scale cos and sin have scaled q once already. The formula turns keys too; here there are none.
+        turned, _ = rotate(x, x[:, :0], cos / rotary.attention_scaling, sin / rotary.attention_scaling)
+        return turned.to(q.dtype)
 
     return turn

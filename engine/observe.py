@@ -3,17 +3,26 @@
 A method declares them (`SelectiveAttention.observations`); the prefill takes the union over the variants, so equal
 observations must be equal objects: frozen dataclasses, compared by their fields.
 
+A `ModelFact` is asked for in the same way, and is no by-product: it belongs to the model, whatever the prompt, and is
+looked up before the pass.
+
 Not here: what a method makes of an observation.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engine.causal import causal
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
+
+if TYPE_CHECKING:
+    from engine.model import Model
+    from engine.prefill import Trace
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,28 @@ class Observation(ABC):
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
         """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
         return self.observe(q, k, scale)
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        """As `observe_pass`, for observations that need what the trace knows: where tokens stand, how queries turn."""
+        return self.observe_pass(q, k, scale, lse)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model."""
+
+    layers: Mapping[int, Tensor]  # of each compressed layer, on any device
+    origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
+
+
+class ModelFact(Observation):
+    """Something that is the same for all prompts of a model, such as what a calibration has found."""
+
+    @abstractmethod
+    def look_up(self, model: "Model") -> Known:
+        """From wherever it is kept, or made now; asked once per model, outside of any pass."""
 
 
 @dataclass(frozen=True)
@@ -248,3 +279,58 @@ class ChannelSums(Observation):
                 sums = [(block.float() @ basis).abs().sum((0, 1)) for block in blocks]
                 carried[kv_head, at] = torch.stack(sums).sum(0)
         return carried
+
+
+TURN_BLOCK_BYTES = 1 << 20  # of queries in float32 that are turned and added up at a time, while they are in the cache
+
+
+@dataclass(frozen=True)
+class QueryStatistics(Observation):
+    """Mean and covariance of the queries before rotary embedding: (h, 1 + d_h, d_h) float32, the mean first.
+
+    The first `n_skip` queries are left out; the covariance is divided by the number of the others. Each query is turned
+    back by its own position. A model that scales its rotary embedding has scaled the queries, and they stay so. Without
+    `is_rotary` queries count as they are.
+    """
+
+    n_skip: int
+    is_rotary: bool = True
+
+    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        return moments(block.float() for block in q[0, :, self.n_skip :].split(block_tokens(q), 1))
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        turn = trace.turn
+        if turn is None or not self.is_rotary:
+            return self.observe(q, k, scale)
+        where = trace.positions.get(layer)
+        where = torch.arange(q.shape[2], device=q.device) if where is None else where
+        n = block_tokens(q)
+        blocks = zip(q[:, :, self.n_skip :].split(n, 2), where[self.n_skip :].split(n), strict=True)
+        return moments(turn(block.float(), -at.unsqueeze(0))[0] for block, at in blocks)
+
+
+def block_tokens(q: Tensor) -> int:
+    """Tokens of a block of `TURN_BLOCK_BYTES`."""
+    return max(1, at_once(TURN_BLOCK_BYTES, q.device) // (4 * q.shape[1] * q.shape[3]))
+
+
+def moments(blocks: Iterable[Tensor]) -> Tensor:
+    """Mean and covariance over all tokens of blocks (h, n, d_h) float32: (h, 1 + d_h, d_h), the mean first.
+
+    Sums are of distances from the first block's mean, so that a large mean takes no digits from the covariance.
+    """
+    n, centre, total, products = 0, None, None, None
+    for block in blocks:
+        if centre is None or total is None or products is None:
+            centre = block.mean(1, keepdim=True)  # (h, 1, d_h)
+            total, products = torch.zeros_like(centre), block.new_zeros(len(block), block.shape[2], block.shape[2])
+        apart = block - centre
+        total += apart.sum(1, keepdim=True)
+        products.baddbmm_(apart.mT, apart)
+        n += block.shape[1]
+    assert centre is not None and total is not None and products is not None, "no token to take statistics of"
+    off = total / n
+    return torch.cat([centre + off, products / n - off.mT @ off], 1)

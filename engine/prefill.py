@@ -7,7 +7,7 @@ asked to observe. A method whose point is to leave tokens out of the pass brings
 Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.books.spans import span
 from engine.causal import causal
-from engine.observe import Observation
+from engine.observe import Known, ModelFact, Observation
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 
@@ -46,6 +46,8 @@ class Trace:
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
         self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = None  # moves queries by so many positions
+        self.ids: Sequence[int] = ()
+        self.digest: str | None = None  # of the model's weights
         self.seconds = 0.0
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
@@ -53,6 +55,9 @@ class Trace:
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
         self._observed: dict[tuple[Observation, int], Tensor] = {}
+        self._probed: dict[tuple[Hashable, int], Tensor] = {}
+        self.probe_seconds: dict[Hashable, float] = {}  # of each probe
+        self.origins: dict[ModelFact, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
 
     def add(self, layer: int, k: Tensor, v: Tensor, scale: float) -> None:
@@ -112,11 +117,25 @@ class Trace:
         lse: Tensor | None = None,
     ) -> None:
         """Make one observation of one layer."""
-        self._observed[what, layer] = what.observe_pass(q, k, scale, lse)
+        self._observed[what, layer] = what.observe_layer(self, layer, q, k, scale, lse)
+
+    def know(self, what: ModelFact, known: Known) -> None:
+        """Take in what is known of the model."""
+        self.origins[what] = known.origin
+        self._observed |= {(what, layer): x.to(self.device) for layer, x in known.layers.items()}
 
     def observed(self, what: Observation, layer: int) -> Tensor:
         """What was observed of a layer; only what a method declared is there."""
         return self._observed[what, layer]
+
+    def note(self, what: Hashable, found: Mapping[int, Tensor], seconds: float) -> None:
+        """Take in what a probe found of each layer, and how long it took."""
+        self._probed |= {(what, layer): tensor for layer, tensor in found.items()}
+        self.probe_seconds[what] = seconds
+
+    def probed(self, what: Hashable, layer: int) -> Tensor:
+        """What a probe found of a layer; only what a method declared is there, once the prompt was read."""
+        return self._probed[what, layer]
 
     def share(self) -> float | None:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
@@ -149,10 +168,14 @@ def prefill(
     `sparsity` takes the place of exact attention in layers without a sliding window.
     """
     assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
-    start = perf_counter()
     trace = Trace(model.shape, len(ids), model.device)
-    trace.turn = model.turn
-    asked = tuple(dict.fromkeys(observations))
+    trace.ids, trace.turn, trace.digest = ids, model.turn, model.digest
+    every = dict.fromkeys(observations)
+    for what in every:
+        if isinstance(what, ModelFact):
+            trace.know(what, model.known(what))
+    asked = tuple(what for what in every if not isinstance(what, ModelFact))
+    start = perf_counter()  # what is known of a model is no part of reading a prompt
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)
     with span("prefill"):

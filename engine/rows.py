@@ -34,10 +34,11 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
 
 def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bool) -> list[Part]:
     """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
-    if not layers[0].is_far:
-        return [layer.fetch(idx, padded) for layer, idx in zip(layers, selections, strict=True)]
     parts, brought = [], list[tuple[Layer, Ask, Copies]]()
     for layer, idx in zip(layers, selections, strict=True):
+        if not layer.is_far:
+            parts.append(layer.fetch(idx, padded))
+            continue
         part = layer.reach(idx)
         if layer.brings(idx, padded):
             assert layer.shelf is not None, f"layer {layer.index} has no room for copies"

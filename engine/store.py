@@ -8,6 +8,9 @@ Not here: which tokens (`methods`), what a cached block is (`engine/caches/block
 (`engine/books/ledger.py`).
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from engine.caches.recent import RecentTokens
 from engine.layer import Host, Layer
 from engine.prefill import Trace
 from kernels.gather import gather_tokens
+from kernels.select_attend import Spans
 
 
 class Store:
@@ -61,8 +65,8 @@ class Store:
         """Only the `chosen` tokens and the last `n_window` stay; the rest of the prompt is gone for good.
 
         `chosen` holds positions (1, h_kv or h, k), or says how many of the first. Where query heads choose, their KV
-        head keeps the union and each of them sees its own. The window behind them slides at `capacity` tokens, and
-        grows without one.
+        head keeps the union and each of them sees its own; -1 stands for no token. The window behind them slides at
+        `capacity` tokens, and grows without one.
         """
         if isinstance(chosen, int):
             return self._place(layer, self._part(layer, slice(chosen)), n_window, capacity)
@@ -72,11 +76,52 @@ class Store:
         kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen), mask)
         return self._place(layer, kept, n_window, capacity, chosen)
 
+    def keep_ragged(self, layer: int, chosen: Sequence[Tensor]) -> None:
+        """Of each KV head only its own `chosen` positions (n,) stay, as many as they are; generated tokens come on top.
+
+        They lie head behind head, in the order given: nothing is spent on heads that keep fewer.
+        """
+        heads, s, d_h = self.shape.h_kv, self.trace.s_prompt, self.shape.d_h
+        assert len(chosen) == heads, (len(chosen), heads)
+        rows = torch.cat([positions + head * s for head, positions in enumerate(chosen)])
+        prompt = self._part(layer, slice(None))
+        k, v = (x.view(heads * s, d_h)[rows].view(1, 1, -1, d_h) for x in (prompt.k, prompt.v))
+        counts = [len(positions) for positions in chosen]
+        starts = [0, *accumulate(counts)][:-1]
+        spans = Spans(torch.tensor(starts, device=k.device), torch.tensor(counts, device=k.device), max(counts))
+        positions = torch.nn.utils.rnn.pad_sequence([*chosen], batch_first=True, padding_value=-1)
+        self._place(layer, Part(k, v, spans=spans), 0, None, positions.unsqueeze(0), is_view=True)
+
     def offload(self, layer: int, n_sink: int, n_window: int, capacity: int | None = None) -> None:
         """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host."""
         self.trace.offload(layer)
         host = Host(*self.trace.host(layer), self.n_new)
         self._place(layer, self._part(layer, slice(n_sink)), n_window, capacity, host=host)
+        self[layer].shelf = self.shelf
+
+    def keep_searchable(self, layer: int, chosen: Tensor | None, on_device: bool) -> None:
+        """Only the `chosen` positions (1, h_kv, n) stay (None: all), and a step attends to what it fetches of them.
+
+        They are numbered as they stand in `chosen`, and generated tokens go on behind them, the current one included:
+        `select` returns such numbers. They lie on the device, where a fetch moves nothing, or on the host.
+        """
+        prompt = self._part(layer, slice(None))
+        far = not on_device and self.trace.device != self.trace.host_device
+        if chosen is None:
+            if far:
+                self.trace.offload(layer)
+            else:
+                self.trace.hold(layer)
+            k, v = self.trace.host(layer) if far else (prompt.k, prompt.v)
+        else:
+            k, v = (gather_tokens(x, chosen) for x in (prompt.k, prompt.v))
+            if far:
+                k, v = (
+                    torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (k, v)
+                )
+        host = Host(k, v, self.n_new, chosen, near=on_device)
+        self._place(layer, self._part(layer, slice(0)), 0, 0, host=host)
+        self[layer].meter.moves = not on_device
         self[layer].shelf = self.shelf
 
     def keep_recent(self, layer: int, n_steps: int) -> None:
@@ -141,8 +186,9 @@ def union_of(chosen: Tensor, h_kv: int, s: int) -> tuple[Tensor, Tensor]:
     Ascending positions (1, h_kv, n), filled up with tokens that nobody chose, and (1, h, n) bool.
     """
     h = chosen.shape[1]
-    asked = torch.zeros(h, s, dtype=torch.bool, device=chosen.device).scatter_(1, chosen[0], True)
-    wanted = asked.view(h_kv, -1, s).any(1)  # (h_kv, s)
+    asked = torch.zeros(h, s + 1, dtype=torch.bool, device=chosen.device)  # the last column is for no token
+    asked = asked.scatter_(1, chosen[0].where(chosen[0] >= 0, s), True)[:, :s]
+    wanted = asked.unflatten(0, (h_kv, -1)).any(1)  # (h_kv, s)
     n = int(wanted.sum(-1).max())
     kept = wanted.int().sort(dim=-1, descending=True, stable=True).indices[:, :n]  # (h_kv, n)
     mask = asked.gather(1, kept.repeat_interleave(h // h_kv, 0))

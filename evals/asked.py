@@ -25,6 +25,7 @@ from evals.settings import Choice, ModelSpec, Settings, load_class, load_rules
 from evals.tasks.base import Task
 from evals.typed import build, build_params
 from methods.rules.base import Rules
+from methods.rules.dropping.allocators import check_allocator
 
 if TYPE_CHECKING:  # imports torch
     from engine.sparse import VerticalSlash
@@ -66,7 +67,10 @@ def naming(settings: Settings) -> Iterator[None]:
 def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     """Check a cell without torch; `shapes` are those of the models seen so far."""
     rules, params = rules_and_params(given.method)
-    settings = given if rules.has_budget else replace(given, budget=EVERYTHING, cache=NO_CACHE)
+    settings = given if rules.has_budget else replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None)
+    if settings.allocator is not None:
+        with naming(settings):
+            check_allocator(rules, params, settings.allocator)
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
     if settings.weights == "random" and not task.is_timed:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.budget import BudgetRequest
+from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.checkpoints.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -52,18 +52,28 @@ class Cell:
     @property
     def label(self) -> str:
         label = self.rules.label(self.params, self.request)
+        if self.rules.is_question_free and self.settings.scope == "full_prompt":
+            label += ", whole prompt"
+        if self.settings.allocator is not None:
+            label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)
         if self.sparsity is None:
             return label
         return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title
 
-    def variant(self, s_prompt: int) -> Variant:
+    def variant(self, s_prompt: int, frame: Frame = NO_FRAME) -> Variant:
         """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
         with naming(self.settings):
-            return self.kind.variant_for(self.params, self.request, self.shape, s_prompt, self.settings.cache)
+            asked = self.settings
+            return self.kind.variant_for(
+                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame
+            )
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
-        own = ("method", "method_version", "ratio", "budget", "comm", "compensate", "cache")
+        own = (
+            *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
+            "allocator",
+        )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
 
@@ -124,6 +134,8 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
     }
     if task.data_digest is not None:
         config["data_digest"] = task.data_digest
+    if (method_data := asked.rules.data_digest(asked.params)) is not None:
+        config["method_data_digest"] = method_data
     if sparsity is not None:
         config["prefill_version"] = sparsity.version
     return config

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from engine.books.strip import attended_bins
-from engine.budget import show
+from engine.budget import exact
 from engine.decode import Answer, Decoded
 from evals.cells import Cell
 from evals.results import (
@@ -46,7 +46,9 @@ def answer_line(
     """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
-    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers())
+    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean")
+    probes = row.variant.probes
+    probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
     return SampleRow(
         id=sample.id,
@@ -65,6 +67,7 @@ def answer_line(
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
         fields=own_columns(sample)
+        | ({} if probe_s is None else {"probe_s": probe_s})
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
         | ({"scores_later": True} if cell.task.scores_later else {})
@@ -149,9 +152,9 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         dtype=settings.dtype,
         device=settings.device,
         seed=settings.seed,
-        ratio_exact=None if settings.budget.ratio is None else show(settings.budget.ratio),
+        ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
-        comm_exact=show(settings.budget.comm),
+        comm_exact=exact(settings.budget.comm),
         protocol=settings.scope,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],
@@ -161,4 +164,5 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         metric=cell.task.metric,
         prefill=EXACT if settings.prefill is None else settings.prefill.name,
         prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
+        allocator=None if settings.allocator is None else settings.allocator.label(),
     )

@@ -38,6 +38,7 @@ COLUMNS = (  # of the table of samples, before the task's own
     *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),
     *("prefill_s", "tpot_s", "error", "prompt_sha256"),
 )
+BULKY = ("attended_bins", "prompt_end")  # of a sample: what the report draws, a hundred numbers or a long text
 LONGEST = 10_000  # characters of a text in the table
 
 
@@ -312,8 +313,8 @@ def summary(result: RunResult) -> dict[str, Any]:
 
 
 def sample_table(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and lines. A column holds one type, so whatever is not plain is JSON."""
-    own = list(dict.fromkeys(key for row in rows for key in row.fields))
+    """Columns and lines, without what is `BULKY`. A column holds one type, so whatever is not plain is JSON."""
+    own = list(dict.fromkeys(key for row in rows for key in row.fields if key not in BULKY))
     ledger = list(dict.fromkeys(key for row in rows for key in row.ledger))
     lines = []
     for row in rows:
@@ -350,7 +351,7 @@ def curves(table: Mapping[str, list[Any]]) -> list[dict[str, float]]:
     for step in sorted(totals):
         n, sums = len(samples[step]), totals[step]
         row = {
-            f"ledger/{name}": sums[name] / n / (layers if name in ("tokens", "attended") else 1)
+            f"ledger/{name}": sums[name] / n / (layers if name in ("tokens", "attended", "pseudo_tokens") else 1)
             for name in names
             if name not in ("cache_hits", "cache_lookups")
         }

@@ -21,8 +21,10 @@ import yaml
 
 from engine.books.clock import Clock
 from engine.books.spans import recording
+from engine.budget import Frame
 from engine.decode import Answer, decode
 from engine.errors import ConfigError
+from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.width import room_bytes, variant_bytes, waves
 from evals.asked import naming
@@ -55,10 +57,11 @@ class Waiting:
     sha: str  # of the prompt
     context_ids: "array[int]"
     question_ids: "array[int]"
+    frame: Frame
 
     @property
     def prompt(self) -> Prompt:
-        return Prompt(tuple(self.context_ids), tuple(self.question_ids))
+        return Prompt(tuple(self.context_ids), tuple(self.question_ids), self.frame)
 
     @property
     def load(self) -> Load:
@@ -80,7 +83,7 @@ class Group:
         self.started = datetime.now(UTC)
         self.newlines: frozenset[int] | None = None
         self.cpu_started = process_time()
-        self.variants: dict[tuple[Path, int], Variant] = {}  # by cell and prompt length
+        self.variants: dict[tuple[Path, int, Frame], Variant] = {}  # by cell, prompt length and frame
         self.prompts: list[Waiting] | None = None  # every sample that is asked, in the task's order
 
     def check_prompts(self) -> None:
@@ -165,10 +168,10 @@ class Group:
         return f"{self.first.task.name} {methods}"
 
     def variant(self, cell: Cell, prompt: Prompt) -> Variant:
-        """What the cell is on prompts of this length, made once."""
-        key = (cell.path, len(prompt.context_ids))
+        """What the cell is on prompts of this length and frame, made once."""
+        key = (cell.path, len(prompt.context_ids), prompt.frame)
         if key not in self.variants:
-            self.variants[key] = cell.variant(len(prompt.context_ids))
+            self.variants[key] = cell.variant(len(prompt.context_ids), prompt.frame)
         return self.variants[key]
 
     def encode(self, sample: Sample) -> Prompt:
@@ -197,7 +200,7 @@ class Group:
             self.variant(cell, prompt)
         ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
         short = shortened(sample, prompt, self.tokenizer)
-        return Waiting(place, short, sample_hash(sample, prompt), *ids)
+        return Waiting(place, short, sample_hash(sample, prompt), *ids, prompt.frame)
 
     def has(self, cell: Cell, sample: Sample) -> bool:
         is_elsewhere = sample.id in self.answered.get(cell.path, ())
@@ -266,6 +269,7 @@ class Group:
         observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
         trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
         prefill_s = trace.seconds - sum(clock.seconds())
+        self.probe(sample, prompt, cells, trace)
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
         for wave in others:
             rows.clear()
@@ -273,6 +277,13 @@ class Group:
             for layer in trace.shape.attention_layers:
                 build_rows(wave, rows, layer)
             self.decode_wave(sample, prompt, wave, rows, trace, thinning, prefill_s)
+
+    def probe(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], trace: Trace) -> None:
+        """Read behind the prompt what cells ask for; who asks for what cannot be read is named."""
+        for cell in cells:
+            if probes := self.variant(cell, prompt).probes:
+                with naming(cell.settings):
+                    probe(self.model, trace, probes)
 
     def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
         """The cell's variant on one sample, not built yet."""
@@ -296,20 +307,20 @@ class Group:
         """Decode built rows as one batch; write each cell's line."""
         for row in rows:
             row.complete()
-        forced, feed, probe, beside = self.forced, prompt.question_ids, None, []
+        forced, feed, watch, beside = self.forced, prompt.question_ids, None, []
         if forced is not None:
             is_plain = thinning is None and self.first.sparsity is None
             beside = forced.beside(trace, is_plain)
-            feed, probe = forced.feed, forced.task.probe(sample, forced, rows)
+            feed, watch = forced.feed, forced.task.probe(sample, forced, rows)
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
         self.progress.answering(sample.id, len(rows), n_steps)
         decoded = decode(
             self.model, trace, [*rows, *beside],
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
-            min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=probe,
+            min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
-        outcomes = [None] * len(rows) if probe is None else probe.outcomes()
+        outcomes = [None] * len(rows) if watch is None else watch.outcomes()
         answers = decoded.answers[: len(rows)]
         for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
             text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))

@@ -26,6 +26,7 @@ from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
+from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals.models import load_model as load
@@ -157,7 +158,7 @@ class Reading:
                 wanted.label,
                 answer.ids,
                 self.model.tokenizer.decode(answer.ids, skip_special_tokens=True),
-                row.store.ledger.summary(row.budget, shape, row.skipped_layers()),
+                row.store.ledger.summary(row.budget, shape, row.skipped_layers(), row.keeps_budget_in == "mean"),
                 looks,
             )
             for wanted, row, answer, looks in zip(self.wanted, rows, done.answers, watch.looks, strict=True)
@@ -177,6 +178,7 @@ def read(model: Model, prompt: str | Sequence[int], wanted: Iterable[Wanted]) ->
     observations = [what for one in variants for what in one.observations]
     with model.hooked():
         trace = prefill(model, ids, observations, thinning=variants[0].thinning)
+    probe(model, trace, [what for one in variants for what in one.probes])
     return Reading(model, trace, wanted, variants)
 
 

@@ -33,7 +33,7 @@ from evals import outside
 from evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-APART = ("hydra", "architecture", "hardware")  # Hydra's own, and tables that are looked up by name
+APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and tables that are looked up by name
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
 # Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
 MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.budget import BudgetRequest, show
+from engine.budget import BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError
@@ -28,6 +28,7 @@ from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
 from evals.typed import build, convert, same_names
 from methods.rules.base import Rules
+from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -38,7 +39,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "prefill", "ratio", "budget", "comm", "compensate", "cache"),
+    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "comm", "compensate", "cache"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -126,6 +127,7 @@ class Settings:
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
     budget: BudgetRequest
+    allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
     seed: int
@@ -149,9 +151,9 @@ class Settings:
             "method": identity(self.method),
             "task": identity(self.task),
             "model": asdict(self.model),
-            "ratio": None if ratio is None else show(ratio),
+            "ratio": None if ratio is None else exact(ratio),
             "budget": self.budget.tokens,
-            "comm": show(self.budget.comm),
+            "comm": exact(self.budget.comm),
             "compensate": self.budget.compensate,
             "cache": asdict(self.cache),
             "compression_scope": self.scope,
@@ -164,6 +166,7 @@ class Settings:
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
+            **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
 
 
@@ -171,6 +174,11 @@ def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
     known = {"name": choice.name, "params": dict(choice.params)}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
+
+
+def identity_of_allocator(allocator: Allocator) -> dict[str, Any]:
+    """What of an allocator identifies a run."""
+    return asdict(allocator) | {"alpha": exact(allocator.alpha)}
 
 
 def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
@@ -194,6 +202,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
         ),
+        allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),
         scope=one_of("compression_scope", tree["compression_scope"], SCOPES),
         seed=at_least(0, "seed", convert(tree["seed"], int, "seed")),
@@ -271,7 +280,7 @@ def load_class(choice: Choice) -> type:
 def load_rules(choice: Choice) -> type[Rules]:
     """The rules of a chosen method: of a file of their own, which imports no torch, or the method's class itself."""
     module, _, name = choice.target.rpartition(".")
-    rules = f"methods.rules.{module.rpartition('.')[2]}"
+    rules = f"methods.rules.{module.removeprefix('methods.')}"
     if not outside.is_target(choice.target) and module.startswith("methods.") and find_spec(rules):
         if found := getattr(importlib.import_module(rules), f"{name}Rules", None):
             return found
@@ -318,6 +327,17 @@ def choice(group: str, name: str, tree: Any) -> Choice:
     if not isinstance(tree, Mapping) or not isinstance(tree.get("_target_"), str):
         raise ConfigError(f"no {group} is chosen; choose a file of conf/{group} with {group}=NAME")
     return Choice(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
+
+
+def allocator(tree: Any) -> Allocator | None:
+    """The chosen division of the budget; None for the method's own. A file has the keys that its division reads."""
+    if not isinstance(tree, Mapping) or "name" not in tree:
+        raise ConfigError("no allocator is chosen; choose a file of conf/allocator with allocator=NAME")
+    if tree["name"] == "own":
+        same_names("allocator", tree, ["name"])
+        return None
+    usual = {key: value for key, value in identity_of_allocator(UNIFORM).items() if key != "name"}
+    return build(Allocator, usual | dict(tree), "allocator")
 
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:

@@ -114,6 +114,11 @@ def cluster_sites(shape: Shape, s: int) -> None:
     centroids = empty(shape.h_kv, c, shape.d_h, dtype=torch.float32)
     for agg in ("query_head", "group_mean"):
         clusters.cluster_keys_triton(empty(2, shape.h, 1, shape.d_h), centroids, agg)
+    c = max(8, s // 16)
+    order = clusters.mass_keys_triton(
+        empty(2, shape.h, 1, shape.d_h), empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c), shape.d_h**-0.5
+    )
+    clusters.stand_in_triton(order[..., : c // 4], positions(shape.h_kv, c))
 
 
 def quantiser_sites(shape: Shape, s: int) -> None:

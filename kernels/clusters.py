@@ -1,8 +1,9 @@
-"""Clusters in the order of their scores, and the first tokens of clusters in an order: as many clusters as it takes.
+"""Clusters in the order of their scores, the first tokens of clusters in an order, clusters in place of tokens.
 
 Clusters lie behind each other: cluster c of a KV head owns `tokens[ends[c] - sizes[c] : ends[c]]`.
 
-Shapes    order (n, heads, c), heads h_kv or h; sizes, ends (h_kv, c); tokens (h_kv, n_tokens); result (n, heads, k).
+Shapes    order (n, heads, r), heads h_kv or h, some or all of c clusters; sizes, ends (h_kv, c);
+          tokens (h_kv, n_tokens); result (n, heads, k).
 Paths     C++ on a CPU, Triton on a GPU for the tokens; torch sorts there.
 Checks    tests/kernels/test_clusters.py, benchmarks/bench_clusters.py.
 
@@ -49,14 +50,14 @@ def cluster_order_torch(scores: Tensor) -> Tensor:
 
 def cluster_tokens_torch(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """All slots at once: each finds its cluster by bisection in the running sum of sizes."""
-    n, heads, c = order.shape
+    n, heads, r = order.shape
     owner = torch.arange(len(sizes), device=order.device).repeat_interleave(heads // len(sizes))
     ranked = sizes[owner].expand(n, -1, -1).gather(-1, order)  # sizes in the heads' order
     stops = ranked.cumsum(-1)
     slots = torch.arange(k, device=order.device).expand(n, heads, k).contiguous()
     rank = torch.searchsorted(stops, slots, right=True)  # skips empty clusters
-    found = rank < c
-    rank = rank.clamp(max=c - 1)
+    found = rank < r
+    rank = rank.clamp(max=r - 1)
     cluster = order.gather(-1, rank)
     # A slot's distance to the end of its cluster's slots is that of its token to the end of the cluster's tokens.
     at = ends[owner].expand(n, -1, -1).gather(-1, cluster) + slots - stops.gather(-1, rank)
@@ -87,7 +88,7 @@ def native() -> Any:
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         lib.cluster_order.argtypes = [size, size, pointer, pointer, size]
-        lib.cluster_tokens.argtypes = [*[size] * 6, *[pointer] * 5, size]
+        lib.cluster_tokens.argtypes = [*[size] * 7, *[pointer] * 5, size]
         lib.cluster_order.restype = lib.cluster_tokens.restype = None
     return lib
 
@@ -103,13 +104,13 @@ def cluster_order_native(scores: Tensor) -> Tensor:
 
 def cluster_tokens_native(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Cluster by cluster, each a copy of what lies together."""
-    n, heads, c = order.shape
+    n, heads, r = order.shape
     order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
     assert {x.dtype for x in (order, sizes, ends, tokens)} == {torch.int64}, "not int64"
     chosen = torch.empty(n, heads, k, dtype=torch.int64)
     native().cluster_tokens(
-        n * heads, heads, len(sizes), c, tokens.shape[-1], k, order.data_ptr(), sizes.data_ptr(), ends.data_ptr(),
-        tokens.data_ptr(), chosen.data_ptr(), torch.get_num_threads(),
+        n * heads, heads, len(sizes), r, sizes.shape[-1], tokens.shape[-1], k, order.data_ptr(), sizes.data_ptr(),
+        ends.data_ptr(), tokens.data_ptr(), chosen.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return chosen
 
@@ -124,6 +125,25 @@ def cluster_keys_ref(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
     return pack_keys_ref(scores.flatten(1, 2), torch.arange(c, device=q.device))
 
 
+def mass_scores(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) -> Tensor:
+    """Softmax over all centroids, summed over each group: q (n, h, 1, d_h) -> (n, h_kv, c) float32.
+
+    Clusters without tokens take part in the softmax, and get -1.
+    """
+    (h_kv, c, d_h), n = centroids.shape, q.shape[0]
+    grouped = q.view(n, h_kv, -1, d_h).transpose(0, 1)  # (h_kv, n, g, d_h)
+    logits = grouped.flatten(1, 2).float() @ centroids.float().mT  # (h_kv, n * g, c)
+    scores = (logits * scale).softmax(-1).view(h_kv, n, -1, c).sum(2).transpose(0, 1)
+    return scores.masked_fill(sizes == 0, -1.0)
+
+
+def stand_in_ref(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Clusters of order (n, h_kv, r), -1 where they have no token, and the logarithms of their sizes, float32."""
+    ids = order.int().long()
+    ranked = sizes.expand(len(order), -1, -1).gather(-1, ids)
+    return ids.masked_fill(ranked == 0, -1), ranked.clamp(min=1).log().float()
+
+
 # On a GPU.
 
 SLOTS = 32  # that one program fills
@@ -132,15 +152,22 @@ CHUNK = 128  # clusters that it looks at together; all 2,048 of a prompt of 131,
 
 def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0) -> Tensor:
     """A program for some slots of a head; each of them sums the sizes up anew. `first` is added to every token."""
-    n, heads, c = order.shape
-    order, sizes, ends, tokens = (x.contiguous() for x in (order, sizes, ends, tokens))
+    n, heads, r = order.shape
+    order, sizes, ends, tokens = (in_rows(order), *(x.contiguous() for x in (sizes, ends, tokens)))
     chosen = torch.empty(n, heads, k, dtype=torch.int64, device=order.device)
     if chosen.numel():
         fill_slots[(cdiv(k, SLOTS), n * heads)](
-            order, sizes, ends, tokens, chosen, heads, heads // len(sizes), c, tokens.shape[-1], k, first,
-            min(CHUNK, power_of_2(c)), SLOTS,
+            order, sizes, ends, tokens, chosen, heads, heads // len(sizes), order.stride(1), r, sizes.shape[-1],
+            tokens.shape[-1], k, first, min(CHUNK, power_of_2(r)), SLOTS,
         )  # fmt: skip
     return chosen
+
+
+def in_rows(order: Tensor) -> Tensor:
+    """The order (n, heads, r), copied where its rows do not follow each other at even distances."""
+    n, heads, _ = order.shape
+    is_even = order.stride(2) == 1 and (n == 1 or order.stride(0) == heads * order.stride(1))
+    return order if is_even else order.contiguous()
 
 
 CLUSTERS = 16  # whose keys are one program's
@@ -180,7 +207,7 @@ def key_clusters(q, centroids, keys, d_h, c, g, MEANS: tl.constexpr, CLUSTERS: t
 
 @jit
 def fill_slots(
-    order, sizes, ends, tokens, chosen, heads, heads_per_owner, c, n_tokens, k, first,
+    order, sizes, ends, tokens, chosen, heads, heads_per_owner, stride, r, c, n_tokens, k, first,
     CHUNK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
@@ -190,17 +217,93 @@ def fill_slots(
     rank = tl.zeros((SLOTS,), tl.int32)
     stop = tl.full((SLOTS,), 1 << 30, tl.int32)
     n_before = tl.zeros((1,), tl.int32)
-    for begin in range(0, c, CHUNK):
+    for begin in range(0, r, CHUNK):
         at = begin + tl.arange(0, CHUNK)
-        ranked = tl.load(order + row * c + at, at < c, other=0).to(tl.int32)  # the lower half, where they are keys
-        size = tl.load(sizes + owner * c + ranked, at < c, other=0).to(tl.int32)
+        ranked = tl.load(order + row * stride + at, at < r, other=0).to(tl.int32)  # the lower half, where they are keys
+        size = tl.load(sizes + owner * c + ranked, at < r, other=0).to(tl.int32)
         stops = n_before + tl.cumsum(size, 0)
-        in_front = (stops[None] <= slot[:, None]) & (at < c)[None]
+        in_front = (stops[None] <= slot[:, None]) & (at < r)[None]
         rank += tl.sum(in_front.to(tl.int32), 1)
-        stop = tl.minimum(stop, tl.min(tl.where(in_front | (at >= c)[None], 1 << 30, stops[None]), 1))
+        stop = tl.minimum(stop, tl.min(tl.where(in_front | (at >= r)[None], 1 << 30, stops[None]), 1))
         n_before += tl.sum(size, 0)
-    found = (rank < c) & (slot < k)
-    cluster = tl.load(order + row * c + rank, found, other=0).to(tl.int32)
+    found = (rank < r) & (slot < k)
+    cluster = tl.load(order + row * stride + rank, found, other=0).to(tl.int32)
     end = tl.load(ends + owner * c + cluster, found, other=0)
     token = tl.load(tokens + owner * n_tokens + end + slot - stop, found, other=-1)
     tl.store(chosen + row * k + slot, tl.where(found, token + first, -1), slot < k)
+
+
+def mass_keys_triton(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) -> Tensor:
+    """Keys of `mass_scores`, (n, h_kv, c) int64 as `topk.py` says."""
+    (n, h, _, d_h), (h_kv, c, _) = q.shape, centroids.shape
+    n_blocks, g = cdiv(c, CLUSTERS), h // h_kv
+    logits = torch.empty(n, h, c, dtype=torch.float32, device=q.device)
+    lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
+    keys = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
+    logit_clusters[(n, n_blocks, h_kv)](
+        q.contiguous(), centroids.contiguous(), logits, lses, scale, d_h, c, g, n_blocks, CLUSTERS, power_of_2(d_h)
+    )
+    weigh_clusters[(n, cdiv(c, CHUNK), h_kv)](
+        logits, lses, sizes.contiguous(), keys, c, g, n_blocks, CHUNK, power_of_2(n_blocks)
+    )
+    return keys
+
+
+@jit
+def logit_clusters(
+    q, centroids, logits, lses, scale, d_h, c, g, n_blocks, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    cluster, column = block * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, WIDTH)
+    inside, real = column < d_h, cluster < c
+    where = (head.to(tl.int64) * c + cluster)[:, None] * d_h + column[None]
+    means = tl.load(centroids + where, real[:, None] & inside[None], other=0.0).to(tl.float32)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
+        x = tl.where(real, tl.sum(means * query[None], 1) * scale, float("-inf"))
+        tl.store(logits + query_head.to(tl.int64) * c + cluster, x, real)
+        highest = tl.max(x, 0)
+        tl.store(lses + query_head * n_blocks + block, highest + tl.log(tl.sum(tl.exp(x - highest), 0)))
+
+
+@jit
+def weigh_clusters(logits, lses, sizes, keys, c, g, n_blocks, CHUNK: tl.constexpr, BLOCKS: tl.constexpr):
+    row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    cluster, part = block * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BLOCKS)
+    real = cluster < c
+    total = tl.zeros((CHUNK,), tl.float32)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        parts = tl.load(lses + query_head * n_blocks + part, part < n_blocks, other=float("-inf"))
+        highest = tl.max(parts, 0)
+        lse = highest + tl.log(tl.sum(tl.exp(parts - highest), 0))
+        x = tl.load(logits + query_head.to(tl.int64) * c + cluster, real, other=float("-inf"))
+        total += tl.exp(x - lse)
+    size = tl.load(sizes + head * c + cluster, real, other=0)
+    tl.store(
+        keys + (row * h_kv + head).to(tl.int64) * c + cluster, pack_key(tl.where(size > 0, total, -1.0), cluster), real
+    )
+
+
+def stand_in_triton(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """`stand_in_ref` in one launch."""
+    n, h_kv, r = order.shape
+    order, c = in_rows(order), sizes.shape[1]
+    ids = torch.empty(n, h_kv, r, dtype=torch.int64, device=order.device)
+    logs = torch.empty(n, h_kv, r, dtype=torch.float32, device=order.device)
+    if ids.numel():
+        name_clusters[(cdiv(r, CHUNK), n * h_kv)](
+            order, sizes.contiguous(), ids, logs, h_kv, order.stride(1), r, c, CHUNK
+        )
+    return ids, logs
+
+
+@jit
+def name_clusters(order, sizes, ids, logs, h_kv, stride, r, c, CHUNK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    at = block * CHUNK + tl.arange(0, CHUNK)
+    cluster = tl.load(order + row * stride + at, at < r, other=0).to(tl.int32)
+    size = tl.load(sizes + (row % h_kv) * c + cluster, at < r, other=0)
+    tl.store(ids + row * r + at, tl.where(size > 0, cluster, -1).to(tl.int64), at < r)
+    tl.store(logs + row * r + at, tl.log(tl.maximum(size, 1).to(tl.float32)), at < r)

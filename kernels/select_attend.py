@@ -5,7 +5,10 @@ is a decode step of a method that retrieves: sinks, window and what was fetched;
 batch, wherever their tokens lie.
 
 Shapes    q (1, h, 1, d_h); k, v (1, h_kv, s, d_h); idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the
-          lower half of each); late: more rows of K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s.
+          lower half of each); late: more rows of K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s;
+          spans: rows of each KV head, as many as it has; k and v hold heads behind each other, (1, 1, rows, d_h), or
+          each by itself, (1, h_kv, rows, d_h).
+          bias (1, heads, tokens) float32 for the heads that have tokens of their own, added to their scaled logits;
           out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where
           there is no token.
 Paths     C++ on a CPU: float32 sums whatever the dtype; rows of a KV head are read once for its query heads, unless
@@ -43,8 +46,16 @@ class Near(NamedTuple):
     slots: Tensor  # (h_kv or 1, tokens) int32, where a token's copy is, -1: there is none
 
 
+class Spans(NamedTuple):
+    """Which rows of K and V are each KV head's, where heads have different numbers of tokens."""
+
+    starts: Tensor  # (h_kv,) int64
+    counts: Tensor  # (h_kv,) int64
+    longest: int  # no head has more
+
+
 class Tokens(NamedTuple):
-    """Tokens of a cache to attend to: those at `idx`, or all."""
+    """Tokens of a cache to attend to: those at `idx`, those in `spans`, or all."""
 
     k: Tensor  # (1, h_kv, s, d_h)
     v: Tensor
@@ -53,17 +64,43 @@ class Tokens(NamedTuple):
     mask: Tensor | None = None  # (1, h_kv or h, tokens) bool, False on what is hidden
     q: Tensor | None = None  # (1, h, 1, d_h), a query for these tokens alone
     near: Near | None = None  # where some of the tokens at idx lie nearer
+    spans: Spans | None = None  # without idx, late and mask
+    bias: Tensor | None = None  # (1, heads, tokens) float32, finite, added to scaled logits: a token's log-weight
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included."""
+        if self.spans is not None:
+            return self.spans.longest
         return self.k.shape[2] if self.idx is None else self.idx.shape[2]
+
+    def n_heads(self) -> int:
+        """Heads that have tokens of their own."""
+        if self.spans is not None:
+            return len(self.spans.counts)
+        return self.k.shape[1] if self.idx is None else self.idx.shape[1]
+
+    def is_real(self) -> Tensor | None:
+        """Which of a head's tokens there are, (1, heads, tokens); None: all."""
+        if self.spans is None:
+            return self.mask if self.idx is None else self.idx >= 0
+        return (torch.arange(self.spans.longest, device=self.k.device) < self.spans.counts[:, None]).unsqueeze(0)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Copies of K and V, (1, heads, n_chosen, d_h); some row or other where there is no token."""
+        if self.spans is not None:
+            return self._unrolled(self.k), self._unrolled(self.v)
         if self.idx is None:
             return self.k, self.v
         late_k, late_v = self.late or (None, None)
         return gather_split(self.k, late_k, self.idx), gather_split(self.v, late_v, self.idx)
+
+    def _unrolled(self, x: Tensor) -> Tensor:
+        """The spans of K or V beside each other, (1, h_kv, longest, d_h)."""
+        assert self.spans is not None
+        starts, _, longest = self.spans
+        rows = starts[:, None] + torch.arange(longest, device=x.device)
+        owner = torch.arange(len(starts), device=x.device)[:, None] if x.shape[1] > 1 else 0
+        return x[0][owner, rows.clamp(max=x.shape[2] - 1)].unsqueeze(0)
 
 
 def select_attend(
@@ -86,9 +123,11 @@ def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[
     for part in parts:
         k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in part.gathered())
         x = ((q if part.q is None else part.q).float() @ k.mT) * scale  # (1, h, 1, n)
-        hidden = part.idx < 0 if part.idx is not None else None if part.mask is None else ~part.mask
-        if hidden is not None:
-            x = x.masked_fill(hidden.repeat_interleave(h // hidden.shape[1], 1).unsqueeze(2), -torch.inf)
+        if part.bias is not None:
+            x = x + part.bias.repeat_interleave(h // part.bias.shape[1], 1).unsqueeze(2)
+        real = part.is_real()
+        if real is not None:
+            x = x.masked_fill(~real.repeat_interleave(h // real.shape[1], 1).unsqueeze(2), -torch.inf)
         logits.append(x)
         values.append(v)
     joined = torch.cat(logits, -1)
@@ -139,7 +178,11 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
     """The numbers of `struct Part` in select_attend.cpp."""
     k, v, idx, late = part[:4]
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
-    heads, n, where, late_numbers, rows = h_kv, s, 0, (0, 0, 0), NEVER
+    heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0), NEVER, (0, 0), (0, 0)
+    if part.spans is not None:
+        starts, counts, n = part.spans
+        assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
+        heads, spans = len(counts), (starts.data_ptr(), counts.data_ptr())
     if idx is not None:
         assert idx.dtype == torch.int64 and idx.is_contiguous(), (idx.dtype, idx.stride())
         _, heads, n = idx.shape
@@ -148,9 +191,18 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
         k_late, v_late = late
         assert k_late.stride() == v_late.stride(), (k_late.stride(), v_late.stride())
         late_numbers, rows = (k_late.data_ptr(), v_late.data_ptr(), k_late.stride(1) * size), s
+    if part.bias is not None:
+        check_bias(part.bias, heads, n)
+        bias = part.bias.data_ptr(), part.bias.stride(1)
     return (
-        k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size, heads, n, where, *late_numbers, rows, h_kv
+        k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size, heads, n, where, *late_numbers, rows, h_kv,
+        *spans, *bias,
     )  # fmt: skip
+
+
+def check_bias(bias: Tensor, heads: int, n: int) -> None:
+    assert bias.shape == (1, heads, n) and bias.dtype == torch.float32, (bias.shape, bias.dtype, heads, n)
+    assert bias.stride(2) == 1 or n <= 1, bias.stride()
 
 
 # On a GPU.
@@ -158,7 +210,7 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
 TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
-ITEM = 26  # numbers of a work item, as `attend_items` reads them
+ITEM = 30  # numbers of a work item, as `attend_items` reads them
 
 
 def select_attend_triton(
@@ -179,7 +231,7 @@ def attend_rows_triton(
     """
     n, h, d_h = len(rows), q.shape[1], q.shape[3]
     q = q.contiguous()
-    h_kv = min(part.k.shape[1] for row in rows for part in row)
+    h_kv = min(part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row)
     total = sum(part.n_tokens() for row in rows for part in row)
     split = max(SPLIT, TILE * cdiv(total * h_kv, TILE * PROGRAMS))
     items: list[list[int]] = []
@@ -216,7 +268,7 @@ def work_items(
         assert x.stride()[2:] == (d_h, 1) and x.dtype == q.dtype, (x.stride(), x.dtype)
     assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
     away = partial(distance, start=q)
-    heads = part.k.shape[1] if part.idx is None else part.idx.shape[1]
+    heads = part.n_heads()
     n, own_heads = part.n_tokens(), heads != h_kv  # query heads with tokens of their own
     k, v, kv_heads = part.k, part.v, part.k.shape[1] // h_kv
     k_late, v_late, behind = k, v, NEVER
@@ -228,6 +280,15 @@ def work_items(
         k_near, v_near, slots = part.near
         assert k_near.stride() == v_near.stride() and slots.dtype == torch.int32, (k_near.stride(), slots.dtype)
         near = [away(k_near), away(v_near), k_near.stride(1), slots.data_ptr(), slots.stride(0) * (len(slots) > 1)]
+    spans = [0] * 2
+    if part.spans is not None:
+        starts, counts, _ = part.spans
+        assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
+        spans = [starts.data_ptr(), counts.data_ptr()]
+    bias_stride = 0
+    if part.bias is not None:
+        check_bias(part.bias, heads, n)
+        bias_stride = part.bias.stride(1)
     mask_at = mask_kv = mask_q = 0
     if part.mask is not None and part.idx is None:
         mask_at = part.mask.data_ptr()
@@ -247,7 +308,9 @@ def work_items(
             k.stride(1) * kv_heads, v.stride(1) * kv_heads, idx_at, idx_stride,
             away(k_late), away(v_late), k_late.stride(1), behind, mask_at, mask_kv, mask_q,
             j if own_heads else 0, j + 1 if own_heads else g,
-            *((0, 0) if logits is None else (logits.data_ptr() + 4 * at, logits.stride(0))), *near,
+            *((0, 0) if logits is None else (logits.data_ptr() + 4 * at, logits.stride(0))), *near, *spans,
+            0 if part.bias is None else part.bias.data_ptr() + 4 * j * bias_stride,
+            bias_stride * (g if own_heads else 1),
         ]  # fmt: skip
         found += [[*numbers, first, min(n, first + split)] for first in range(0, n, split)]
     return found
@@ -283,7 +346,14 @@ def attend_items(
     k_near = tl.multiple_of(tl.load(at + 19) + head * near_stride, LANES)
     v_near = tl.multiple_of(tl.load(at + 20) + head * near_stride, LANES)
     slots_at = tl.load(at + 22)
-    first, last = tl.load(at + 24).to(tl.int32), tl.load(at + 25).to(tl.int32)
+    starts_at, counts_at = tl.load(at + 24), tl.load(at + 25)
+    bias_at = tl.load(at + 26)
+    biases = bias_at.to(tl.pointer_type(tl.float32)) + head * tl.load(at + 27)
+    first, last = tl.load(at + 28).to(tl.int32), tl.load(at + 29).to(tl.int32)
+    start_row = tl.zeros((), tl.int64)
+    if counts_at != 0:
+        last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + head).to(tl.int32))
+        start_row += tl.load(starts_at.to(tl.pointer_type(tl.int64)) + head)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, mine = column < d_h, (row >= first_head) & (row < last_head)
     where = own_q + (head * G + row)[:, None] * d_h + column[None]
@@ -299,7 +369,7 @@ def attend_items(
     slots = slots_at.to(tl.pointer_type(tl.int32)) + head * tl.load(at + 23)
     for start in range(first, last, TILE):
         place = start + tl.arange(0, TILE)
-        token = place.to(tl.int64)
+        token = start_row + place
         if idx != 0:
             token = tl.load(chosen + place, place < last, other=-1).to(tl.int32).to(tl.int64)
         real, is_late = (place < last) & (token >= 0), token >= behind
@@ -320,6 +390,8 @@ def attend_items(
         if WIDE:
             keys = keys.to(tl.float32)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if bias_at != 0:
+            logits += tl.load(biases + place, place < last, other=0.0)[None]
         logits = tl.where(seen, logits, -1e30)
         if logits_at != 0:
             kept = logits_at.to(tl.pointer_type(tl.float32)) + (head * G + row)[:, None] * logits_stride

@@ -8,8 +8,8 @@ fetched. A typical method therefore writes two functions: `arrange`, where the p
 retrieves.
 
 A dropping method calls `store.keep` in `arrange` and writes no `select`. Most of them are a scorer, protected tokens
-and an allocator: they inherit from `ScoringMethod` and name the two. A retrieving method calls `store.offload` and
-returns positions from `select`. Either may leave single layers whole with `store.keep_all`.
+and an allocator: they inherit from `ScoringMethod` (`methods/scoring.py`). A retrieving method calls `store.offload`
+and returns positions from `select`. Either may leave single layers whole with `store.keep_all`.
 
 Heavy work may start a thread in `arrange` and wait for it in `select`. Work that variants of one method can share goes
 through `trace.once`. A method that can score many rows at once overrides `select_rows`.
@@ -19,7 +19,7 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
@@ -27,15 +27,16 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
-from engine.budget import Budget, BudgetRequest
+from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
 from engine.observe import Observation
+from engine.passes.probe import Probe
 from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
-from methods.dropping.scorers import keep_top
 from methods.rules.base import Rules
+from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 Row = TypeVar("Row", bound="SelectiveAttention")
 
@@ -49,6 +50,7 @@ class Variant:
     budget: Budget
     plan: Any  # method.Plan
     cache: BlockCacheSpec | None = None  # of a method that retrieves
+    allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
 
     @property
     def is_full(self) -> bool:
@@ -59,6 +61,10 @@ class Variant:
     @property
     def observations(self) -> tuple[Observation, ...]:
         return self.method.observations(self.params, self.plan)
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        return () if self.is_full else self.method.probes(self.params, self.plan)
 
     @property
     def thinning(self) -> Thinning | None:
@@ -93,14 +99,25 @@ class SelectiveAttention(Rules, ABC):
         shape: ModelShape,
         s_prompt: int,
         cache: BlockCacheSpec | None = None,
+        allocator: Allocator | None = None,
+        frame: Frame = NO_FRAME,
     ) -> Variant:
-        """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it."""
-        budget = cls.budget_for(request, s_prompt)
-        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache)
+        """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
+
+        Without an `allocator` a scorer's budget is divided as the method itself does.
+        """
+        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        divided = allocator or cls.own_allocator(params) or UNIFORM
+        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache, divided)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
         """What the prefill has to observe for this method, given its integers for the prompt."""
+        return ()
+
+    @classmethod
+    def probes(cls, params: Any, plan: Any) -> tuple[Probe, ...]:
+        """What has to be read behind the prompt before `arrange_rest`; variants that ask for the same share it."""
         return ()
 
     @classmethod
@@ -153,6 +170,14 @@ class SelectiveAttention(Rules, ABC):
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
+    def log_weights(self, layer: int) -> Tensor | None:
+        """What is added to the scaled logits of the tokens that `select` just named, in its shape, float32."""
+        return None
+
+    def stand_ins(self, layer: int) -> list[Part]:
+        """Pseudo-tokens that stand for tokens which `select` just left out; counted as `pseudo_tokens`."""
+        return []
+
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         """What is attended to without a fetch."""
         return self.store[layer].resident()
@@ -180,7 +205,10 @@ class SelectiveAttention(Rules, ABC):
                 with span("fetch", layer):
                     found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
                 for (i, _), part in zip(asking, found, strict=True):
+                    part.bias = rows[i].log_weights(layer)
                     parts[i] = [*parts[i], part]
+            for i in fetching:
+                parts[i] = [*parts[i], *rows[i].stand_ins(layer)]
         return parts
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
@@ -234,57 +262,3 @@ def select_alike(
         for i, idx in zip(alike, select([rows[i] for i in alike], q[alike]), strict=True):
             selections[i] = idx
     return selections
-
-
-class ScoringMethod(SelectiveAttention):
-    """A dropping method as a scorer, protected tokens and an allocator.
-
-    Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
-    best by `scores`, as many as `counts` says. Scorers are in `methods/dropping/scorers.py`, allocators in
-    `methods/dropping/allocators.py`.
-    """
-
-    drops = True
-    needs_all_layers: ClassVar[bool] = False  # True: `counts` wants the scores of every layer first
-    counted: Sequence[int]  # what `counts` gave, where it needs all layers
-
-    def ends(self) -> tuple[int, int]:
-        """How many of the prompt's first tokens, and how many of its last, are protected."""
-        return 0, self.plan.window
-
-    @abstractmethod
-    def scores(self, layer: int) -> Tensor:
-        """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
-
-    @abstractmethod
-    def counts(self) -> Sequence[int]:
-        """How many of them each head keeps, one number for each layer that is compressed."""
-
-    def arrange(self, layer: int) -> None:
-        if self.needs_all_layers:
-            self.scores(layer)  # while the layer is at hand; the method shares it through `trace.once`
-        else:
-            self.keep_best(layer, self.counts()[self.trace.shape.attention_layers.index(layer)])
-
-    def arrange_rest(self) -> None:
-        if self.needs_all_layers:
-            self.counted = self.counts()
-            for layer, n in zip(self.trace.shape.attention_layers, self.counted, strict=True):
-                self.keep_best(layer, n)
-
-    def keep_best(self, layer: int, n: int) -> None:
-        """Keep the `n` best tokens of each head, and the protected ones."""
-        best = keep_top(self.scores(layer), n) + self.ends()[0]  # (1, heads, n)
-        if best.shape[1] == 1:
-            best = best.expand(-1, self.trace.shape.h_kv, -1).contiguous()
-        self.place(layer, best)
-
-    def place(self, layer: int, best: Tensor) -> None:
-        """Put the chosen tokens (1, heads, n) and the protected ones into the store."""
-        self.store.keep(layer, best, n_window=self.ends()[1])
-
-    def protected(self, layer: int) -> Sequence[int]:
-        n, n_first, n_last = self.store[layer].n_seen, *self.ends()
-        if self.variant.is_full:
-            return range(n)
-        return [*range(n_first), *range(self.trace.s_prompt - n_last, n)]

@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from evals.results import RunResult
+from evals.results import METRICS, RunResult, combined_ci95
 from evals.results.intervals import Interval
 from plots import style
+from plots.looks import told_apart
 from plots.read import Run, read_one
+from plots.run_sets import asked
 from plots.stats import Corrected, Paired, corrected, paired
 from plots.style import Sheet
 
@@ -61,13 +63,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
     """The runs in these folders; full attention is among them for each task, and each method once."""
     runs = sorted((read_one(folder) for folder in folders), key=lambda run: not run.is_full)
     full = {run.result.task: run for run in runs if run.is_full}
-    budgets = {budget_of(run) for run in runs if not run.is_full}
+    budgets = {asked(run) for run in runs if not run.is_full}
     by_label: dict[str, dict[str, Run]] = {}
     pairs: dict[tuple[str, str], Paired] = {}
     for run in runs:
         label, task = run.result.method_label, run.result.task
         if len(budgets) > 1 and not run.is_full:
-            label = f"{label} {budget_of(run)}"
+            label = f"{label} {asked(run)}"
         by_label.setdefault(label, {})[task] = run
         if not run.is_full and (found := against(run, full[task])):
             pairs[label, task] = found
@@ -87,16 +89,12 @@ def is_comparable(results: Sequence[RunResult]) -> bool:
     return len(shared) == 1 and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
 
 
-def budget_of(run: Run) -> str:
-    result = run.result
-    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
-
-
 def against(run: Run, full: Run) -> Paired | None:
     """The run's scores against full attention's on the samples that both answered."""
     theirs = {row.id: row.score for row in full.rows if row.score is not None}
     both = [(row.score, theirs[row.id]) for row in run.rows if row.score is not None and row.id in theirs]
-    return paired([a for a, _ in both], [b for _, b in both]) if both else None
+    bounds = METRICS[run.result.metric or "score"].bounds
+    return paired([a for a, _ in both], [b for _, b in both], bounds=bounds) if both else None
 
 
 def size(run: Run) -> float:
@@ -158,9 +156,10 @@ def name_of(task: str) -> str:
 
 def about(found: Comparison) -> str:
     """What all runs share."""
-    result = next(run.result for row in found.rows[::-1] for run in row.runs.values())
-    budgets = {budget_of(run): None for row in found.rows[1:] for run in row.runs.values()}
-    return f"{result.model} · {', '.join(budgets)} · comm {result.comm_exact} · {result.dtype} · seed {result.seed}"
+    run = next(run for row in found.rows[::-1] for run in row.runs.values())
+    result = run.result
+    budgets = {asked(run): None for row in found.rows[1:] for run in row.runs.values()}
+    return f"{result.model} · {', '.join(budgets)} · comm {run.comm} · {result.dtype} · seed {result.seed}"
 
 
 def remarks(found: Comparison) -> list[str]:
@@ -198,7 +197,7 @@ def print_comparison(found: Comparison) -> None:
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n = len(found.tasks) + 1
-    with matplotlib.rc_context(style.RC):
+    with matplotlib.rc_context(style.RC), told_apart(row.method for row in found.rows):
         picture = Sheet().new(
             "Answers kept, and what it takes", about(found), (), style.PAGE, 0.5 + 0.25 * len(found.rows),
             ncols=n, sharey=True,
@@ -215,15 +214,17 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
 def draw_scores(ax: Any, found: Comparison, task: str) -> None:
     """Scores with their intervals; a line down from full attention's."""
     for i, row in enumerate(found.rows):
-        result = row.runs[task].result if task in row.runs else None
-        if result is None or result.score is None:
+        run = row.runs.get(task)
+        # From the samples: folders of earlier runs have intervals of another kind.
+        bounds = None if run is None else combined_ci95(run.rows, run.result.metric)
+        if run is None or run.result.score is None:
             continue
-        low, high = result.score_ci95 or (result.score, result.score)
         look = style.look(row.method)
-        ax.plot([low, high], [i, i], color=look["color"], linewidth=1)
-        ax.plot(result.score, i, **(look | {"linestyle": "none"}))
+        if bounds is not None:
+            ax.plot(bounds, [i, i], color=look["color"], linewidth=1)
+        ax.plot(run.result.score, i, **(look | {"linestyle": "none"}))
         if i == 0:
-            ax.axvline(result.score, color=look["color"], linewidth=0.6, linestyle=":")
+            ax.axvline(run.result.score, color=look["color"], linewidth=0.6, linestyle=":")
     ax.set_xlim(-0.03, 1.03)
     ax.set_xlabel(f"score of {name_of(task)}, n {n_of(found, task)}, 95 %")
 

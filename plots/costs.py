@@ -19,7 +19,7 @@ from typing import Any
 from evals.foreign import CsvWriter
 from evals.results import SampleRow
 from plots.read import Run, default_root, load
-from plots.run_sets import RunSet, other_setting, run_sets
+from plots.run_sets import RunSet, asked, other_setting, run_sets
 from plots.tables.formats import pipes, plain_markdown
 
 NAME = "costs"
@@ -82,7 +82,7 @@ def line(run: Run, setting: str, rows: Sequence[SampleRow | None]) -> tuple[str,
     growth = f"{ends[1] / ends[0]:.2f}" if len(times) > 1 and len(ends) == 2 else ABSENT
     return (
         f"{run.result.method_label} {setting}".strip(),
-        given(run),
+        ABSENT if run.is_full else asked(run),
         told(lambda row: timing(row).get("tt2t_s"), ".2f"),
         told(lambda row: timing(row).get("tt2t_ratio"), ".2f"),
         told(tpot, ".1f", 1e3),
@@ -113,13 +113,6 @@ def hit_rate(row: SampleRow) -> float | None:
     """Of the cache of blocks, or of the method's own."""
     found = row.ledger.get("cache_hit_rate")
     return (row.fields.get("method_report") or {}).get("cluster_hit_rate", found)
-
-
-def given(run: Run) -> str:
-    if run.is_full:
-        return ABSENT
-    result = run.result
-    return f"ratio {result.ratio_exact}" if result.budget is None else f"{result.budget} tokens"
 
 
 def as_csv(runs: Iterable[Run]) -> str:

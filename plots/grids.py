@@ -11,7 +11,7 @@ from functools import cached_property
 from math import fsum
 
 from evals.results import SampleRow
-from evals.results.intervals import Interval
+from evals.results.intervals import Bounds, Interval
 from plots import looks
 from plots.read import Run, measured
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
@@ -43,7 +43,12 @@ class Measure:
     params: Mapping[str, str] | None = None  # of the task
     ylabel: str = "score"
     better: str = "higher"
+    highest: float = 1  # 0 is the lowest
     against_full: bool = True  # False: full attention is what it measures the distance from
+
+    @property
+    def bounds(self) -> Bounds:
+        return 0, self.highest
 
     def has(self, run: Run) -> bool:
         wanted = self.params or {}
@@ -55,14 +60,14 @@ class Cell:
     """One variant on the samples of a measure."""
 
     rows: Sequence[SampleRow]
-    of: Callable[[SampleRow], float | None]
+    measure: Measure
 
     @cached_property
     def values(self) -> dict[str, dict[str, float]]:
         """By dataset and prompt, of samples that were answered."""
         found: dict[str, dict[str, float]] = {}
         for row in self.rows:
-            if (value := self.of(row)) is not None:
+            if (value := self.measure.of(row)) is not None:
                 found.setdefault(str(row.fields.get("dataset", "")), {})[row.prompt_sha256] = value
         return found
 
@@ -78,7 +83,8 @@ class Cell:
 
     @cached_property
     def interval(self) -> Interval | None:
-        return macro_interval([[*values.values()] for values in self.values.values()]) if self.values else None
+        scores = [[*values.values()] for values in self.values.values()]
+        return macro_interval(scores, bounds=self.measure.bounds) if scores else None
 
     def against(self, other: "Cell") -> Paired | None:
         """On the samples that both answered."""
@@ -89,7 +95,7 @@ class Cell:
             if both:
                 ours.append([values[prompt] for prompt in both])
                 theirs.append([other.values[dataset][prompt] for prompt in both])
-        return paired_over_datasets(ours, theirs) if ours else None
+        return paired_over_datasets(ours, theirs, bounds=self.measure.bounds) if ours else None
 
     def kept(self, key: str) -> float | None:
         """The mean of a key of the samples' ledgers."""
@@ -168,16 +174,16 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
                 f"{one.title} has several runs of {run.result.method_label} at ratio {run.result.ratio_exact}; give a "
                 "folder with one of them"
             )
-        at[run.result.ratio] = Cell(run.rows, one.of)
+        at[run.result.ratio] = Cell(run.rows, one)
         # PyramidInfer's label has a star at small ratios.
         labels[run.method] = min(run.result.method_label, labels.get(run.method, run.result.method_label), key=len)
     if not cells:
         return None
-    full = next((Cell(run.rows, one.of) for run in found.runs if run.is_full), None)
+    full = next((Cell(run.rows, one) for run in found.runs if run.is_full), None)
     return Grid(one, about(found), full, cells, labels)
 
 
 def about(found: RunSet) -> str:
     """What was run, without the task."""
-    comms = sorted({run.result.comm_exact for run in found.runs if not run.is_full})
+    comms = sorted({run.comm for run in found.runs if not run.is_full})
     return f"{str(found.where).replace('no comm · ', '')} · comm {', '.join(comms)}"

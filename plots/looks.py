@@ -5,15 +5,20 @@ any colour vision, and then their dashes differ: points are told by marker and c
 black and white. All colours can be seen on white paper and on the report's dark page, as
 `tests/plots/test_style.py` measures.
 
-A method that is not here, such as one of a user's own file, has a look that follows from its name: the same in every
-figure, whatever else is drawn, and with a marker that none of ours has.
+A method that is not here, such as one of a user's own file, has a look that follows from its name, with a marker that
+none of ours has. Names may lead to one marker: what is made of many runs says which methods it draws (`told_apart`),
+and of two such methods the second by name takes the next marker that is free.
 
 Not here: matplotlib (`plots/style.py`), Vega (`plots/report/charts.py`).
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import product
 from math import cos, pi, sin
 
 Polygon = tuple[tuple[float, float], ...]
@@ -125,7 +130,7 @@ LOOKS = {
     "duo_attention": Look("#C26CEE", "down", "-."),
     # olive: by the keys alone
     "knorm": Look("#969625", "pillar", "-"),
-    "keydiff": Look("#BC881B", "circle", "--"),
+    "keydiff": Look("#B48805", "circle", "--"),
     "lagkv": Look("#7B6C01", "hourglass", ":"),
     # blue: retrieve pages, blocks, clusters
     "quest": Look("#4A60DC", "circle", "-"),
@@ -157,9 +162,45 @@ HEAT_STOPS = (
 )  # fmt: skip
 
 
+SHOWN: ContextVar[Mapping[str, Look]] = ContextVar("SHOWN")  # looks of the user's own methods within `told_apart`
+
+
 def look(method: str) -> Look:
     """The look of a method by its name, of ours or of a user's own."""
-    return LOOKS.get(method) or unknown(method)
+    return LOOKS.get(method) or SHOWN.get({}).get(method) or unknown(method)
+
+
+@contextmanager
+def told_apart(methods: Iterable[str]) -> Iterator[None]:
+    """Within it, no two of these methods look alike: for whatever draws them together, in several figures or one."""
+    token = SHOWN.set(outside(methods))
+    try:
+        yield
+    finally:
+        SHOWN.reset(token)
+
+
+def outside(methods: Iterable[str]) -> dict[str, Look]:
+    """Looks of those that are not ours: up to six with a marker each, up to 24 with a marker and dash each.
+
+    Each keeps the marker of its name where no other has it, and its colour always.
+    """
+    found: dict[str, Look] = {}
+    markers, both = Counter[str](), Counter[tuple[str, str]]()
+    for method in sorted(set(methods) - LOOKS.keys()):
+        own = unknown(method)
+        choices = product(from_there(tuple(OTHER_SHAPES), own.shape), from_there(DASHES, own.dash))
+        shape, dash = min(choices, key=lambda pair: (markers[pair[0]], both[pair]))
+        markers[shape] += 1
+        both[shape, dash] += 1
+        found[method] = replace(own, shape=shape, dash=dash)
+    return found
+
+
+def from_there(names: Sequence[str], first: str) -> list[str]:
+    """All of them in their order, from one of them round to it."""
+    at = names.index(first)
+    return [*names[at:], *names[:at]]
 
 
 def known(name: str) -> str | None:

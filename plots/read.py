@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.foreign import one_line, refuse_depth
-from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run
+from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run, shown_fraction
 from plots.looks import known
 
 RESULT = "result.json"
@@ -41,8 +41,12 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours."""
-        return self.result.method if self.file else known(self.result.method) or self.result.method
+        """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours.
+
+        With another allocator it is a method of its own, which nobody published under the scorer's name.
+        """
+        method = self.result.method if self.file else known(self.result.method) or self.result.method
+        return method if self.result.allocator is None else f"{method}+{self.result.allocator}"
 
     @property
     def file(self) -> dict[str, str]:
@@ -58,7 +62,8 @@ class Run:
     @property
     def is_preset(self) -> bool:
         """Whether the method's or the prefill's settings are somebody's."""
-        return (self.result.method, self.result.prefill) != (self.method, self.prefill)
+        own = self.result.allocator is None
+        return own and (self.result.method, self.result.prefill) != (self.method, self.prefill)
 
     @property
     def is_exact(self) -> bool:
@@ -92,6 +97,11 @@ class Run:
     @property
     def embedded(self) -> bool:
         return self.result.data_source == "embedded"
+
+    @property
+    def comm(self) -> str:
+        """As people write it: 1/8, where the result has 0.125."""
+        return shown_fraction(self.result.comm_exact)
 
     def setting(self, *keys: str) -> Any:
         """A value of config.yaml, such as `setting("cache", "tokens")`; None where there is none."""
@@ -205,7 +215,7 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         model=result.model,
         data_source=result.data_source,
         protocol=result.protocol,
-        comm=result.comm_exact if comm is None else comm,
+        comm=run.comm if comm is None else comm,
         seed=result.seed,
         limit=run.setting("limit") or 0,
         dtype=result.dtype,

@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from math import fsum
+from math import fsum, inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from evals.results.intervals import Interval
 from plots import style
 from plots.figures.results import SVG, against_bytes, by_budget, save
 from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from plots.looks import told_apart
 from plots.read import Run, load, over_budget
 from plots.stats import LEVEL, corrected
 from plots.tables.formats import ABSENT, pipes
@@ -40,7 +41,15 @@ SCORES = (
 FIDELITY = (
     Measure("Recall of the true top tokens", "fidelity", measure("recall"), ylabel="recall", against_full=False),
     Measure("Attention mass", "fidelity", measure("mass"), ylabel="mass", against_full=False),
-    Measure("KL from full attention", "fidelity", measure("kl"), ylabel="nats", better="lower", against_full=False),
+    Measure(
+        "KL from full attention",
+        "fidelity",
+        measure("kl"),
+        ylabel="nats",
+        better="lower",
+        highest=inf,
+        against_full=False,
+    ),
 )
 
 
@@ -274,7 +283,7 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         "fidelity": (by_budget, "Distance from full attention against budget", fidelity),
     }
     pictures = {name: title for name, (_, title, some) in drawn.items() if some}
-    with matplotlib.rc_context({**style.RC, **SVG}):
+    with matplotlib.rc_context({**style.RC, **SVG}), told_apart(run.method for run in runs):
         for name in pictures:
             draw, title, some = drawn[name]
             save(draw(title, some), folder / f"{name}.svg")

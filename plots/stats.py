@@ -3,8 +3,8 @@
 Samples are the unit: two variants that answered the same samples are compared sample by sample, because most of what
 varies is the samples' difficulty and cancels. Randomness comes from a seed, so a figure made again is the same figure.
 
-    interval             of a mean: Wilson's of hits and misses, else the bootstrap; None of one sample
-    macro_interval       of a mean over datasets' means: datasets and samples are both resampled
+    interval             of a mean: Wilson's of hits and misses, else Student's of few samples and the bootstrap of more
+    macro_interval       of a mean over datasets' means: datasets and samples are both resampled; None of one sample
     paired               mean difference, its interval, a sign-flip permutation p-value, wins, ties, losses
     paired_over_datasets the same of averages over datasets
     corrected            paired differences with the p-values that count (Holm): what colours follow
@@ -27,7 +27,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.results.intervals import Z95, Interval, bootstrap_ci95
+from evals.results.intervals import ANYWHERE, FEW, Z95, Bounds, Interval, mean_ci95
 from evals.results.intervals import interval as interval_of_scores
 
 Array = NDArray[np.float64]
@@ -58,9 +58,9 @@ class Paired:
         return self.wins + self.ties + self.losses
 
 
-def interval(scores: Sequence[float] | Array) -> Interval | None:
+def interval(scores: Sequence[float] | Array, bounds: Bounds = ANYWHERE) -> Interval | None:
     """The mean of scores and its 95 % interval, as a run's own result has it; None of a single one."""
-    return interval_of_scores(finite(scores).tolist())
+    return interval_of_scores(finite(scores).tolist(), bounds)
 
 
 def scaled(found: Interval | None, by: float) -> Interval | None:
@@ -68,18 +68,29 @@ def scaled(found: Interval | None, by: float) -> Interval | None:
     return None if found is None else Interval(by * found.mean, by * found.low, by * found.high)
 
 
-def macro_interval(datasets: Sequence[Sequence[float]], seed: int = 0) -> Interval | None:
+def macro_interval(datasets: Sequence[Sequence[float]], seed: int = 0, bounds: Bounds = ANYWHERE) -> Interval | None:
     """Mean over datasets of their means, and its 95 % interval; None of a single score.
 
     The bootstrap draws datasets and, of each one drawn, samples: other datasets of the kind could as well have been
-    chosen. Seven single samples have an interval therefore. Where all are hits, or all misses, it is Wilson's.
+    chosen. Seven single samples have an interval therefore, which is Student's, as of any so few; where all are hits,
+    or all misses, it is Wilson's.
     """
     groups = sorted(sorted(finite(scores).tolist()) for scores in datasets)
     together = [score for scores in groups for score in scores]
     if len(groups) == 1 or len(together) < 2 or min(together) == max(together):
-        return interval_of_scores(together)
+        return interval_of_scores(together, bounds)
     centre = fsum(fsum(scores) / len(scores) for scores in groups) / len(groups)
-    low, high = np.quantile(_two_stage([np.array(scores) for scores in groups], seed), [0.025, 0.975])
+    return _around(centre, [np.array(scores) for scores in groups], seed, bounds)
+
+
+def _around(centre: float, groups: Sequence[Array], seed: int, bounds: Bounds) -> Interval:
+    """The interval of a mean over groups of their means."""
+    together = np.concatenate(groups)
+    if len(together) < FEW:
+        shares = [1 / len(values) for values in groups for _ in values]
+        low, high = mean_ci95(together.tolist(), shares, bounds) or (centre, centre)
+    else:
+        low, high = np.quantile(_two_stage(groups, seed), [0.025, 0.975])
     return Interval(centre, min(float(low), centre), max(float(high), centre))
 
 
@@ -105,11 +116,13 @@ def paired(
     reference: Sequence[float] | Array,
     seed: int = 0,
     tolerance: float = ROUNDING,
+    bounds: Bounds = ANYWHERE,
 ) -> Paired:
-    """A variant's scores against a reference's on the same samples, in the same order.
+    """A variant's scores against a reference's on the same samples, in the same order; `bounds` are of the scores.
 
-    The interval of hits and misses is Agresti and Min's (2005), else a bootstrap's. It holds 0 wherever the test finds
-    nothing, as the set of differences that the test does not refuse would: of few samples the two would disagree.
+    The interval of hits and misses is Agresti and Min's (2005), else `mean_ci95` of the differences. It holds 0
+    wherever the test finds nothing, as the set of differences that the test does not refuse would: of few samples the
+    two would disagree.
     """
     ours, theirs, differences = _differences(scores, reference, tolerance)
     p = sign_flip_p(differences, seed)
@@ -118,7 +131,8 @@ def paired(
     elif len(differences) < 2 or np.ptp(differences) <= tolerance:
         spread = None
     else:
-        low, high = bootstrap_ci95(differences.tolist()) or (0.0, 0.0)
+        widest = bounds[1] - bounds[0]
+        low, high = mean_ci95(differences.tolist(), bounds=(-widest, widest)) or (0.0, 0.0)
         spread = Interval(float(differences.mean()), low, high)
     return _paired(differences, spread, p)
 
@@ -128,20 +142,21 @@ def paired_over_datasets(
     reference: Sequence[Sequence[float] | Array],
     seed: int = 0,
     tolerance: float = ROUNDING,
+    bounds: Bounds = ANYWHERE,
 ) -> Paired:
     """As `paired`, of the means over datasets of their means: every dataset counts as much, however long it is."""
     if len(scores) != len(reference):
         raise ValueError(f"{len(scores)} datasets against {len(reference)}: not the same samples")
     if len(scores) == 1:
-        return paired(scores[0], reference[0], seed, tolerance)
+        return paired(scores[0], reference[0], seed, tolerance, bounds)
     groups = [_differences(ours, theirs, tolerance)[2] for ours, theirs in zip(scores, reference, strict=True)]
     weighted = _weighted(groups)
     mean = fsum(weighted)
     together = np.concatenate(groups)
     spread = None
     if np.ptp(together) > tolerance:
-        low, high = np.quantile(_two_stage(groups, seed), [0.025, 0.975])
-        spread = Interval(mean, min(float(low), mean), max(float(high), mean))
+        widest = bounds[1] - bounds[0]
+        spread = _around(mean, groups, seed, (-widest, widest))
     found = _paired(together, spread, sign_flip_p(weighted, seed))
     return Paired(mean, found.difference, found.p, found.wins, found.ties, found.losses)
 

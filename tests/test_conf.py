@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from evals.overrides import CONF, config_groups, default_groups
 from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
+from plots.looks import known
 
 FILES = [(group, name) for group, names in config_groups().items() for name in names]
 NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
@@ -37,12 +38,16 @@ def test_a_method_has_one_name_everywhere(name: str) -> None:
     """A preset is called after its method and whose setting it is: snapkv_paper."""
     part = composed(f"method={name}").method
     assert part.name == name
-    assert name.partition("_")[0] == part.target.split(".")[-2]
+    assert known(name) == part.target.split(".")[-2]
 
 
-@pytest.mark.parametrize(("group", "name"), [(g, n) for g, n in FILES if g in ("method", "task") and "_" in n])
-def test_a_preset_says_only_what_differs(group: str, name: str) -> None:
-    base, preset = (getattr(composed(f"{group}={word}"), group).params for word in (name.partition("_")[0], name))
+PRESETS = [("method", name, known(name)) for name in config_groups()["method"] if known(name) != name]
+PRESETS += [("task", name, name.partition("_")[0]) for name in config_groups()["task"] if "_" in name]
+
+
+@pytest.mark.parametrize(("group", "name", "of"), PRESETS)
+def test_a_preset_says_only_what_differs(group: str, name: str, of: str) -> None:
+    base, preset = (getattr(composed(f"{group}={word}"), group).params for word in (of, name))
     lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
     said = {line.partition(":")[0] for line in lines if re.match(r"\w+: \S", line)}
     assert {key for key in base if base[key] != preset[key]} == said != set()
@@ -65,7 +70,7 @@ def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
     for group in ("method", "task"):
         for file in (CONF / group).glob("*.yaml"):
             lines = [line for line in file.read_text().splitlines() if "_target_" in line]
-            is_preset = "_" in file.stem
+            is_preset = (group, file.stem) in {preset[:2] for preset in PRESETS}
             assert len(lines) == (not is_preset), file
             assert all(line.startswith("_target_: ") for line in lines), file
 

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
+    "methods.calibrate": {"engine", "methods", "evals"},  # a command, as `run` is
     "evals.results": {"engine.errors", "evals.results", "evals.foreign"},
     "evals.tasks": {"engine", "methods", "evals.tasks", "evals.foreign"},
     "evals.studies": {

@@ -48,6 +48,10 @@ def python(code: str, *words: str) -> str:
     ("words", "says"),
     [
         (["method=pqcache", "method.m=7"], "method=pqcache ratio=0.2: method.m=7 does not divide d_h=64"),
+        (["method=pqcach"], "no method 'pqcach'; did you mean 'pqcache'"),
+        (["task=needl"], "no task 'needl'; did you mean 'needle'"),
+        (["method=snapkv", "ratio=2"], "ratio=2 is out of range"),
+        (["method=quest", "comm=1/8", "ratio=1/128"], "method=quest ratio=1/128: "),
         (["method=snapkv", "method.kernel=4"], "method=snapkv: method.kernel=4 has no middle"),
         (["method=infllm", "budget=20"], "method=infllm budget=20: a budget of 20 tokens"),
         (["-m", "method=full,quest", "ratio=0.5,0.1"], "method=quest ratio=0.1: a budget of 100 tokens"),

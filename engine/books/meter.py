@@ -32,6 +32,7 @@ COUNTS = (  # in the order of `Entry`
     "released_bytes",
     "cache_hits",
     "cache_lookups",
+    "pseudo_tokens",
 )
 
 
@@ -68,6 +69,8 @@ class Meter:
         self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
         self.blocks = blocks
         self.recent: RecentTokens | None = None
+        self.moves = True  # False: what can be fetched lies on the device
+        self.host_meta_bytes = 0  # on the host, whatever a method keeps there in order to find tokens
         self.accesses = accesses  # a list: every fetch is noted in it
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
@@ -81,7 +84,7 @@ class Meter:
 
     def count_released(self, n: int) -> None:
         """`n` tokens go from the window to the host."""
-        self.counts["released_bytes"] += n * self.shape.h_kv * self.token_bytes
+        self.counts["released_bytes"] += n * self.shape.h_kv * self.token_bytes * self.moves
 
     def count_fetch(self, idx: Tensor, n_tokens: int, n_seen: int, n_kept: int, n_host: int) -> None:
         """Fetch the `n_tokens` at `idx` (1, h_kv or h, k), where -1 stands for none.
@@ -89,6 +92,9 @@ class Meter:
         Of `n_seen` tokens the first `n_kept` may not be fetched, and the next `n_host` are complete on the host.
         """
         counts, h_kv, heads = self.counts, self.shape.h_kv, idx.shape[1]
+        if not self.moves:
+            counts["attended"] += n_tokens * (self.shape.h // heads)
+            return
         # Tokens of a KV head, each once; those of them that are on the device; the same per head of idx.
         if self.recent is not None:
             distinct_and_hits = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
@@ -163,7 +169,7 @@ class Meter:
         kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes
         if self.has_cache:
             kv_bytes += self.cached_bytes()
-        host_bytes = n_host * self.shape.h_kv * self.token_bytes
+        host_bytes = n_host * self.shape.h_kv * self.token_bytes + self.host_meta_bytes
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 

@@ -56,7 +56,7 @@ def layer_shares(layer: Layer, n_bins: int) -> Tensor:
             seen = layer.mask[..., : layer.n_kept].unflatten(1, (shape.h_kv, -1)).sum(2)
         add(kept, seen)
     add_range(layer.n_seen - layer.n_window, s)
-    for positions in [*layer.fetches, *([] if layer.evictions is None else [layer.evictions])]:
+    for positions in [*layer.fetched(), *([] if layer.evictions is None else [layer.evictions])]:
         add(positions, heads_each(positions))
     sizes = shape.h * (edges[1:] - edges[:-1])
     return (counts / sizes).clamp(max=1)  # a token may be both kept and fetched

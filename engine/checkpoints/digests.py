@@ -158,22 +158,32 @@ def write_note(note: Path, content: object) -> None:
 
 def read_own(path: Path, n_bytes: int) -> str:
     """At most `n_bytes` of a file that is this user's; PermissionError where others own it or can write it."""
+    return read_own_bytes(path, n_bytes).decode()
+
+
+def read_own_bytes(path: Path, n_bytes: int) -> bytes:
+    """The same, undecoded."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
         facts = os.fstat(handle.fileno())
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
             raise PermissionError(f"{path} belongs to others, or others can write it")
-        return handle.read(n_bytes).decode()
+        return handle.read(n_bytes)
 
 
 def write_own(path: Path, text: str) -> None:
     """Write a file that only this user can read, as a whole or not at all."""
+    write_own_bytes(path, text.encode())
+
+
+def write_own_bytes(path: Path, content: bytes) -> None:
+    """The same, of bytes."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch.unlink(missing_ok=True)
     opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(opened, "wb") as handle:
-            handle.write(text.encode())
+            handle.write(content)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

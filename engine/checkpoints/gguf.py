@@ -9,6 +9,8 @@ transformers).
 
 import mmap
 import struct
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,9 @@ class Header:
                 self.at += count * struct.calcsize(letter)
                 return None
             self.room(count, 8, "entries of an array")
+            if inner == STRING:
+                self.skip_texts(count)
+                return None
             for _ in range(count):
                 self.value(inner, depth + 1)
             return None
@@ -139,6 +144,18 @@ class Header:
         found = self.content[self.at : self.at + length]
         self.at += length
         return found.decode(errors="replace")
+
+    def skip_texts(self, count: int) -> None:
+        """Past so many texts unread: a vocabulary and its merges are 100,000."""
+        length_at, end = struct.Struct(self.order + "Q").unpack_from, len(self.content)
+        for _ in range(count):
+            if self.at + 8 > end:
+                self.room(1, 8, "bytes")
+            (length,) = length_at(self.content, self.at)
+            self.at += 8
+            if self.at + length > end:
+                self.room(length, 1, "letters")
+            self.at += length
 
     def room(self, count: int, size: int, what: str) -> None:
         """Whether so many things can still come."""
@@ -162,13 +179,27 @@ def product(dims: tuple[int, ...]) -> int:
     return n
 
 
+@cache
+def type_sizes() -> dict[int, tuple[int, int]]:
+    """Numbers and bytes of a block by the number of a tensor's type, from gguf's constants.
+
+    Of that file alone: the package imports numpy, which takes longer than all else that a refusal does here.
+    """
+    package = find_spec("gguf")
+    assert package is not None and package.submodule_search_locations, "gguf is one of the dependencies"
+    file = Path(package.submodule_search_locations[0]) / "constants.py"
+    spec = spec_from_file_location("gguf_constants", file)
+    assert spec is not None and spec.loader is not None, file
+    constants = module_from_spec(spec)
+    spec.loader.exec_module(constants)
+    return {int(kind): sizes for kind, sizes in constants.GGML_QUANT_SIZES.items()}
+
+
 def n_bytes(name: str, dims: tuple[int, ...], kind: int) -> int:
     """What a tensor takes in the file."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
     try:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    except (ValueError, KeyError):
+        block, size = type_sizes()[kind]
+    except KeyError:
         raise Broken(f"tensor {name!r} has the unknown type {kind}") from None
     n = product(dims)
     if n == 0 or n % block:

@@ -84,7 +84,7 @@ def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: b
 class Letters:
     """In place of a tokenizer where weights are drawn: a token is a byte."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:

@@ -20,7 +20,7 @@ Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/
 
 from evals.results.config import config_hash, read_config, run_name
 from evals.results.folder import RunFolder
-from evals.results.intervals import Interval, bootstrap_ci95, interval, wilson
+from evals.results.intervals import Interval, bootstrap_ci95, interval, mean_ci95, wilson
 from evals.results.ledger import read_ledger
 from evals.results.lock import Holder
 from evals.results.machine import environment, git_sha, peak_rss_bytes
@@ -56,6 +56,7 @@ __all__ = [
     "environment",
     "git_sha",
     "interval",
+    "mean_ci95",
     "peak_rss_bytes",
     "prompt_hash",
     "read_config",

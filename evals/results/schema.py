@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin
 
 from evals.results.files import parse_json, unsealed
+from evals.results.intervals import Bounds
 
 SCHEMA_VERSION = 1
 EXACT = "exact"  # the prefill of every run that names no other
@@ -49,6 +50,11 @@ class Metric:
     highest: float | None
     # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
     weight: str | None = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """What a score can be, and so a mean of scores."""
+        return self.lowest, inf if self.highest is None else self.highest
 
     @property
     def is_share(self) -> bool:
@@ -264,14 +270,18 @@ class RunFacts:
     metric: str | None = None  # a name in METRICS; null: "score"
     prefill: str = EXACT  # a file of conf/prefill
     prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
+    allocator: str | None = None  # what divided the budget, where it was not the method itself
 
 
 # Keys of result.json that only some runs have, and what the others would say; they are left out there.
 OPTIONAL_KEYS: dict[str, Any] = {
     "metric": None,
     "measures": None,
+    "probe_s": None,
+    "pseudo_tokens_mean": None,
     "prefill": EXACT,
     "prefill_params": {},
+    "allocator": None,
     "ledger_crc32": None,
     "score_version": None,
     "scores_crc32": None,
@@ -309,6 +319,8 @@ class RunResult(RunFacts):
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
+    probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
+    pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`

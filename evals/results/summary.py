@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import exp, fsum, log
 from typing import Any, cast
 
-from evals.results.intervals import bootstrap_ci95, interval
+from evals.results.intervals import interval, mean_ci95
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
 
@@ -41,11 +41,13 @@ def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[
     if len(scores) < 2:
         return None
     if kind.weight is not None:
-        bounds = bootstrap_ci95([log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored])
-        return None if bounds is None else [exp(bound) for bound in bounds]
+        low, high = kind.bounds
+        losses, counts = [log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored]
+        ends = mean_ci95(losses, counts, (log(low), log(high)))
+        return None if ends is None else [exp(end) for end in ends]
     if not kind.is_share:
-        return bootstrap_ci95(scores)
-    found = interval(scores)
+        return mean_ci95(scores, bounds=kind.bounds)
+    found = interval(scores, kind.bounds)
     return None if found is None else [found.low, found.high]
 
 
@@ -75,6 +77,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
         tpot_s=mean(row.tpot_s for row in ok),
         batch_rows_mean=mean(row.batch_rows for row in ok),
         measures=means_of_measures(ok),
+        probe_s=mean(row.fields.get("probe_s") for row in ok),
+        pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
     )
 
 

@@ -46,6 +46,12 @@ KINDS = (
         r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.\d+",
         "made again by the next run with it",
     ),
+    Kind(
+        "calibration of a model",
+        "calibrations-{user}",
+        r"[a-z]+-[\w-]+\.npz|\.[a-z]+-[\w-]+\.npz\.\d+",
+        "made again by the next run that needs it, in seconds",
+    ),
     Kind("script of the report", ".", r"vega-v[\w.+-]+\.js|\.vega-v[\w.+-]+\.js\.\d+", "made again by the next report"),
 )
 

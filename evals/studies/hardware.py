@@ -365,6 +365,9 @@ def answer(question: Question) -> list[dict[str, Any]]:
 FULL_REQUEST = BudgetRequest(Fraction(1), None, Fraction(0))
 
 
+DRAWN = {"duo_attention": ["method.heads=drawn"]}  # there is no table of heads for a model of random layers
+
+
 def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
     """A method with the parameters of its file."""
     from evals.settings import from_words, load_class
@@ -373,7 +376,7 @@ def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
     if name not in names:
         raise unknown_name("--methods", name, names)
-    part = from_words([f"method={name}"]).method
+    part = from_words([f"method={name}", *DRAWN.get(name, [])]).method
     kind = load_class(part)
     return kind, build_params(kind, part.params, "method")
 

@@ -33,13 +33,14 @@ from engine.books.spans import Record, recording
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
 from engine.model import Model
+from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.tasks.base import Sample, Task
 from evals.tasks.forced import Outcome
-from evals.tasks.sources import embedded_prose
 from methods.base import SelectiveAttention, Variant
+from methods.calibration.prose import embedded_prose
 from methods.full import full_attention
 
 
@@ -245,6 +246,7 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
 
     variant = timed.variant
     trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity)
+    probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()
     return trace, rows[0]

@@ -7,11 +7,13 @@ them as one string, `context_only` as two.
 Not here: what a task writes into these parts, and how long a prompt may be (each task says so).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
+from engine.budget import NO_FRAME, Frame
 from engine.errors import ConfigError, unknown_name
 from evals.tasks.base import Sample
 
@@ -39,6 +41,7 @@ TURN_ENDS = (
 class Prompt:
     context_ids: tuple[int, ...]  # prefilled and compressed
     question_ids: tuple[int, ...]  # run through the compressed cache; empty under `full_prompt`
+    frame: Frame = NO_FRAME  # of what is prefilled
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.question_ids)
@@ -130,10 +133,24 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
         head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
     context = head + sample.context
     question = sample.question + tail + sample.answer_prefix
+    first, last, postfix = _first_ids(tokenizer, head), tail + sample.answer_prefix, _ids(tokenizer, tail)
     if scope == "full_prompt":
-        return Prompt(_first_ids(tokenizer, context + question), ())
-    question_ids = tokenizer.encode(question, add_special_tokens=False)
-    return Prompt(_first_ids(tokenizer, context), tuple(question_ids))
+        ids = _first_ids(tokenizer, context + question)
+        n_prefix, n_suffix = n_alike(first, ids), n_alike(_ids(tokenizer, last)[::-1], ids[::-1])
+        return Prompt(ids, (), Frame(n_prefix, min(n_suffix, len(ids) - n_prefix), postfix))
+    ids = _first_ids(tokenizer, context)
+    return Prompt(ids, _ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
+
+
+def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
+    """With how many tokens both begin: at a seam, tokens of two texts together are others than those of each."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Ids of a text that stands behind another."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
 def _first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:

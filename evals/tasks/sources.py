@@ -1,27 +1,20 @@
-"""Where benchmark data live, and the prose that every machine has without them.
+"""Where benchmark data live.
 
 Folders are searched in a fixed order; the first that holds a file wins. `obtain` downloads what none of them holds,
-where the user allows that. The embedded prose is taken from Python's own help topics, so that a needle can be hidden
-without any download.
+where the user allows that.
 
-Not here: the download itself (`evals/tasks/download.py`), and the reading of any benchmark's format (each in its task).
+Not here: the download itself (`evals/tasks/download.py`), the reading of any benchmark's format (each in its task), the
+prose that every machine has without data (`methods/calibration/prose.py`).
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from sys import version_info
 from typing import Any
 
 from engine.errors import ConfigError
 from evals import foreign
 from evals.tasks import download
-
-HEADING = re.compile(r"^([*=\-~^]){3,}$")
-BULLET = re.compile(r"^(?:[*\-]|\d+\.|\[\d+\])\s+")
-EMPHASIS = re.compile(r"(?<!\w)(\*{1,2})([^*\s](?:[^*]*[^*\s])?)\1")
-MIN_WORDS = 12  # shorter paragraphs are captions, signatures and "New in version …" remarks
 
 
 def data_roots(data_dir: str | None) -> list[Path]:
@@ -114,41 +107,3 @@ def missing_keys(content: Any, like: Any, key: str = "") -> Iterator[str]:
             yield from missing_keys(below, example, f"{key}.{name}".lstrip("."))
     elif not isinstance(content, str) or ("{context}" in like and "{context}" not in content):
         yield key
-
-
-def prose_name() -> str:
-    """What tables call the embedded prose; it changes with Python's version."""
-    return f"pydoc-{version_info.major}.{version_info.minor}"
-
-
-def embedded_prose() -> str:
-    """The running prose in Python's help topics: no code, no grammar, no headings, no markup."""
-    from pydoc_data.topics import topics  # 0.5 MB of text, wanted by embedded tasks only
-
-    seen: dict[str, None] = {}  # a dict keeps order; some paragraphs stand in several topics
-    for name in sorted(topics):
-        for block in re.split(r"\n\s*\n", topics[name]):
-            paragraph = as_prose(block)
-            if paragraph:
-                seen.setdefault(paragraph)
-    return "".join(f"{paragraph}\n\n" for paragraph in seen)
-
-
-def as_prose(block: str) -> str | None:
-    """One block of reStructuredText as a plain paragraph; None where it is not running text."""
-    lines = [line.strip() for line in block.strip().splitlines()]
-    if any(HEADING.match(line) or "::=" in line for line in lines):
-        return None
-    text = BULLET.sub("", " ".join(lines))
-    text = re.sub(r"(?<=\w)- (?=\w)", "-", text)  # a hyphen at the end of a line
-    text = EMPHASIS.sub(r"\2", text).replace('"', "")
-    text = re.sub(r"\s+", " ", text).strip()
-    words = text.split()
-    plain = sum(bool(re.fullmatch(r"[A-Za-z\u2019'\-]+[.,;:!?)]*", word)) for word in words)
-    is_prose = (
-        len(words) >= MIN_WORDS
-        and text[0].isupper()
-        and text.endswith(".")
-        and plain >= 0.8 * len(words)  # code and tables are mostly punctuation and digits
-    )
-    return text if is_prose else None

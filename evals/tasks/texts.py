@@ -17,7 +17,7 @@ from typing import Any
 from engine.errors import ConfigError
 from evals.foreign import opened, read_text
 from evals.tasks.rows import LONGEST_ID, BadRow, read_rows
-from evals.tasks.sources import embedded_prose, prose_name
+from methods.calibration.prose import embedded_prose, prose_name
 
 
 @dataclass(frozen=True)

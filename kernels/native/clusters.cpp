@@ -42,15 +42,16 @@ extern "C" void cluster_order(int64_t heads, int64_t c, const float *scores, int
     });
 }
 
-// `order` (rows, c), of which `heads` follow each other per query; `tokens` (h_kv, n); `out` (rows, k).
-extern "C" void cluster_tokens(int64_t rows, int64_t heads, int64_t h_kv, int64_t c, int64_t n, int64_t k,
-                               const int64_t *order, const int64_t *sizes, const int64_t *ends, const int64_t *tokens,
+// `order` (rows, r), of which `heads` follow each other per query, names some of c clusters; `tokens` (h_kv, n);
+// `out` (rows, k).
+extern "C" void cluster_tokens(int64_t rows, int64_t heads, int64_t h_kv, int64_t r, int64_t c, int64_t n,
+                               int64_t k, const int64_t *order, const int64_t *sizes, const int64_t *ends, const int64_t *tokens,
                                int64_t *out, int64_t n_threads) {
     parallel_for(rows, rows * k < 20000 ? 1 : n_threads, [&](int64_t row) {
         const int64_t owner = row % heads * h_kv / heads;
         int64_t *to = out + row * k, left = k;
-        for (int64_t i = 0; i < c && left > 0; i++) {
-            const int64_t cluster = owner * c + order[row * c + i], size = sizes[cluster];
+        for (int64_t i = 0; i < r && left > 0; i++) {
+            const int64_t cluster = owner * c + order[row * r + i], size = sizes[cluster];
             const int64_t count = size < left ? size : left;
             memcpy(to, tokens + owner * n + ends[cluster] - size, count * sizeof(int64_t));
             to += count;

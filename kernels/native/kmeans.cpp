@@ -1,4 +1,5 @@
-// Lloyd's rounds as kernels/kmeans.py has them: by angle, inner product or distance; an empty cluster keeps its centroid.
+// Lloyd's rounds as kernels/kmeans.py has them: by angle, inner product or distance, means or their directions; an empty
+// cluster keeps its centroid.
 #include "pq_tiles.h"
 
 #include <algorithm>
@@ -10,6 +11,12 @@ enum { COSINE = 0, DOT = 1, L2 = 2 };  // as kernels/kmeans.py counts them
 constexpr float EPS = 1e-8f;
 constexpr int64_t CHUNK = 2048;  // points that are added up before their sums are added
 
+float length(const float *x, int64_t d) {
+    double square = 0;
+    for (int64_t k = 0; k < d; k++) square += (double)x[k] * x[k];
+    return (float)std::sqrt(square);
+}
+
 // What ranks centroids by the metric as products do: directions, or themselves.
 void set_weights(Centroids &packed, const float *centroids, int64_t metric, std::vector<float> &room) {
     const int64_t c = packed.c, d = packed.d;
@@ -18,16 +25,14 @@ void set_weights(Centroids &packed, const float *centroids, int64_t metric, std:
         return;
     }
     for (int64_t j = 0; j < c; j++) {
-        double square = 0;
-        for (int64_t k = 0; k < d; k++) square += (double)centroids[j * d + k] * centroids[j * d + k];
-        const float norm = std::max((float)std::sqrt(square), EPS);
+        const float norm = std::max(length(centroids + j * d, d), EPS);
         for (int64_t k = 0; k < d; k++) room[j * d + k] = centroids[j * d + k] / norm;
     }
     packed.set(room.data(), false);
 }
 
 void run(int64_t n, int64_t d, int64_t c, int64_t metric, const float *points, float *centroids, int64_t n_rounds,
-         int64_t *labels, int64_t *rounds) {
+         bool unit, int64_t *labels, int64_t *rounds) {
     Floats tiles(round_up(n, TILE) * d);
     std::vector<float> room(c * d), sums(c * d), part(c * d);
     std::vector<int64_t> sizes(c);
@@ -63,8 +68,11 @@ void run(int64_t n, int64_t d, int64_t c, int64_t metric, const float *points, f
             }
             for (int64_t j = 0; j < c * d; j++) sums[j] += part[j];
         }
-        for (int64_t j = 0; j < c; j++)
-            for (int64_t k = 0; k < d && sizes[j]; k++) centroids[j * d + k] = sums[j * d + k] / sizes[j];
+        for (int64_t j = 0; j < c; j++) {
+            float by = (float)sizes[j];
+            if (unit && sizes[j]) by = std::max(length(sums.data() + j * d, d), EPS);
+            for (int64_t k = 0; k < d && sizes[j]; k++) centroids[j * d + k] = sums[j * d + k] / by;
+        }
         ++*rounds;
         if (!assign()) break;
     }
@@ -74,8 +82,8 @@ void run(int64_t n, int64_t d, int64_t c, int64_t metric, const float *points, f
 
 // `centroids` (p, c, d) hold the first ones, and the last ones on return; labels (p, n), rounds (p).
 extern "C" void kmeans(int64_t p, int64_t n, int64_t d, int64_t c, int64_t metric, const float *points, float *centroids,
-                       int64_t n_rounds, int64_t *labels, int64_t *rounds, int64_t n_threads) {
+                       int64_t n_rounds, int64_t unit, int64_t *labels, int64_t *rounds, int64_t n_threads) {
     parallel_for(p, n_threads, [&](int64_t i) {
-        run(n, d, c, metric, points + i * n * d, centroids + i * c * d, n_rounds, labels + i * n, rounds + i);
+        run(n, d, c, metric, points + i * n * d, centroids + i * c * d, n_rounds, unit != 0, labels + i * n, rounds + i);
     });
 }

@@ -21,14 +21,20 @@ struct Part {
     const int64_t *idx;               // (heads, n) rows, below 0: none; null: rows 0 to n
     const char *k_late, *v_late;      // rows from n_rows on; null: there are none
     int64_t late_stride, n_rows;      // bytes from head to head; rows of k and v
-    int64_t kv_heads;                 // heads of k and v
+    int64_t kv_heads;                 // heads of k and v, or 1 where all heads' rows lie behind each other
+    const int64_t *starts, *counts;   // (heads), a head's first row and its rows, at most n; null: rows 0 to n
+    const float *bias;                // (heads, n), added to scaled logits; null: nothing is
+    int64_t bias_stride;              // numbers from head to head
 };
 
 struct Partial {
     float highest, total;
 };
 
-INLINE int64_t n_chunks(const Part &part) { return (part.n + CHUNK - 1) / CHUNK; }
+INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
+
+// Places for chunks of a head; one with fewer rows than others leaves some empty.
+INLINE int64_t n_chunks(const Part &part) { return chunks_of(part.n); }
 
 INLINE void ask_for(const void *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -114,10 +120,13 @@ INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, 
 
 // G of the query heads that share a chunk's rows.
 template <class T, int G>
-void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, int n, float scale, float *out,
-                int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
+void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, const float *bias, int n, float scale,
+                float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
     alignas(64) float weights[G][CHUNK];
     logits_of<T, G>(q, d, k, v, n, scale, weights, first);
+    if (bias)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) weights[g][t] += bias[t];
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(weights[g], n);
     sums_of<T, G>(weights, v, n, d, out, stride);
 }
@@ -130,7 +139,12 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
     for (int64_t p = 0; p < n_parts; p++) {
         chunks += n_chunks(parts[p]);
         items += n_chunks(parts[p]) * parts[p].heads;
-        work += parts[p].n * h * d;
+        int64_t rows = parts[p].n * parts[p].heads;
+        if (parts[p].counts) {
+            rows = 0;
+            for (int64_t head = 0; head < parts[p].heads; head++) rows += parts[p].counts[head];
+        }
+        work += rows * (h / parts[p].heads) * d;
     }
     if (work < 100000) n_threads = 1;  // some 10 us, of which waking a team takes a few
 
@@ -148,18 +162,23 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
             item -= n_chunks(*part) * part->heads;
             chunk_0 += n_chunks(*part);
         }
-        const int64_t count = n_chunks(*part), head = item / count, chunk = item % count;
-        const int64_t start = part->n * chunk / count, stop = part->n * (chunk + 1) / count;
+        const int64_t places = n_chunks(*part), head = item / places, chunk = item % places;
+        const int64_t length = part->counts ? part->counts[head] : part->n, count = chunks_of(length);
+        const int64_t first = part->starts ? part->starts[head] : 0;
+        const int64_t start = chunk < count ? length * chunk / count : 0;
+        const int64_t stop = chunk < count ? length * (chunk + 1) / count : 0;
         const int64_t owner = head * part->kv_heads / part->heads;
         const T *k = (const T *)(part->k + owner * part->k_stride), *v = (const T *)(part->v + owner * part->v_stride);
         const T *k_late = (const T *)(part->k_late + owner * part->late_stride);
         const T *v_late = (const T *)(part->v_late + owner * part->late_stride);
 
         const T *k_rows[CHUNK + 4], *v_rows[CHUNK + 4];
+        float biases[CHUNK];
         int n = 0;
         for (int64_t t = start; t < stop; t++) {
-            const int64_t row = part->idx ? part->idx[head * part->n + t] : t;
+            const int64_t row = part->idx ? part->idx[head * part->n + t] : first + t;
             if (row < 0) continue;
+            if (part->bias) biases[n] = part->bias[head * part->bias_stride + t];
             const bool is_late = row >= part->n_rows;
             k_rows[n] = is_late ? k_late + (row - part->n_rows) * d : k + row * d;
             v_rows[n++] = is_late ? v_late + (row - part->n_rows) * d : v + row * d;
@@ -170,7 +189,6 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         if (n == 0) {
             for (int64_t i = 0; i < g; i++) {
                 joins[i * chunks] = {-INFINITY, 0};
-                memset(mine + i * chunks * padded, 0, padded * sizeof(float));
             }
             return;
         }
@@ -180,7 +198,7 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         for (int64_t i = 0; i < g;) {
             const int64_t left = g - i;
             const auto over = [&](auto run, int64_t step) {
-                run(asking + i * padded, d, k_rows, v_rows, n, scale, mine + i * chunks * padded, chunks * padded,
+                run(asking + i * padded, d, k_rows, v_rows, part->bias ? biases : nullptr, n, scale, mine + i * chunks * padded, chunks * padded,
                     joins + i * chunks, chunks, i == 0 && part->idx);
                 i += step;
             };
@@ -208,7 +226,8 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         float *row = queries + head * padded;  // no longer needed
         memset(row, 0, padded * sizeof(float));
         for (int64_t c = 0; c < chunks; c++) {
-            const float factor = mine[c].total > 0 ? std::exp(mine[c].highest - highest) : 0;
+            if (mine[c].total == 0) continue;
+            const float factor = std::exp(mine[c].highest - highest);
             total += factor * mine[c].total;
             for (int64_t at = 0; at < padded; at += WIDTH)
                 store(row + at, load(row + at) + splat(factor) * load(sums + (head * chunks + c) * padded + at));

@@ -1,23 +1,109 @@
-"""How many tokens each layer keeps, for methods that keep the best: free functions from a budget to whole numbers.
+"""How many tokens each layer and head keeps, for methods that keep the best: free functions to whole numbers.
 
-Counts are tokens per head beside the protected ones, one number for each layer that is compressed. `uniform` needs no
-scores, nor does PyramidKV's (`methods/rules/pyramidkv.py`); `by_need` divides the budget once the scores of all layers
-are there.
+Counts are tokens per head beside the protected ones: for each layer that is compressed one number, or a list of one
+for each head. `uniform` needs no scores, nor does PyramidKV's (`methods/rules/dropping/pyramidkv.py`); `by_need` and
+`globally_best` divide the budget once the scores of all layers are there; `head_mix` and `head_protect` divide one
+layer's among its heads. Among equal scores the lower layer, head and position come first.
 
-Not here: what a token is worth (`methods/dropping/scorers.py`). Heads of a layer keep equally many; an allocator that
-gives each head a count of its own will return a list of counts per layer.
+Symbols   `c` a layer's tokens per head, of which `count[a]` would be head a's if the layer's best were kept whatever
+          their head; `alpha` the share that all heads get alike.
+
+Not here: what a token is worth (`methods/scorers.py`), which methods may be divided how
+(`methods/rules/dropping/allocators.py`).
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import floor
 
 import torch
 from torch import Tensor
 
+from methods.rules.dropping.allocators import Allocator
+from methods.rules.dropping.pyramidkv import pyramid
+
+Counts = int | list[int]  # of one layer: of every head, or of each
+
 
 def uniform(count: int, n_layers: int) -> list[int]:
     """The same for every layer."""
     return [count] * n_layers
+
+
+def best_of(table: Tensor, total: int) -> list[int]:
+    """How many of the `total` highest numbers of a table (rows, n) are in each row; ties go to the lower row.
+
+    A threshold is found in place of sorting: 0.1 s against 0.5 for 32 layers of 128K.
+    """
+    assert 0 <= total <= table.numel(), (total, table.shape)
+    if total == 0:
+        return [0] * len(table)
+    least = table.flatten().kthvalue(table.numel() - total + 1).values
+    counts, tied = (table > least).sum(-1), (table == least).sum(-1)
+    room = total - counts.sum()
+    before = tied.cumsum(0) - tied  # in lower rows
+    return (counts + torch.minimum((room - before).clamp(min=0), tied)).tolist()
+
+
+def head_mix(scores: Tensor, c: int, alpha: Fraction) -> list[int]:
+    """Ada-KV's division of a layer (heads, n): alpha * c + (1 - alpha) * count[a], exact, with the sum heads * c.
+
+    What rounding down leaves goes to the largest fractions, lower heads first.
+    """
+    c = min(c, scores.shape[1])
+    p, q = alpha.numerator, alpha.denominator
+    shares = [p * c + (q - p) * count for count in best_of(scores, len(scores) * c)]  # times q
+    sizes = [share // q for share in shares]
+    order = sorted(range(len(shares)), key=lambda head: -(shares[head] % q))
+    for head in order[: len(scores) * c - sum(sizes)]:
+        sizes[head] += 1
+    return sizes
+
+
+def head_mix_published(scores: Tensor, c: int, alpha: float) -> list[int]:
+    """The authors' integers: each head rounded for itself, half to even in float32; the sum may be off by a few."""
+    c = min(c, scores.shape[1])
+    counts = torch.tensor(best_of(scores, len(scores) * c), dtype=torch.float32)
+    return torch.round(counts * (1 - alpha) + int(c * alpha)).int().tolist()
+
+
+def head_protect(scores: Tensor, c: int, safe: int) -> list[int]:
+    """kvpress' division of a layer (heads, n): the `safe` best of each head are in, then the layer's best others."""
+    c = min(c, scores.shape[1])
+    if safe <= 0:
+        return best_of(scores, len(scores) * c)
+    others = scores.sort(dim=-1, descending=True).values[:, safe:]
+    return [safe + count for count in best_of(others, len(scores) * (c - safe))]
+
+
+def n_safe(c: int, n_protected: int, alpha: Fraction) -> int:
+    """How many unprotected tokens of a head are safe in kvpress' rule: its share counts protected ones, and first."""
+    return max(0, min(c, floor(alpha * (c + n_protected)) - n_protected))
+
+
+def globally_best(scores: Sequence[Tensor], c: int) -> list[list[int]]:
+    """One order over all layers (heads, n) each: as many of the highest as `c` per head and layer make."""
+    heads = scores[0].shape[0]
+    counts = best_of(torch.cat([*scores]), len(scores) * heads * min(c, scores[0].shape[1]))
+    return [counts[first : first + heads] for first in range(0, len(counts), heads)]
+
+
+def pyramid_within(s: int, c: int, n_protected: int, beta: int, n_layers: int) -> list[int]:
+    """The steepest of PyramidKV's schedules that keeps at most `c` per layer in the mean, protected tokens apart."""
+    for mean in range(c, 0, -1):
+        counts = pyramid(s, mean + n_protected, n_protected, beta, n_layers)
+        if sum(counts) <= c * n_layers:
+            return counts
+    return uniform(c, n_layers)
+
+
+def divide_heads(allocator: Allocator, scores: Tensor, c: int, n_protected: int) -> Counts:
+    """What each head of a layer keeps, from its scores (heads, n)."""
+    if allocator.of_heads == "head_mix":
+        return head_mix(scores, c, allocator.alpha)
+    if allocator.of_heads == "head_protect":
+        return head_protect(scores, c, n_safe(min(c, scores.shape[1]), n_protected, allocator.alpha))
+    return c
 
 
 def normalised(weights: Tensor) -> Tensor:
@@ -28,19 +114,8 @@ def normalised(weights: Tensor) -> Tensor:
 
 
 def by_need(weights: Tensor, total: int) -> list[int]:
-    """Tokens per layer that keep most: how many of the `total` largest shares of all are each layer's.
-
-    Ties go to the lower layer. A threshold is found in place of sorting: 0.1 s against 0.5 for 32 layers of 128K.
-    """
-    table = normalised(weights)
-    assert 0 <= total <= table.numel(), (total, table.shape)
-    if total == 0:
-        return [0] * len(table)
-    least = table.flatten().kthvalue(table.numel() - total + 1).values
-    counts, tied = (table > least).sum(-1), (table == least).sum(-1)
-    room = total - counts.sum()
-    before = tied.cumsum(0) - tied  # in lower layers
-    return (counts + torch.minimum((room - before).clamp(min=0), tied)).tolist()
+    """Tokens per layer that keep most: how many of the `total` largest shares of all are each layer's."""
+    return best_of(normalised(weights), total)
 
 
 def by_need_until(weights: Tensor, share: float) -> list[int]:

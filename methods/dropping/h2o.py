@@ -27,23 +27,17 @@ import torch
 from torch import Tensor
 
 from engine.observe import ColumnSums, Observation
-from methods.base import ScoringMethod
-from methods.dropping.allocators import uniform
-from methods.dropping.scorers import reduce_group
-from methods.rules.h2o import H2ORules
+from methods.rules.dropping.h2o import H2ORules
+from methods.scorers import lowest_slot, reduce_group
+from methods.scoring import ScoringMethod
 
 SCORE_BYTES = 4
 
 
 def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
-    """Slot of the lowest score among positions `start` to `stop` (exclusive), (1, h_kv, n) -> (1, h_kv, 1).
-
-    Of equal scores the higher position goes, as lower ones are kept first after the prefill.
-    """
+    """Slot of the lowest score among positions `start` to `stop` (exclusive), (1, h_kv, n) -> (1, h_kv, 1)."""
     outside = (positions < start) | (positions >= stop)
-    scores = scores.masked_fill(outside, torch.inf)
-    lowest = scores == scores.amin(-1, keepdim=True)
-    return positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
+    return lowest_slot(scores.masked_fill(outside, torch.inf), positions)
 
 
 class H2O(H2ORules, ScoringMethod):
@@ -63,6 +57,9 @@ class H2O(H2ORules, ScoringMethod):
     def ends(self) -> tuple[int, int]:
         return self.plan.n_sink, self.plan.n_recent
 
+    def n_free(self) -> int:
+        return self.plan.n_heavy
+
     def received(self, layer: int) -> Tensor:
         """Attention that every token of the prompt received, (1, h_kv or h, s)."""
         trace = self.trace
@@ -70,9 +67,6 @@ class H2O(H2ORules, ScoringMethod):
 
     def scores(self, layer: int) -> Tensor:
         return self.received(layer)[..., self.plan.n_sink : self.trace.s_prompt - self.plan.n_recent]
-
-    def counts(self) -> Sequence[int]:
-        return uniform(self.plan.n_heavy, len(self.trace.shape.attention_layers))
 
     def place(self, layer: int, best: Tensor) -> None:
         """Keep all chosen tokens alike: recent ones, too, may go while the answer grows."""

@@ -29,7 +29,7 @@ from engine.observe import MeanWeights, Observation
 from engine.prefill import Thinning
 from kernels.column_sums import column_sums
 from methods.base import SelectiveAttention
-from methods.rules.pyramidinfer import PyramidInferRules, falling
+from methods.rules.dropping.pyramidinfer import PyramidInferRules, falling
 
 BLOCK, BLOCK_SHARE, BLOCK_DECAY = 16, 0.9, 0.1  # the authors', in every configuration of theirs
 

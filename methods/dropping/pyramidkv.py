@@ -12,15 +12,15 @@ Fails     as SnapKV; and where a high layer needs more than `window` + C / `beta
           twice the mean, which is what memory has to be reserved for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from engine.observe import LastQueries, Observation
-from methods.base import ScoringMethod
-from methods.dropping.snapkv import shrunk_window, voted_scores
-from methods.rules.pyramidkv import PyramidKVRules
+from methods.dropping.snapkv import shrunk_window, voted_scores, voter
+from methods.rules.dropping.pyramidkv import PyramidKVRules
+from methods.scoring import ScoringMethod
 
 
 class PyramidKV(PyramidKVRules, ScoringMethod):
@@ -33,6 +33,9 @@ class PyramidKV(PyramidKVRules, ScoringMethod):
 
     def scores(self, layer: int) -> Tensor:
         return voted_scores(self.trace, self.params, self.plan.window, layer)
+
+    def scorer(self) -> Hashable:
+        return voter(self.params)
 
     def counts(self) -> Sequence[int]:
         return self.plan.counts

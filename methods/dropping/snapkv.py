@@ -15,20 +15,19 @@ Differs   K and V are not repeated to the query heads first, which costs the aut
 Fails     where the question comes after the compression, or later text needs what the window did not look at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 
 from engine.observe import LastQueries, Observation
 from engine.prefill import Trace
-from methods.base import ScoringMethod
-from methods.dropping.allocators import uniform
-from methods.dropping.scorers import pool_scores, reduce_group, window_votes
-from methods.rules.snapkv import SnapKVRules
+from methods.rules.dropping.snapkv import SnapKVRules
+from methods.scorers import pool_scores, reduce_group, window_votes
+from methods.scoring import ScoringMethod
 
 
-def voted_scores(trace: Trace, params: "SnapKVRules.Params", window: int, layer: int) -> Tensor:
+def voted_scores(trace: Trace, params: SnapKVRules.Params, window: int, layer: int) -> Tensor:
     """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
     votes = window_votes(trace, LastQueries(params.window), window, layer)
     return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
@@ -45,11 +44,19 @@ class SnapKV(SnapKVRules, ScoringMethod):
     def scores(self, layer: int) -> Tensor:
         return voted_scores(self.trace, self.params, self.plan.window, layer)
 
-    def counts(self) -> Sequence[int]:
-        return uniform(self.plan.cap - self.plan.window, len(self.trace.shape.attention_layers))
+    def n_free(self) -> int:
+        return self.plan.cap - self.plan.window
+
+    def scorer(self) -> Hashable:
+        return voter(self.params)
 
     def report(self) -> dict[str, Any]:
-        return shrunk_window(self)
+        return super().report() | shrunk_window(self)
+
+
+def voter(params: SnapKVRules.Params) -> Hashable:
+    """What the votes depend on, beside the window's length: methods that share it share their scores."""
+    return "votes", params.kernel, params.pooling, params.reduce
 
 
 def shrunk_window(method: ScoringMethod) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.errors import ConfigError
 from methods.base import SelectiveAttention
-from methods.rules.streamingllm import StreamingLLMRules
+from methods.rules.dropping.streamingllm import StreamingLLMRules
 
 
 class StreamingLLM(StreamingLLMRules, SelectiveAttention):

@@ -44,21 +44,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import show
+from engine.budget import exact
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
-from methods.base import ScoringMethod
 from methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
-from methods.dropping.scorers import pool_scores, reduce_group, window_votes
-from methods.rules.xkv import XKVRules
+from methods.rules.dropping.xkv import XKVRules
+from methods.scorers import layer_vector, pool_scores, reduce_group, window_votes
+from methods.scoring import ScoringMethod
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
 RETENTIONS = tuple(Fraction(i, 10) for i in range(1, 10))  # at which a profile counts tokens
-
-
-def layer_vector(scores: Tensor) -> Tensor:
-    """Mean over heads, (1, heads, n_past) -> (n_past,) float64; means over groups give the same."""
-    return scores[0].double().mean(0)
 
 
 def retention_ratio(weights: Tensor, counts: Sequence[int]) -> Tensor:
@@ -99,15 +94,18 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
 
 
 class XKV(XKVRules, ScoringMethod):
-    needs_all_layers = True
-
     params: XKVRules.Params
     plan: XKVRules.Plan
+    counted: Sequence[int]
     weights: Tensor  # (layers, n_past) float64, once all layers were seen
 
     @classmethod
     def observations(cls, params: XKVRules.Params, plan: XKVRules.Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.ows),)
+
+    @property
+    def needs_all_layers(self) -> bool:
+        return True
 
     def ends(self) -> tuple[int, int]:
         return 0, self.plan.ows
@@ -167,7 +165,7 @@ class XKV(XKVRules, ScoringMethod):
         }
         if self.params.profile_bins:
             report["w"] = profile(self.weights, self.params.profile_bins).tolist()
-            report["n_at_retention"] = {show(r): tokens_for(self.weights, float(r)) for r in RETENTIONS}
+            report["n_at_retention"] = {exact(r): tokens_for(self.weights, float(r)) for r in RETENTIONS}
         return report
 
 

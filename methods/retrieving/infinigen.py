@@ -50,7 +50,7 @@ from engine.observe import ChannelSums, Observation
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
-from methods.rules.infinigen import InfiniGenRules
+from methods.rules.retrieving.infinigen import InfiniGenRules
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
-from methods.rules.infllm import (
+from methods.rules.retrieving.infllm import (
     InfLLMRules,
 )
 

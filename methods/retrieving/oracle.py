@@ -24,7 +24,7 @@ from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
 from methods.base import SelectiveAttention, select_alike
-from methods.rules.oracle import OracleRules
+from methods.rules.retrieving.oracle import OracleRules
 
 
 def token_scores(logits: Tensor, agg: str) -> Tensor:

@@ -60,7 +60,7 @@ from methods.retrieving.pqcache_quantiser import (
     with_room,
 )
 from methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
-from methods.rules.pqcache import PQCacheRules, centroid_tokens
+from methods.rules.retrieving.pqcache import PQCacheRules, centroid_tokens
 
 
 class PQCache(PQCacheRules, SelectiveAttention):

@@ -37,7 +37,7 @@ from engine.budget import ELEMENT_BYTES
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
-from methods.rules.quest import QuestRules
+from methods.rules.retrieving.quest import QuestRules
 
 
 @dataclass

@@ -37,7 +37,7 @@ from engine.prefill import Trace
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
 from methods.base import SelectiveAttention, select_alike
-from methods.rules.sparq import SparQRules
+from methods.rules.retrieving.sparq import SparQRules
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:

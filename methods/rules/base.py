@@ -7,12 +7,18 @@ Not here: what a method does with tokens (`methods/base.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.budget import Budget, BudgetRequest, resolve
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from methods.rules.dropping.allocators import Allocator
+
+# What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
+COMPARABLE = ("none", "set", "heads", "layers")
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,17 @@ class Rules:
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
+    comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
+    is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget
+    is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
+    keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
+    attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
+
+    @classmethod
+    def comparable_over(cls, params: Any) -> str:
+        """`comparable`, where it depends on parameters."""
+        return cls.comparable
 
     @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
@@ -39,6 +55,11 @@ class Rules:
                 f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
                 f"use at most {max(shape.attention_layers)}"
             )
+
+    @classmethod
+    def data_digest(cls, params: Any) -> str | None:
+        """A hash of the files that parameters name, which is part of a run's identity; None without any."""
+        return None
 
     @classmethod
     def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
@@ -56,6 +77,16 @@ class Rules:
         It is asked once per variant and prompt length, before the first prefill.
         """
         return None
+
+    @classmethod
+    def own_allocator(cls, params: Any) -> "Allocator | None":
+        """How the method itself divides its budget over layers and heads; None: all alike."""
+        return None
+
+    @classmethod
+    def evicts(cls, params: Any) -> str:
+        """Why all heads have to keep equal counts with these parameters, where the method goes on dropping tokens."""
+        return ""
 
     @classmethod
     def label(cls, params: Any, request: BudgetRequest) -> str:

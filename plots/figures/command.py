@@ -26,6 +26,7 @@ from plots.figures import layers as layer_figures
 from plots.figures import manifest, maps
 from plots.figures import scores as score_figures
 from plots.figures.axes import CHOICES
+from plots.looks import told_apart
 from plots.read import Run, default_root, load
 from plots.style import Picture, Sheet
 
@@ -161,7 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--format", type=formats, default=["pdf", "png"], metavar="F,G", help="pdf, png, svg")
     options = parser.parse_args(arguments)
     try:
-        runs = of_methods(load(options.runs), options.methods)
+        loaded = load(options.runs)
+        runs = of_methods(loaded, options.methods)
     except ValueError as error:
         print(f"plots.figures: {error}", file=sys.stderr)
         return 2
@@ -169,11 +171,12 @@ def main(arguments: Sequence[str]) -> int:
     drawn: dict[str, manifest.Entry] = {}
     chosen = [drawing for drawing in DRAWINGS if not options.only or drawing.name in options.only]
     try:
-        for drawing in chosen:
-            found = draw(drawing, runs, options.out, sheet, options.format)
-            drawn |= found
-            first = [str(options.out / entry["files"][0]) for entry in found.values()]
-            print(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)
+        with told_apart(run.method for run in loaded):  # whatever is chosen of them looks the same
+            for drawing in chosen:
+                found = draw(drawing, runs, options.out, sheet, options.format)
+                drawn |= found
+                first = [str(options.out / entry["files"][0]) for entry in found.values()]
+                print(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)
         if drawn:
             print(manifest.write(options.out, drawn))
     except OSError as error:

@@ -195,7 +195,7 @@ def draw_stack(ax: Any, found: Mapping[int, dict[str, Any]], key: str, names: Se
 
 def settings_of(run: Run, run_set: RunSet) -> str:
     cache = run.setting("cache", "tokens")
-    words = f"{asked(run)}, comm {run.result.comm_exact}, cache {cache}"
+    words = f"{asked(run)}, comm {run.comm}, cache {cache}"
     tail = other_setting(run_set)(run)
     return f"{run_set.about} · {words}{' · ' if tail else ''}{tail}"
 

@@ -25,7 +25,7 @@ def needle_heatmaps(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     for run_set in run_sets(runs, lambda run: run.result.task == "needle"):
         tail = other_setting(run_set)
         settings = {
-            (run.result.budget is not None, budget_of(run) or 0, asked(run), run.result.comm_exact)
+            (run.result.budget is not None, budget_of(run) or 0, asked(run), run.comm)
             for run in run_set.runs
             if not run.is_full
         }
@@ -34,7 +34,7 @@ def needle_heatmaps(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             for run in sorted(
                 run_set.runs, key=lambda run: (not run.is_full, run.result.method_label, run.folder.name)
             ):
-                if run.is_full or (asked(run), run.result.comm_exact) == (budget, comm):
+                if run.is_full or (asked(run), run.comm) == (budget, comm):
                     label = run.result.method_label if run.is_full else f"{run.result.method_label} {tail(run)}".strip()
                     chosen.setdefault(label, run)
             if len(chosen) > 1:

@@ -120,7 +120,7 @@ def explain(picture: Picture, axis: Axis, drawn: Iterable[Line]) -> None:
     n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     picture.said += [
         f"n {n} samples a point",
-        "Bars: 95 % intervals, Wilson's of hits, else bootstrap; none of one sample",
+        "Bars: 95 % intervals, Wilson's of hits, else Student's below 8 samples and the bootstrap from 8; none of one",
     ]
 
 
@@ -135,7 +135,7 @@ def full_score(run_set: RunSet, dataset: str) -> float | None:
 
 
 def comms(run_set: RunSet) -> list[str]:
-    return sorted({run.result.comm_exact for run in run_set.runs if not run.is_full})
+    return sorted({run.comm for run in run_set.runs if not run.is_full})
 
 
 def score_vs_ratio(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
@@ -146,7 +146,7 @@ def score_vs_ratio(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         for run_set in run_sets(runs, scored):
             for comm in comms(run_set):
                 here = run_set.only(
-                    lambda run, c=comm, r=by_ratio: run.is_full or (run.result.comm_exact == c and is_ratio(run) == r)
+                    lambda run, c=comm, r=by_ratio: run.is_full or (run.comm == c and is_ratio(run) == r)
                 )
                 title = f"Score by {axis.words}, budgets given as {given}, comm {comm}"
                 made.append(panels(sheet, here, title, axis, other_setting(here)))
@@ -282,7 +282,7 @@ def pareto(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         tail, several = other_setting(run_set), len(comms(run_set)) > 1
 
         def apart(run: Run, tail: Callable[[Run], str] = tail, several: bool = several) -> str:
-            return f"{tail(run)} comm {run.result.comm_exact}".strip() if several else tail(run)
+            return f"{tail(run)} comm {run.comm}".strip() if several else tail(run)
 
         found = lines(run_set, axis.of, apart=apart)
         if len({line.method for line in found} - {ORACLE}) < 2:
@@ -327,7 +327,7 @@ def iterations(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         by_setting: dict[str, list[Run]] = {}
         for run in run_set.runs:
             rest = {k: v for k, v in run.result.params.items() if k != "iterations"}
-            by_setting.setdefault(str((rest, asked(run), run.result.comm_exact, run.setting("cache"))), []).append(run)
+            by_setting.setdefault(str((rest, asked(run), run.comm, run.setting("cache"))), []).append(run)
         for _, members in sorted(by_setting.items()):
             found = {word: run for run in members if (word := str(run.result.params["iterations"])) in timed}
             if len(found) < 2:

@@ -13,6 +13,7 @@ from math import log
 from typing import Any
 
 from evals.results import METRICS, SampleRow
+from evals.results.intervals import ANYWHERE
 from plots.read import Run
 from plots.stats import Paired, corrected, paired_over_datasets, small_n, standings
 
@@ -49,7 +50,7 @@ class Baselines:
         # Perplexities are compared as losses, whose differences can be averaged.
         is_loss = METRICS[metric].weight is not None
         ours, theirs = ([[value(pair[side], is_loss) for pair in part] for part in pairs] for side in (0, 1))
-        return paired_over_datasets(ours, theirs)
+        return paired_over_datasets(ours, theirs, bounds=ANYWHERE if is_loss else METRICS[metric].bounds)
 
 
 def value(row: SampleRow, is_loss: bool) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
+from plots.looks import told_apart
 from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget
 from plots.report.charts import look
 from plots.report.compare import AVERAGE, Baselines, correct, few_words, is_deployable, rank
@@ -45,7 +46,8 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     name_apart(described)
     correct(described)
     rank(runs, described)
-    looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
+    with told_apart(run.method for run in runs):
+        looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
     return {
         "runs": described,
         "metrics": {name: m.better for name, m in METRICS.items()},
@@ -93,7 +95,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
     """One run: its settings, what was measured, how its scores compare."""
     result = run.result
     label = " ".join([result.method_label, *others.varied(run)])
-    comm = "none" if run.is_full else as_fraction(result.comm_exact)
+    comm = "none" if run.is_full else run.comm
     of_comm = [f"comm {comm}"] if others.several_comms and not run.is_full else []
     variant = [label] if run.is_full else [label, asked(run), *of_comm]
     return {
@@ -126,13 +128,6 @@ def name_of(run: Run) -> str:
     return run.result.method_label.removesuffix(" (C)")
 
 
-def as_fraction(share: str) -> str:
-    """Halves of halves as people give them: 1/8, not 0.125."""
-    exact = Fraction(share)
-    is_power = exact.numerator == 1 and exact.denominator & (exact.denominator - 1) == 0
-    return str(exact) if is_power else share
-
-
 def name_apart(described: Sequence[dict[str, Any]]) -> None:
     """Let no two runs have one key: links name runs by it."""
     seen: Counter[str] = Counter()
@@ -151,7 +146,7 @@ class Others:
         for run in runs:
             models.setdefault(run.result.model, []).append(run)
             params.setdefault((run.result.method, run.result.prefill), []).append(run.params)
-        self.several_comms = len({run.result.comm_exact for run in runs if not run.is_full}) > 1
+        self.several_comms = len({run.comm for run in runs if not run.is_full}) > 1
         self.key_bytes = {model: key_bytes_per_token(alike) for model, alike in models.items()}
         self.varying = {
             same: {key for one in alike for key in {*one, *alike[0]} if one.get(key) != alike[0].get(key)}
@@ -183,7 +178,7 @@ def parts(run: Run, baselines: Baselines, shared: Sequence[str]) -> Iterator[dic
         # Losses and times are no shares of something, and have no mean over datasets.
         if all(ok) and len(metrics) == 1 and METRICS[min(metrics)].is_share:
             scores = [[row.score for row in rows if row.score is not None] for rows in ok]
-            found = macro_interval(scores)
+            found = macro_interval(scores, bounds=METRICS[min(metrics)].bounds)
             score = fsum(fsum(each) / len(each) for each in scores) / len(scores)
             ci = None if found is None else [found.low, found.high]
             yield part(run, AVERAGE, min(metrics), ok, score, ci, baselines) | {"of": list(shared)}

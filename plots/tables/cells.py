@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Literal
 
-from evals.results import SampleRow
+from evals.results import METRICS, SampleRow
 from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
 from plots.run_sets import comparable
 from plots.stats import Interval, holm, interval, macro_interval, paired, scaled, standings
@@ -37,6 +37,7 @@ from plots.tables.papers import (
 FULL = {"Full", "FullKV"}
 NOT_RANKED = FULL | {"Oracle", "MInference"}
 OWN_PROMPTS = "prompts: own"
+SHARE = METRICS["score"].bounds  # of what the papers score
 CellKey = tuple[str, str, str]  # dataset, method, budget
 
 
@@ -234,7 +235,7 @@ def table_cell(
     )
     if not values:
         return ours
-    spread = interval(values)
+    spread = interval(values, SHARE)
     mean = fsum(values) / len(values)  # as in result.json, to the last bit
     return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
 
@@ -279,7 +280,7 @@ def differences(
             if row.score is not None and (other := full_scores.get(row.prompt_sha256)) is not None
         ]
         if pairs:
-            result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+            result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs], bounds=SHARE)
             changed[key] = replace(each, vs_full=scaled(result.difference, 100))
             p_values.append(result.p)
     adjusted = holm(p_values).tolist() if p_values else []
@@ -333,7 +334,7 @@ def average(
     _, method, budget = key
     members = [cells[d, method, budget] for d in datasets]
     rows = [row for d in datasets for row in samples[d, method, budget]]
-    spread = macro_interval([scores(samples[d, method, budget]) for d in datasets])
+    spread = macro_interval([scores(samples[d, method, budget]) for d in datasets], bounds=SHARE)
     mean = fsum(round(each.score, 2) for each in members if each.score is not None) / len(members)
     comms = [each.cost.comm for each in members if each.cost.comm is not None]
     return TableCell(

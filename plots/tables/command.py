@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plots import costs
+from plots import costs, scopes
 from plots.read import Run, default_root, load
 from plots.tables.cells import Table, build, build_efficiency
 from plots.tables.formats import paper_title, write
@@ -46,10 +46,13 @@ def main(arguments: list[str]) -> int:
     tables = build_all(runs)
     try:
         timed = costs.write(options.out, runs)
+        scoped = scopes.write_tables(options.out, runs)
     except OSError as error:
         return cannot_write(options.out, error)
     if timed:
         print(f"What variants cost: {', '.join(str(path) for path in timed)}")
+    if scoped:
+        print(f"Methods with the question and without it: {', '.join(str(path) for path in scoped)}")
     if not any(tables.values()):
         for paper_table in (*PAPER_TABLES, EFFICIENCY):
             print(missing(paper_table, len(runs)), file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Any
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import Run, measured, over_budget, prefill_words, scores
 from plots.run_sets import prompt_settings
-from plots.stats import Corrected, corrected, macro_interval, paired, paired_over_datasets, standings
+from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
 BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none
@@ -360,7 +360,7 @@ def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str
     groups = [scores(group) for group in datasets_of(cell)]
     if len(groups) > 1 and METRICS[metric].weight is None:
         groups = [group for group in groups if group]
-        found = macro_interval(groups) if groups else None
+        found = macro_interval(groups, bounds=METRICS[metric].bounds) if groups else None
         mean = sum(sum(group) / len(group) for group in groups) / len(groups) if groups else None
         return replace(cell, mean=mean, low=found and found.low, high=found and found.high)
     bounds = combined_ci95(rows, metric)
@@ -387,7 +387,7 @@ def differences(cells: Mapping[Any, Cell]) -> dict[Any, Cell]:
         sides = [side for side in sides if side]
         if sides:
             ours, whole = ([[pair[i] for pair in side] for side in sides] for i in (0, 1))
-            pairs[key] = paired(ours[0], whole[0]) if len(sides) == 1 else paired_over_datasets(ours, whole)
+            pairs[key] = paired_over_datasets(ours, whole, bounds=METRICS[metric_of(cell.part.rows)].bounds)
     against = corrected(pairs)
     return {key: replace(cell, against=against.get(key)) for key, cell in cells.items()}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine.budget import (
     Budget,
     BudgetRequest,
+    exact,
     find_bytes,
     key_bytes,
     parse_fraction,
@@ -166,7 +167,16 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 @given(st.fractions(0, 1))
 def test_shown_fractions_can_be_read_back(value: Fraction) -> None:
-    assert parse_fraction(show(value), "ratio") == value
+    assert parse_fraction(show(value), "ratio") == value == parse_fraction(exact(value), "ratio")
+
+
+@pytest.mark.parametrize(("given", "shown"), [("1/8", "1/8"), ("1/16", "1/16"), ("0.2", "0.2"), ("1/3", "1/3")])
+def test_a_budget_is_said_as_it_was_given_and_runs_are_named_as_before(given: str, shown: str) -> None:
+    request = BudgetRequest(parse_fraction(given, "ratio"), None, Fraction(1, 64))
+    assert request.label() == f"ratio={shown}"
+    assert [exact(Fraction(n)) for n in ("1/8", "1/16", "0.2", "1/3", "1/64")] == [
+        *("0.125", "0.0625", "0.2", "1/3", "1/64")
+    ]
 
 
 def test_a_budget_of_prompt_and_answer_may_attend_to_all_of_the_prompt_and_still_evict() -> None:

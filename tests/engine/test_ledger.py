@@ -36,6 +36,19 @@ def test_exempt_layers_are_left_out_of_the_check_but_not_of_the_means() -> None:
     assert ours.summary(BUDGET, SHAPE, exempt=[0])["tokens_attended_mean"] == 61
 
 
+def test_random_selections_hold_the_budget_in_the_mean_of_the_steps() -> None:
+    limit = find_bytes(SHAPE, BUDGET)
+    ours = ledger(entry(1, 0, 31, moved_meta_bytes=2 * limit), entry(2, 0, 12))
+    assert ours.within(BUDGET, SHAPE, in_mean=True)
+    assert not ours.within(BUDGET, SHAPE)
+    assert ours.summary(BUDGET, SHAPE, in_mean=True)["within_budget"] is True
+    # The margin is a twentieth: 43 tokens are allowed, and 45.15 with it.
+    assert ledger(entry(1, 0, 33), entry(2, 0, 12)).within(BUDGET, SHAPE, in_mean=True)
+    assert not ledger(entry(1, 0, 34), entry(2, 0, 12)).within(BUDGET, SHAPE, in_mean=True)
+    more = entry(2, 0, 12, moved_meta_bytes=limit // 8)
+    assert not ledger(entry(1, 0, 31, moved_meta_bytes=2 * limit), more).within(BUDGET, SHAPE, in_mean=True)
+
+
 def test_finding_bytes_beyond_comm_break_the_budget() -> None:
     limit = find_bytes(SHAPE, BUDGET)
     assert ledger(entry(1, 0, 21, moved_meta_bytes=limit), entry(1, 1, 21, moved_meta_bytes=limit)).within(

@@ -225,3 +225,20 @@ def test_gathered_rows_are_those_of_their_head(heads: int) -> None:
     idx = torch.randint(0, 15, (1, heads, 6))
     expected = tokens.repeat_interleave(heads // H_KV, 1).gather(2, idx.unsqueeze(-1).expand(-1, -1, -1, D))
     assert torch.equal(gather_tokens(tokens, idx), expected)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_tier_may_hold_some_tokens_alone(on_device: bool) -> None:
+    store = Store(counting_trace(20), 3)
+    store.keep_searchable(0, torch.tensor([[[1, 5, 9, 19], [2, 6, 7, 18]]]), on_device)
+    feed(store, 2, 20)
+    part = store[0].fetch(torch.tensor([[[3, 0, 5], [4, 1, 2]]]))
+    assert [positions(part.gathered(), head) for head in range(H_KV)] == [[19, 1, 21], [20, 6, 7]]
+    assert store[0].fetched()[0].tolist() == [[[19, 1, 21], [20, 6, 7]]]
+    assert store.attended(0)[H - 1].nonzero().flatten().tolist() == [6, 7, 20]
+    store.close(0, 3)
+    entry, n_bytes = store.ledger.entries[-1], H_KV * D * 2 * 2
+    assert entry.attended == 3 * H
+    assert (entry.resident_kv_bytes, entry.resident_host_bytes) == ((6 * n_bytes, 0) if on_device else (0, 6 * n_bytes))
+    assert entry.moved_kv_bytes == (0 if on_device else 3 * n_bytes)
+    assert store.allocated_bytes() == on_device * H_KV * D * 4 * 2 * 7

@@ -80,7 +80,8 @@ def logger(sweep: str | None = "a-sweep") -> Wandb:
 
 
 def test_a_copy_holds_what_the_run_holds(tmp_path: Path) -> None:
-    folder, result = write_run(tmp_path, "quest", [1.0, 0.0, 1.0])
+    bulky = {"attended_bins": [0.5] * 100, "prompt_end": {"context": "a long text", "question": "what?"}}
+    folder, result = write_run(tmp_path, "quest", [1.0, 0.0, 1.0], fields=bulky)
     (folder / "heatmap.png").write_bytes(PNG)
     logger().copy(folder, result)
     copy = read_back(folder)
@@ -95,6 +96,7 @@ def test_a_copy_holds_what_the_run_holds(tmp_path: Path) -> None:
     assert attended == [10, 20]  # mean over samples and layers
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/samples*.json")
     lines = json.loads(table.read_text())
+    assert not bulky.keys() & {*lines["columns"]} and {"depth", "length"} <= {*lines["columns"]}
     at = lines["columns"].index("prediction")
     assert [line[at] for line in lines["data"]] == [
         "quest says 1.0",

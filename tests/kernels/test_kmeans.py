@@ -212,6 +212,22 @@ def test_a_cluster_that_loses_its_points_stays_where_it_was() -> None:
         assert torch.equal(done.centroids[0, 1:], start[0, 1:])
 
 
+@pytest.mark.parametrize("n_rounds", [1, 4, 9])
+def test_means_scaled_to_length_1_and_empty_clusters_as_they_were(n_rounds: int) -> None:
+    points = problems(2, 150)
+    start = torch.cat([initial(points, 7), torch.full((2, 1, 16), 1e-3)], 1)
+    ours, torchs, theirs = (
+        run(points, start, n_rounds, "dot", unit=True) for run in (kmeans, kmeans_torch, kmeans_ref)
+    )
+    for found in (ours, torchs):
+        assert torch.equal(found.labels, theirs.labels)
+        torch.testing.assert_close(found.centroids, theirs.centroids)
+    had_points = kmeans(points, start, n_rounds - 1, "dot", unit=True).sizes > 0
+    lengths = ours.centroids.norm(dim=-1)[had_points]
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    assert torch.equal(theirs.centroids[:, 7], start[:, 7])
+
+
 def test_a_point_at_zero_and_a_centroid_at_zero_are_no_error() -> None:
     points = torch.zeros(1, 4, 3)
     points[0, 1:] = torch.eye(3)

@@ -1,5 +1,6 @@
 """One table and one picture of methods against full attention."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_the_picture_is_the_same_when_it_is_made_again(folders: list[Path], tmp_
     first = draw(compare(folders), tmp_path / "a").read_bytes()
     assert first == draw(compare(folders), tmp_path / "b").read_bytes()
     assert first.startswith(b"\x89PNG")
+
+
+def test_the_picture_of_an_old_folder_has_the_intervals_of_its_samples(folders: list[Path], tmp_path: Path) -> None:
+    """Its result says the bootstrap's, which a table of today does not."""
+    new, old = compare(folders), compare(folders)
+    for row in old.rows:
+        for task, run in row.runs.items():
+            row.runs[task] = replace(run, result=replace(run.result, score_ci95=[0.2, 0.3]))
+    assert draw(new, tmp_path / "new").read_bytes() == draw(old, tmp_path / "old").read_bytes()
 
 
 def test_only_runs_that_differ_in_task_method_and_budget_are_one_comparison(folders: list[Path]) -> None:

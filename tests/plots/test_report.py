@@ -3,6 +3,7 @@
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from plots import style
 from plots.looks import LOOKS, look
 from plots.read import load
 from plots.report import charts as report_charts
-from plots.report.overview import AVERAGE, as_fraction, full_once, overview
+from plots.report.overview import AVERAGE, full_once, overview
 from plots.report.page import SCRIPTS, main, page
 from plots.report.samples import pack_samples, unpacked
+from plots.run_sets import asked
 from plots.stats import macro_interval, paired_over_datasets
 from tests.plots.report_runs import write_run
 
@@ -108,7 +110,7 @@ def test_an_average_counts_datasets_alike_and_needs_all_of_them(tmp_path: Path) 
     write_run(tmp_path, "snapkv", quest, task="longbench", datasets=("a",))
     part = one(tmp_path, "Quest · ratio 1/5", AVERAGE)
     of = [[quest[0], quest[3]], [quest[i] for i in (1, 2, 4, 5)]]
-    interval = macro_interval(of)
+    interval = macro_interval(of, bounds=(0, 1))
     assert interval and part["of"] == ["a", "b"]
     assert part["score"] == pytest.approx(interval.mean) == pytest.approx((0.0 + 0.5) / 2)
     assert part["ci"] == [interval.low, interval.high]
@@ -162,8 +164,12 @@ def test_layers_that_a_method_leaves_whole_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"), [("0.125", "1/8"), ("1/64", "1/64"), ("0.1", "0.1"), ("1", "1"), ("0", "0")]
 )
-def test_a_share_is_shown_as_people_give_it(given: str, shown: str) -> None:
-    assert as_fraction(given) == shown
+def test_a_share_is_shown_as_people_give_it(given: str, shown: str, tmp_path: Path) -> None:
+    write_run(tmp_path, "quest", [1.0, 0.0])
+    (run,) = load(tmp_path)
+    run = replace(run, result=replace(run.result, comm_exact=given, ratio_exact=given))
+    (told,) = overview([run], tmp_path)["runs"]
+    assert (told["comm"], told["budget"]) == (run.comm, asked(run)) == (shown, f"ratio {shown}")
 
 
 def test_two_runs_of_one_configuration_have_keys_of_their_own(tmp_path: Path) -> None:

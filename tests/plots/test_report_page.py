@@ -167,7 +167,7 @@ def test_the_front_is_of_what_could_be_deployed(page: Page) -> None:
     assert rows and on_front == ["Pqcache · ratio 1/2", "Snapkv · ratio 1/5"]
     notes = " ".join(page.texts("#notes li"))
     assert (
-        "Hollow marks are no budget that was kept: Pqcache · ratio 1/2 exceeds its budget" in notes
+        "Hollow marks are no budget that was kept: Pqcache · ratio 1/2 over its budget" in notes
         and "Oracle: its search" in notes
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plots import results
-from plots.grids import Cell, grid_of
+from plots.grids import Cell, Measure, grid_of
 from plots.read import load
 from plots.results import FIDELITY, SCORES, main, write
 from tests.plots import made_runs
@@ -113,7 +113,7 @@ def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page:
     marked = [cell for cells in found.values() for cell in cells if cell.endswith("*")]
     assert not marked  # eight samples show nothing once twelve comparisons were made
     values = {str(i): 1.0 for i in range(20)}
-    good, bad = (Cell([], lambda row: None) for _ in range(2))
+    good, bad = (Cell([], Measure("nothing", "needle")) for _ in range(2))
     good.__dict__["values"], bad.__dict__["values"] = {"": values}, {"": dict.fromkeys(values, 0.0)}
     better = results.Grid(SCORES[0], "", good, {"snapkv": {0.1: bad, 0.2: good}}, {"snapkv": "SnapKV"})
     (line,) = results.difference_table(better).splitlines()[2:]

@@ -74,6 +74,19 @@ def test_an_average_over_single_samples_is_uncertain() -> None:
     assert same and same == interval([1.0] * 7) and same.low < 0.7
 
 
+def test_few_samples_of_several_datasets_have_students_interval() -> None:
+    scores = [0.2, 0.7, 0.4, 0.9, 0.5]
+    found = macro_interval([[score] for score in scores], bounds=(0, 1))
+    assert found is not None and found == interval(sorted(scores), (0, 1))
+    ours, theirs = [[score] for score in scores], [[0.5]] * 5
+    differences = paired_over_datasets(ours, theirs).difference
+    assert differences is not None
+    spread = scipy.stats.t.ppf(0.975, 4) * scipy.stats.sem(scores)
+    assert (differences.low, differences.high) == pytest.approx((0.04 - spread, 0.04 + spread))
+    wide = paired_over_datasets([[0.0], [1.0]], [[0.5], [0.5]], bounds=(0, 1)).difference
+    assert wide is not None and (wide.low, wide.high) == (-1, 1)
+
+
 def test_an_average_is_as_uncertain_as_its_datasets_are_few() -> None:
     """Resampling samples alone, three datasets that disagree seemed as sure as one."""
     rng = np.random.default_rng(3)

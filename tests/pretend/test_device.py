@@ -23,7 +23,7 @@ def test_operands_on_two_devices_are_refused(machine: Machine) -> None:
     here, there, host = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"), torch.ones(3)
     for other in (there, host):
         with pytest.raises(RuntimeError, match="same device"):
-            here + other
+            _ = here + other
     with pytest.raises(RuntimeError, match="same device"):
         host[torch.zeros(1, dtype=torch.int64, device="cuda")]
     assert (here + torch.tensor(2.0)).tolist() == [3, 3, 3]  # a single number of the host may come along

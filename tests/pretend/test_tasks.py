@@ -15,7 +15,7 @@ TASKS = {
     "pg19": ("task.source=embedded", "task.lengths=[200]", "task.targets=4"),
     "latency": ("task.lengths=[200]", "task.n_new=4", "task.repeats=1", "task.warmup=0"),
 }
-FITTED = {"infllm": ["method.block_len=16"]}
+FITTED = {"infllm": ["method.block_len=16"], "duo_attention": ["method.heads=drawn"]}
 METHODS = [name for name in BUDGETS if name != "pyramidinfer"]  # it has a prefill of its own
 
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evals.tasks.sources import HEADING, as_prose
+from methods.calibration.prose import HEADING, as_prose
 
 N_ROWS = 8
 LENGTHS = (1_650, 3_000, 4_700, 2_000, 3_600, 5_500, 2_400, 4_100)  # tokens of SmolLM2 per context, about

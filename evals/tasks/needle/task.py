@@ -32,6 +32,7 @@ from evals.tasks.lazy import LazySamples
 from evals.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.tasks.needle.heatmap import draw_heatmap, pivot, write_table
 from evals.tasks.texts import digest
+from methods.calibration import prose
 
 ESSAYS = "needle/PaulGrahamEssays"
 STRINGS = "needle/strings.json"
@@ -314,7 +315,7 @@ class Needle(Task):
         is_named = params.source == "local" or (params.source == "auto" and data_dir is not None)
         is_local = is_named or bool(self.essays)
         self.data_source = "local" if is_local else "embedded"
-        haystack = f"essays-{len(self.essays)}" if is_local else sources.prose_name()
+        haystack = f"essays-{len(self.essays)}" if is_local else prose.prose_name()
         self.dataset = f"{params.style_name}/{haystack}"
 
     def _essays(self) -> list[Path]:
@@ -359,7 +360,7 @@ class Needle(Task):
     def haystack(self) -> str:
         """One pass over the corpus."""
         if self.data_source == "embedded":
-            return sources.embedded_prose()
+            return prose.embedded_prose()
         return "".join(map(read_text, self.essays))
 
     def ask(self, length: int, depth: float, seed_index: int) -> Ask:

@@ -30,6 +30,7 @@ from evals.tasks.needle.task import ESSAYS, UPSTREAM
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
 from evals.tasks.texts import digest
+from methods.calibration import prose
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
@@ -189,9 +190,9 @@ class Ruler(Task):
         essays: tuple[str, ...] = ()
         if any(KINDS[name].needs_essays for name in self.params.names):
             files = self._essays()
-            texts = [read_text(file) for file in files] or [sources.embedded_prose()]
+            texts = [read_text(file) for file in files] or [prose.embedded_prose()]
             essays = tuple(" ".join(texts).split())
-            haystack = f"essays-{len(files)}" if files else sources.prose_name()
+            haystack = f"essays-{len(files)}" if files else prose.prose_name()
             self.notes.append(f"haystack: {haystack}")
             used += files
         self.prompts = prompts

@@ -4,7 +4,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.results import Interval, bootstrap_ci95, interval, wilson
+from evals.results import Interval, bootstrap_ci95, interval, mean_ci95, wilson
+from evals.results.intervals import FEW, T95, student_ci95
 
 
 def test_a_bootstrap_is_deterministic_and_holds_the_mean() -> None:
@@ -43,11 +44,47 @@ def test_a_single_sample_has_no_interval(scores: list[float]) -> None:
     assert interval(scores) is None
 
 
-def test_parts_of_a_hit_are_resampled() -> None:
-    scores = [0.5, 1.0, 0.0, 0.25]
-    bounds = bootstrap_ci95(scores)
-    assert bounds is not None
-    assert interval(scores) == Interval(0.4375, *bounds)
+def test_parts_of_a_hit_are_resampled_where_they_are_many() -> None:
+    scores = [0.5, 1.0, 0.0, 0.25] * 2
+    ends = bootstrap_ci95(scores)
+    assert ends is not None
+    assert interval(scores) == Interval(0.4375, *ends)
+    few = interval(scores[:7])
+    assert few is not None and (few.low, few.high) == tuple(student_ci95(scores[:7]))
+
+
+@given(st.integers(2, FEW - 1).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=n, max_size=n)))
+def test_few_samples_have_the_interval_of_scipys_t(scores: list[float]) -> None:
+    found = mean_ci95(scores)
+    assert found is not None
+    spread = T95[len(scores) - 2] * scipy.stats.sem(scores)
+    assert found == pytest.approx([np.mean(scores) - spread, np.mean(scores) + spread], abs=1e-9)
+    assert T95[len(scores) - 2] == pytest.approx(scipy.stats.t.ppf(0.975, len(scores) - 1), rel=1e-9)
+
+
+def test_an_interval_ends_where_what_it_is_of_does() -> None:
+    assert mean_ci95([0.2, 0.6], bounds=(0, 1)) == [0, 1]
+    narrow = mean_ci95([0.4, 0.41, 0.42], bounds=(0, 1))
+    assert narrow is not None and 0.38 < narrow[0] < 0.4 and 0.42 < narrow[1] < 0.44
+
+
+def test_weights_that_are_equal_change_no_interval() -> None:
+    scores = [0.3, 0.7, 1.9]
+    assert student_ci95(scores, [7, 7, 7]) == pytest.approx(student_ci95(scores))
+    low, high = student_ci95(scores, [100, 100, 1])
+    assert (low + high) / 2 == pytest.approx((0.3 * 100 + 0.7 * 100 + 1.9) / 201)
+    assert high - low < 0.7 * np.ptp(student_ci95(scores)), "what weighs little moves the mean little"
+
+
+@pytest.mark.parametrize(("n", "least"), [(2, 0.93), (3, 0.93), (5, 0.93), (8, 0.88)])
+def test_an_interval_of_any_length_holds_the_mean_about_as_often_as_it_says(n: int, least: float) -> None:
+    """The bootstrap of two samples does so every other time, of three three times of four."""
+    drawn = np.random.default_rng(n).normal(0.4, 0.1, size=(400, n)).tolist()
+    ours = [mean_ci95(scores) or [0, 0] for scores in drawn]
+    assert np.mean([low <= 0.4 <= high for low, high in ours]) > least
+    theirs = [bootstrap_ci95(scores) or [0, 0] for scores in drawn]
+    covered = np.mean([low <= 0.4 <= high for low, high in theirs])
+    assert n > 3 or covered < (0.55 if n == 2 else 0.8)
 
 
 def test_the_interval_of_a_share_covers_it_about_as_often_as_it_says() -> None:

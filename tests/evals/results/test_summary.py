@@ -3,9 +3,9 @@ import random
 import pytest
 
 from evals.results import (
-    bootstrap_ci95,
     combined_ci95,
     interval,
+    mean_ci95,
     summarise,
 )
 from tests.evals.results.made_rows import (
@@ -62,7 +62,9 @@ def test_the_interval_of_a_run_is_that_of_its_scores() -> None:
     found = interval([1, 1, 1, 0])
     assert found is not None and hits.score_ci95 == [found.low, found.high]
     parts = [0.25, 0.5, 0.75, 0.5]
-    assert summarise([ok_row(i, score=x) for i, x in enumerate(parts)], FACTS).score_ci95 == bootstrap_ci95(parts)
+    assert summarise([ok_row(i, score=x) for i, x in enumerate(parts)], FACTS).score_ci95 == mean_ci95(parts)
+    twice = [0.1, 0.9]
+    assert summarise([ok_row(i, score=x) for i, x in enumerate(twice)], FACTS).score_ci95 == [0.0, 1.0]
 
 
 def test_one_sample_has_a_score_and_no_interval() -> None:

@@ -23,9 +23,9 @@ from evals import models, runner
 from evals.results import read_runs
 from evals.screen.table import table
 from evals.tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
-from evals.tasks.sources import embedded_prose
 from evals.typed import build_params
 from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
 from methods.dropping.h2o import H2O
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full

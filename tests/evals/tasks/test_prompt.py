@@ -70,6 +70,33 @@ def test_the_split_parts_together_are_the_whole_prompt(template: str | None) -> 
     assert tokenizer.decode(split.question_ids).endswith(SAMPLE.answer_prefix)
 
 
+@pytest.mark.parametrize("template", [LLAMA_TEMPLATE, CHATML_TEMPLATE, None])
+@pytest.mark.parametrize("scope", prompt.SCOPES)
+def test_a_prompt_says_which_of_its_tokens_are_the_templates(template: str | None, scope: str) -> None:
+    tokenizer = tiny_tokenizer(template, adds_bos=template is not CHATML_TEMPLATE)
+    ids = encode(tokenizer, scope=scope)
+    frame, context = ids.frame, ids.context_ids
+    before, behind = context[: frame.n_prefix], context[len(context) - frame.n_suffix :]
+    words = tokenizer.decode(context[frame.n_prefix : len(context) - frame.n_suffix])
+    heads = {LLAMA_TEMPLATE: "<s><|start|>user\n\n", CHATML_TEMPLATE: "<|im_start|>user\n", None: "<s>"}
+    tails = {LLAMA_TEMPLATE: "<|eot_id|><|start|>assistant\n\n",
+             CHATML_TEMPLATE: "<|im_end|>\n<|im_start|>assistant\n", None: ""}  # fmt: skip
+    seam = heads[template].removeprefix(tokenizer.decode(before))
+    assert seam.strip() == "", "blanks that the words before them share a token with"
+    assert tokenizer.decode(frame.postfix_ids) == tails[template]
+    if scope == "full_prompt":
+        assert tokenizer.decode(behind) == tails[template] + SAMPLE.answer_prefix
+        assert words == seam + SAMPLE.context + SAMPLE.question
+    else:
+        assert frame.n_suffix == 0 and words == seam + SAMPLE.context
+
+
+def test_a_seam_within_a_token_ends_the_frame() -> None:
+    assert [prompt.n_alike(*pair) for pair in (((1, 2), (1, 2, 3)), ((1, 2), (1, 3)), ((), (1,)), ((4,), (1,)))] == [
+        *(2, 1, 0, 0)
+    ]
+
+
 def test_blanks_at_the_end_of_a_question_survive_a_template_that_trims() -> None:
     tokenizer = tiny_tokenizer(LLAMA_TEMPLATE, adds_bos=True)
     assert "What is the answer? <|eot_id|>" in tokenizer.decode(encode(tokenizer).context_ids)

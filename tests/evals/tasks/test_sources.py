@@ -1,4 +1,4 @@
-"""Where data are looked for, and the prose that needs none."""
+"""Where data are looked for."""
 
 from pathlib import Path
 
@@ -98,34 +98,3 @@ def test_a_file_that_upstream_has_no_more_is_named(no_home: Path, monkeypatch) -
     monkeypatch.setattr(download, "fetch", lambda benchmark, root, *, only: [])
     with pytest.raises(ConfigError, match=r"some/a\.txt is missing \(looked in .*get it from upstream"):
         sources.obtain(["some/a.txt"], "hub", str(no_home), "upstream")
-
-
-def test_embedded_prose_is_long_and_free_of_markup() -> None:
-    prose = sources.embedded_prose()
-    assert len(prose) > 100_000
-    for markup in ("::=", ">>>", "****", "====", '"'):
-        assert markup not in prose
-    paragraphs = prose.strip().split("\n\n")
-    assert len(paragraphs) == len(set(paragraphs))
-    assert all(p.endswith(".") and "\n" not in p for p in paragraphs)
-
-
-def test_embedded_prose_is_the_same_every_time() -> None:
-    assert sources.embedded_prose() == sources.embedded_prose()
-
-
-@pytest.mark.parametrize(
-    ("block", "prose"),
-    [
-        ("Loops\n*****", None),
-        ("   while True:\n       suite()", None),
-        ('loop ::= "while" expression ":" suite that is long enough to be a paragraph here.', None),
-        ("New in version 3.5.", None),
-        (
-            '* The *first* word of\n  this "list item" is kept with all of its\n  well-\n  known words.',
-            "The first word of this list item is kept with all of its well-known words.",
-        ),
-    ],
-)
-def test_blocks_become_paragraphs_or_nothing(block: str, prose: str | None) -> None:
-    assert sources.as_prose(block) == prose

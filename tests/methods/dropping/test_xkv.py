@@ -19,7 +19,6 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.dropping import xkv
 from methods.dropping.allocators import by_need, by_need_until, by_shares
-from methods.dropping.scorers import keep_top, pool_scores, reduce_group
 from methods.dropping.xkv import (
     XKV,
     average_shares,
@@ -28,6 +27,7 @@ from methods.dropping.xkv import (
     retention_ratio,
     tokens_for,
 )
+from methods.scorers import keep_top, pool_scores, reduce_group
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0)

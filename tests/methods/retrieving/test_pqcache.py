@@ -31,7 +31,7 @@ from methods.retrieving.pqcache_rounds import (
     rounds_by_line,
     rounds_by_two_lines,
 )
-from methods.rules.pqcache import code_shape
+from methods.rules.retrieving.pqcache import code_shape
 from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = PQCache.Params(

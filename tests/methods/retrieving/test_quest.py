@@ -18,7 +18,7 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
 from methods.retrieving.quest import Bounds, Quest, scores_of_rows, select_pages, tokens_of
-from methods.rules.quest import AGGREGATES, matched_page_len
+from methods.rules.retrieving.quest import AGGREGATES, matched_page_len
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = Quest.Params("matched", 16, "harness", False, "query_head", 0)
@@ -402,7 +402,7 @@ def test_pages_that_a_budget_has() -> None:
 
 def test_native_pages_want_the_comm_that_they_cost() -> None:
     shape = ModelShape("any", 4, 4, 2, 64, 1 << 20, (0, 1, 2, 3))
-    with pytest.raises(ConfigError, match=r"comm=0.0625 .*page_len=16 .*comm=0\.125 or more"):
+    with pytest.raises(ConfigError, match=r"comm=1/16 .*page_len=16 .*comm=1/8 or more"):
         Quest.check(NATIVE, request("0.2", comm="1/16"), shape)
     Quest.check(NATIVE, request("0.2", comm="1/8"), shape)
     Quest.check(replace(NATIVE, variant="serving"), request("0.2", comm="1/64"), shape)

@@ -1,0 +1,102 @@
+"""What methods look at beside the prefill or behind it, against a plain prefill, at 4,096 tokens of the embedded model.
+
+Expected Attention: statistics of the queries before rotary embedding, and then with scoring and choosing, until its
+variant is ready to decode. KVzip: the second pass over the context alone. Times are CPU seconds of the process, so that
+others who use the machine count for little. Parity comes first: on a short prompt the second pass gives the weights
+that a naive softmax gives.
+
+Not here: quality (`evals`), observations of attention (`benchmarks/bench_observe.py`).
+"""
+
+import argparse
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from time import process_time
+from typing import Any
+
+import torch
+
+from benchmarks.paired import measure, record
+from engine.budget import BudgetRequest, Frame
+from engine.checkpoints.load import load
+from engine.model import Model
+from engine.observe import QueryStatistics
+from engine.passes.probe import probe
+from engine.passes.repetition import Repetition, largest_weights
+from engine.prefill import Trace, prefill
+from methods.base import SelectiveAttention
+from methods.calibration.prose import embedded_prose
+from methods.dropping.expected_attention import ExpectedAttention
+
+REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(0))
+EXPECTED = ExpectedAttention.Params(512, 4, 0.01, Fraction(1, 5), True, True, "prompt", None, "model")
+
+
+def check_parity() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 9, 600, 64, generator=draw), torch.randn(1, 3, 500, 64, generator=draw)
+    logits = q @ k.repeat_interleave(3, 1).mT * 0.125
+    expected = logits.softmax(-1).amax(2).unflatten(1, (3, 3)).amax(2)
+    torch.testing.assert_close(largest_weights(q, k, 0.125, logits.logsumexp(-1)), expected)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """CPU seconds."""
+    start = process_time()
+    work()
+    return process_time() - start
+
+
+def read(model: Model, ids: list[int], *what: QueryStatistics) -> Trace:
+    with model.hooked():
+        return prefill(model, ids, what)
+
+
+def read_and_choose(model: Model, ids: list[int]) -> None:
+    """A prefill until the variant is ready to decode."""
+    variant = ExpectedAttention.variant_for(EXPECTED, REQUEST, model.shape, len(ids))
+    rows: list[SelectiveAttention] = []
+
+    def build(trace: Trace, layer: int) -> None:
+        if not rows:
+            rows.append(variant.row(trace, 8))
+        rows[0].build(layer)
+
+    with model.hooked():
+        prefill(model, ids, variant.observations, build)
+        rows[0].complete()
+
+
+def repeat(model: Model, trace: Trace, what: Repetition) -> None:
+    trace.probe_seconds.clear()
+    probe(model, trace, [what])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    check_parity()
+    model = load("smollm2-135m", "embedded", dtype=options.dtype, device="cpu")
+    ids = model.tokenizer.encode(embedded_prose())[: options.tokens]
+    shape = f"{len(ids)} tokens, {model.shape.name}, CPU seconds"
+    plain = partial(seconds, partial(read, model, ids))
+    observing = partial(seconds, partial(read, model, ids, QueryStatistics(4)))
+    record(
+        "prefill: with query statistics against plain", shape, options.dtype, measure(plain, observing, options.pairs)
+    )
+    choosing = partial(seconds, partial(read_and_choose, model, ids))
+    pairs = measure(plain, choosing, options.pairs, options.warm_up)
+    record("prefill: with ExpectedAttention against plain", shape, options.dtype, pairs)
+    what = Repetition(2000, 8, Frame(30, 0, tuple(ids[:6])))
+    repeating = partial(seconds, partial(repeat, model, read(model, ids), what))
+    pairs = measure(plain, repeating, options.pairs, options.warm_up)
+    record("KVzip's second pass against a plain prefill", shape, options.dtype, pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Passes over a prompt that come after its prefill."""

@@ -1,0 +1,116 @@
+"""A probe: tokens that the model reads behind a prompt's full cache, to see what they look at; nothing of them stays.
+
+A method declares probes as it declares observations. They run once the prompt was read and before any variant
+completes, one after the other, and all variants that ask for the same one share it. A probe may take several passes;
+each starts behind the prompt's last token, and its own K and V are gone when it ends.
+
+Not here: which tokens, and what is noted of them (`engine/passes/repetition.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.books.spans import span
+from engine.causal import causal, whole
+from engine.prefill import Trace
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens to read, and the places of the prompt that they are about."""
+
+    ids: tuple[int, ...]
+    near: tuple[range, ...]  # ascending
+
+
+class Probe(ABC):
+    """What is read, and what is noted of each layer; a frozen dataclass, equal where the result is."""
+
+    @abstractmethod
+    def passes(self, model: "Model", ids: Sequence[int]) -> Sequence[Pass]:
+        """The passes over a prompt of these tokens."""
+
+    @abstractmethod
+    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
+        """Of one layer of a pass: q (1, h, r, d_h), the keys of the near tokens (1, h_kv, n, d_h).
+
+        `lse` (1, h, r) has each query's log-sum-exp over the near tokens and the pass's own up to itself.
+        """
+
+    @abstractmethod
+    def join(self, found: Sequence[Tensor]) -> Tensor:
+        """A layer's result, from what was observed in each pass."""
+
+
+def probe(model: "Model", trace: Trace, asked: Iterable[Probe]) -> None:
+    """Run what was asked for and has not run yet; the trace notes what it finds."""
+    for what in dict.fromkeys(asked):
+        if what not in trace.probe_seconds:
+            start = perf_counter()
+            with span("probe"):
+                found = run(model, trace, what)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            trace.note(what, found, perf_counter() - start)
+
+
+def run(model: "Model", trace: Trace, what: Probe) -> dict[int, Tensor]:
+    """What one probe finds of each layer."""
+    assert len(trace.shape.attention_layers) == trace.shape.n_layers, "a layer with a cache of its own"
+    assert not trace.positions, "a prompt that tokens left"
+    session = _Behind(trace, what)
+    for at in what.passes(model, trace.ids):
+        session.enter(at)
+        ids = torch.tensor([at.ids], device=model.device)
+        with model.hooked():
+            model.forward(ids, trace.s_prompt, model.new_cache(), session)
+    return {layer: what.join(found) for layer, found in session.found.items()}
+
+
+class _Behind:
+    """Stands in the model's attention: the pass's tokens see the whole prompt, and their own past."""
+
+    def __init__(self, trace: Trace, what: Probe) -> None:
+        self.trace, self.what = trace, what
+        self.found: dict[int, list[Tensor]] = {layer: [] for layer in trace.shape.attention_layers}
+
+    def enter(self, at: Pass) -> None:
+        self.at = at
+        device = self.trace.device
+        places = torch.zeros(self.trace.s_prompt, dtype=torch.bool, device=device)
+        for some in at.near:
+            places[some.start : some.stop] = True
+        self.near, self.far = places.nonzero().squeeze(1), (~places).nonzero().squeeze(1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.trace.keys(layer), self.trace.values(layer)
+        near = keys.index_select(2, self.near)
+        with span("attention", layer):
+            parts = [causal(q, k, v, scale)]
+            if len(self.near):
+                parts.append(whole(q, near, values.index_select(2, self.near), scale))
+            lse = torch.stack([each for _, each in parts]).logsumexp(0)
+            if len(self.far):
+                parts.append(whole(q, keys.index_select(2, self.far), values.index_select(2, self.far), scale))
+            out = joined(parts)
+        with span("observe", layer):
+            self.found[layer].append(self.what.observe(self.at, q, near, scale, lse))
+        return out
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over several sets of tokens, from that over each (1, h, r, d_h) with its log-sum-exps (1, h, r)."""
+    (out, lse), *others = parts
+    for more, its_lse in others:
+        share = (its_lse - lse).sigmoid_().unsqueeze(-1)  # of the weights that lie on these tokens
+        out, lse = torch.lerp(out, more, share.to(out.dtype)), torch.logaddexp(lse, its_lse)
+    return out

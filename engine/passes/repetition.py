@@ -1,0 +1,88 @@
+"""The repetition of a context: the most attention that each of its tokens gets while the model is made to repeat it.
+
+The context is cut into chunks. Each is asked for in words and then fed, so that its tokens are read as an answer is,
+behind the full cache. A token's number is its largest weight from any of these queries, request included, over the
+prompt's prefix, the chunk itself and what was fed. Chunks of other places take part in the pass and not in this
+softmax, so that numbers of different chunks mean the same.
+
+Not here: the pass itself (`engine/passes/probe.py`), what is kept (`methods/dropping/kvzip.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.budget import Frame
+from engine.errors import ConfigError
+from engine.observe import at_once
+from engine.passes.probe import Pass, Probe
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+# What is said before the first chunk, and before each later one with the last tokens of the chunk in front of it.
+FIRST = "\n\nRepeat the previous context exactly."
+NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
+LOGIT_BYTES = 1 << 20  # of a block of queries on a chunk, while they are in the cache
+
+
+@dataclass(frozen=True)
+class Repetition(Probe):
+    """Of what lies between the frame's ends, (1, h_kv, n) float32, each number above 0 and at most 1."""
+
+    chunk: int  # tokens
+    overlap: int  # tokens of the chunk before, which the request for a chunk repeats
+    frame: Frame
+    first_ids: tuple[int, ...] | None = None  # in place of the words of `FIRST`
+    next_ids: tuple[int, ...] | None = None  # and of `NEXT`
+
+    def passes(self, model: "Model", ids: Sequence[int]) -> list[Pass]:
+        first = words_of(model, FIRST) if self.first_ids is None else self.first_ids
+        following = words_of(model, NEXT) if self.next_ids is None else self.next_ids
+        n_prefix, end = self.frame.n_prefix, len(ids) - self.frame.n_suffix
+        prefix, found = (range(n_prefix),) if n_prefix else (), []
+        for start in range(n_prefix, end, self.chunk):
+            at = range(start, min(start + self.chunk, end))
+            request = first if start == n_prefix else (*following, *ids[start - min(self.overlap, self.chunk) : start])
+            fed = (*request, *self.frame.postfix_ids, *ids[at.start : at.stop])
+            found.append(Pass(fed, (*prefix, at)))
+        return found
+
+    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
+        return largest_weights(q, near[:, :, near.shape[2] - len(at.near[-1]) :], scale, lse)
+
+    def join(self, found: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*found], -1)
+
+
+def words_of(model: "Model", text: str) -> tuple[int, ...]:
+    """Tokens of what is said to the model; `ConfigError` where it has no words."""
+    if model.tokenizer is None:
+        raise ConfigError(
+            f"the model {model.shape.name!r} has no tokenizer for the request to repeat a context; give its tokens as "
+            "method.first_ids=[…] and method.next_ids=[…]"
+        )
+    return tuple(model.tokenizer.encode(text, add_special_tokens=False))
+
+
+def largest_weights(q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """The most that each key (1, h_kv, n, d_h) gets from any query of its group, (1, h_kv, n) float32.
+
+    q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits. The largest weight is found among
+    logits, block by block: no weight is made but the largest.
+    """
+    h_kv, n = keys.shape[1], keys.shape[2]
+    queries = (q[0].float() * scale).unflatten(0, (h_kv, -1)).flatten(1, 2)  # (h_kv, g * r, d_h)
+    off = lse[0].float().unflatten(0, (h_kv, -1)).flatten(1, 2).unsqueeze(-1)  # (h_kv, g * r, 1)
+    largest = torch.full((h_kv, n), -torch.inf, device=q.device)
+    n_block = max(1, at_once(LOGIT_BYTES, q.device) // (4 * max(1, n)))
+    for kv_head in range(h_kv):
+        transposed = keys[0, kv_head].float().mT  # (d_h, n)
+        for block, its_off in zip(queries[kv_head].split(n_block), off[kv_head].split(n_block), strict=True):
+            logits = (block @ transposed).sub_(its_off)
+            torch.maximum(largest[kv_head], logits.amax(0), out=largest[kv_head])
+    # Kernels in half precision round log-sum-exps, by which a weight near 1 could come out above it.
+    return largest.exp_().clamp_(max=1).unsqueeze(0)

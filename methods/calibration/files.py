@@ -1,0 +1,112 @@
+"""Files of calibrations: arrays as .npz, with what they were measured on, and the refusal of any other model's.
+
+Torch is not imported, so that a wrong file is refused before a model is loaded.
+
+Not here: how an array is measured (`kinds.py`).
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.checkpoints.digests import write_own_bytes
+from engine.errors import ConfigError, first_line
+from engine.shapes import ModelShape
+
+REMEDY = "make one with `python -m methods.calibrate`"
+
+
+@dataclass(frozen=True)
+class About:
+    """Which calibration this is."""
+
+    kind: str
+    model: str  # as configurations call it
+    digest: str  # of the model's files
+    layers: tuple[int, ...]  # whose arrays there are
+    h: int
+    h_kv: int
+    d_h: int
+    text: str  # what it was measured on
+    n_tokens: int
+    made: str  # date
+
+    def origin(self) -> dict[str, Any]:
+        """For results, where equal calibrations say the same."""
+        return {"kind": self.kind, "text": self.text, "n_tokens": self.n_tokens}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Arrays of a model; the first axis of each is the layer, in the order of `about.layers`."""
+
+    about: About
+    arrays: Mapping[str, np.ndarray]
+
+
+def about(kind: str, shape: ModelShape, digest: str, text: str, n_tokens: int, made: str) -> About:
+    layers = tuple(shape.attention_layers)
+    return About(kind, shape.name, digest, layers, shape.h, shape.h_kv, shape.d_h, text, n_tokens, made)
+
+
+def write(path: Path, calibration: Calibration) -> None:
+    """The file, as a whole or not at all."""
+    content = io.BytesIO()
+    np.savez(content, about=np.array(json.dumps(asdict(calibration.about))), **calibration.arrays)  # type: ignore[arg-type]
+    write_own_bytes(path, content.getvalue())
+
+
+def read(content: Path | io.BytesIO, name: str) -> Calibration:
+    """A calibration; `ConfigError` where the file called `name` is none."""
+    try:
+        with np.load(content, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        facts = json.loads(str(arrays.pop("about")))
+        facts["layers"] = tuple(facts["layers"])
+        return Calibration(About(**facts), arrays)
+    except OSError as error:
+        raise ConfigError(
+            f"the calibration file {name} cannot be read ({error.strerror or first_line(error)}); {REMEDY}"
+        ) from None
+    except (ValueError, TypeError, KeyError, EOFError, AttributeError, zipfile.BadZipFile):
+        raise ConfigError(f"{name} is no calibration file; {REMEDY}") from None
+
+
+def refuse_other(found: Calibration, name: str, kind: str, shape: ModelShape, digest: str | None) -> None:
+    """`ConfigError` for the calibration of another model, shape or kind; without a `digest` shapes alone are compared.
+
+    The name of a model says nothing: two may have one, and one may have two.
+    """
+    said = found.about
+    if said.kind != kind:
+        raise ConfigError(f"{name} is a calibration of kind {said.kind}, and {kind} is asked for; {REMEDY} {kind}")
+    ours, theirs = dims(shape.attention_layers, shape), dims(said.layers, said)
+    if theirs != ours:
+        raise ConfigError(f"{name} is the calibration of a model of {theirs}, and {shape.name} has {ours}; {REMEDY}")
+    if digest is not None and said.digest != digest:
+        raise ConfigError(
+            f"{name} is the calibration of another model ({said.model}, {said.digest}) than {shape.name} ({digest}); "
+            f"{REMEDY}"
+        )
+
+
+def check_file(file: Path | None, kind: str, shape: ModelShape) -> None:
+    """`ConfigError` where the user's file is none, or of another kind or shape; before a model is loaded."""
+    if file is not None:
+        refuse_other(read(file.expanduser(), str(file)), str(file), kind, shape, None)
+
+
+def digest_of_file(file: Path | None) -> str | None:
+    """A hash of the user's file, which is part of a run's identity."""
+    return None if file is None else hashlib.sha256(file.expanduser().read_bytes()).hexdigest()[:12]
+
+
+def dims(layers: tuple[int, ...], of: ModelShape | About) -> str:
+    return f"{len(layers)} layers, {of.h} query heads, {of.h_kv} KV heads and {of.d_h} dimensions"

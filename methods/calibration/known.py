@@ -1,0 +1,127 @@
+"""A calibration as a method asks for it: from the user's file, from the cache folder, or made at first use.
+
+Made once for a model, for all methods, cells and runs: who starts at the same time waits. What is made goes into the
+cache folder under the digest of the model; where that cannot be written, every process makes its own.
+
+Not here: what is measured (`kinds.py`), how a file looks (`files.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from engine.checkpoints.digests import cache_home, read_own_bytes
+from engine.errors import ConfigError
+from engine.model import Model
+from engine.observe import Known, ModelFact
+from methods.calibration import files
+from methods.calibration.files import Calibration
+from methods.calibration.kinds import kind_of
+from methods.calibration.prose import embedded_prose, prose_name
+
+MOST_BYTES = 1 << 30  # of a file that is believed
+LETTERS = 16  # of text for a token, more than any tokenizer puts into one on average
+
+
+@dataclass(frozen=True)
+class Calibrated(ModelFact):
+    """One array of a calibration. Of a trace without a model, that of the layer's own queries and keys."""
+
+    kind: str
+    array: str
+    file: Path | None  # None: that of the cache folder
+    makes: bool  # where the cache folder has none
+
+    def look_up(self, model: Model) -> Known:
+        found = obtain(model, self.kind, self.file, self.makes)
+        array = torch.from_numpy(found.arrays[self.array])
+        origin = found.about.origin() | ({"file": str(self.file)} if self.file else {})
+        return Known(dict(zip(found.about.layers, array, strict=True)), origin)
+
+    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        kind = kind_of(self.kind)
+        return kind.of_layer(q[:, :, : kind.n_tokens], k[:, :, : kind.n_tokens])[self.array]
+
+
+def obtain(model: Model, kind: str, file: Path | None = None, makes: bool = True) -> Calibration:
+    """The calibration of this model; inside `model.hooked()`, since it may be made now."""
+    if file is not None:
+        found = files.read(file.expanduser(), str(file))
+        files.refuse_other(found, str(file), kind, model.shape, model.digest)
+        return found
+    if model.tokenizer is None or model.digest.startswith("random-"):
+        return drawn(model, kind)
+    path = place(kind, model.digest)
+    if found := kept(path, kind, model):
+        return found
+    if not makes:
+        raise ConfigError(
+            f"there is no calibration of kind {kind} for {model.shape.name}; make it with `python -m "
+            f"methods.calibrate {kind} model={model.shape.name}`, or use method.calibrate=missing"
+        )
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(path.parent / ".lock"):
+            if found := kept(path, kind, model):
+                return found
+            made = make(model, kind)
+            with suppress(OSError):
+                files.write(path, made)
+            return made
+    return make(model, kind)
+
+
+def make(model: Model, kind: str) -> Calibration:
+    """A calibration on the embedded prose."""
+    n = kind_of(kind).n_tokens
+    print(f"Calibrating {model.shape.name} ({kind}) on {n:,} tokens, once", file=sys.stderr)  # noqa: T201
+    return calibrate(model, kind, last_tokens(model, embedded_prose(), n), prose_name())
+
+
+def calibrate(model: Model, kind: str, ids: Sequence[int], text: str) -> Calibration:
+    arrays = {name: x.cpu().numpy() for name, x in kind_of(kind).measure(model, ids).items()}
+    about = files.about(kind, model.shape, model.digest, text, len(ids), date.today().isoformat())
+    return Calibration(about, arrays)
+
+
+def place(kind: str, digest: str) -> Path:
+    """Where the calibration of a model lies that runs find by themselves."""
+    return cache_home() / f"calibrations-{os.geteuid()}" / f"{kind}-{digest}.npz"
+
+
+def kept(path: Path, kind: str, model: Model) -> Calibration | None:
+    """What the cache folder has of this user; None where that is nothing, or damaged, or of others."""
+    try:
+        found = files.read(io.BytesIO(read_own_bytes(path, MOST_BYTES)), str(path))
+        files.refuse_other(found, str(path), kind, model.shape, model.digest)
+        return found
+    except (OSError, ConfigError):
+        return None
+
+
+def last_tokens(model: Model, text: str, n: int) -> list[int]:
+    """The text's last `n` tokens, or as many as it has: tasks read the embedded prose from its beginning."""
+    return [*model.tokenizer.encode(text[-LETTERS * n :])][-n:]
+
+
+def drawn(model: Model, kind: str) -> Calibration:
+    """Of a model whose weights are drawn, for which no text means anything: arrays of drawn queries and keys."""
+    shape, draw = model.shape, torch.Generator().manual_seed(0)
+    n = 8 * shape.d_h
+    found = []
+    for _ in shape.attention_layers:
+        q, k = (torch.randn(1, heads, n, shape.d_h, generator=draw) for heads in (shape.h, shape.h_kv))
+        found.append(kind_of(kind).of_layer(q, k))
+    arrays = {name: torch.stack([each[name] for each in found]).numpy() for name in found[0]}
+    return Calibration(files.about(kind, shape, model.digest, "drawn at random", n, ""), arrays)

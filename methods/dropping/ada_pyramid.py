@@ -1,0 +1,40 @@
+"""Ada-Pyramid (Feng et al., 2024): Ada-KV's heads within PyramidKV's layers.
+
+Most tokens are for the first layer and fewest for the last (`methods/dropping/pyramidkv.py`); the heads of a layer
+share its part (`methods/dropping/adakv.py`).
+
+Symbols   as in PyramidKV and Ada-KV; base of layer l = `counts`.
+Per step  as Ada-KV.
+Differs   as PyramidKV and Ada-KV: the schedule is the steepest whose mean is within the budget, and heads' shares are
+          rounded to their sum. `match_published` gives the authors' integers of both, which have no branch for short
+          prompts.
+Fails     as PyramidKV and Ada-KV.
+"""
+
+from collections.abc import Sequence
+
+from methods.dropping.adakv import AdaKV
+from methods.dropping.allocators import Counts
+from methods.rules.dropping.ada_pyramid import AdaPyramidRules
+
+
+class AdaPyramid(AdaPyramidRules, AdaKV):
+    params: AdaPyramidRules.Params
+
+    def counts(self) -> Sequence[Counts]:
+        if not self.params.match_published:
+            return super().counts()
+        n_layers = len(self.trace.shape.attention_layers)
+        return published(self.trace.s_prompt, self.plan.cap, self.plan.window, self.params.beta, n_layers)
+
+
+def published(s: int, cap: int, w: int, beta: int, n_layers: int) -> list[int]:
+    """The authors' integers: the layers' mean may lie above `cap`."""
+    mean = cap - w
+    last = mean // beta
+    first = 2 * mean - last
+    if first >= s - w:  # too short for this slope: the first layer keeps all, the last the balance
+        first = s - w
+        last = 2 * mean - first
+    step = (first - last) // max(1, n_layers - 1)
+    return [first - rank * step for rank in range(n_layers)]

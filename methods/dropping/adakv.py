@@ -1,0 +1,70 @@
+"""Ada-KV (Feng et al., 2024): the heads of a layer share its budget instead of getting equal parts of it.
+
+All heads' scores are put into one list; what a head has among the best is its share, mixed with an equal one so that
+no head starves. Which tokens a head keeps with its share is SnapKV's business (`methods/dropping/snapkv.py`).
+
+Symbols   paper alpha, budget of head i = `alpha`, a layer's part of `counts`; authors' `floor_alpha` = `alpha`,
+          `base_capacity` = `cap` (window included), `head_capacity` = `of_heads`.
+Per step  moved: nothing; resident: the counts of all heads, 4 * d_h bytes a token, and 4 * (h_kv + 1) bytes of offsets;
+          a query head attends to its KV head's tokens, which may be far more than the budget: that is the layer's mean.
+Differs   - the authors round each head's share for itself, so that a layer keeps up to h_kv tokens fewer or one more
+            than asked: here the exact shares are rounded to their sum, and `match_published` gives their integers.
+          - a KV head keeps one set, by its group's mean score (the authors' GQA mode); `reduce: query_head` is their
+            first form, a budget for every query head, of which the KV head keeps the union.
+          - `floor: protect` is kvpress' rule: each head's best are in, then the layer's best whatever their head.
+            For equal alpha it equalises less, and it is not the authors'.
+          The rest as in SnapKV.
+Fails     as SnapKV; and where a head with flat scores holds what is asked for: its share goes to peaked ones.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.observe import LastQueries, Observation
+from methods.dropping.allocators import Counts, head_mix, head_mix_published
+from methods.dropping.snapkv import shrunk_window, voted_scores, voter
+from methods.rules.dropping.adakv import AdaKVRules
+from methods.scoring import ScoringMethod
+
+
+def normalised_heads(scores: Tensor, c: int) -> Tensor:
+    """Scores (heads, n) times the share of its sum that each head's `c` best hold."""
+    best = scores.topk(min(c, scores.shape[1]), sorted=False).values.sum(-1)
+    return scores * (best / scores.sum(-1).clamp(min=torch.finfo(scores.dtype).tiny)).unsqueeze(-1)
+
+
+class AdaKV(AdaKVRules, ScoringMethod):
+    params: AdaKVRules.Params
+    plan: AdaKVRules.Plan
+
+    @classmethod
+    def observations(cls, params: AdaKVRules.Params, plan: AdaKVRules.Plan) -> tuple[Observation, ...]:
+        return (LastQueries(params.window),)
+
+    def scores(self, layer: int) -> Tensor:
+        return voted_scores(self.trace, self.params, self.plan.window, layer)
+
+    def scorer(self) -> Hashable:
+        return voter(self.params)
+
+    def n_free(self) -> int:
+        return self.plan.cap - self.plan.window
+
+    def of_heads(self, layer: int, c: int) -> Counts:
+        params = self.params
+        if self.trace.shape.attention_layers.index(layer) < params.skip:
+            return c
+        if not (params.normalize or params.match_published):
+            return super().of_heads(layer, c)
+        scores = self.shared_scores(layer)[0]
+        if params.normalize:
+            scores = normalised_heads(scores, c)
+        if params.match_published:
+            return head_mix_published(scores, c, float(params.alpha))
+        return head_mix(scores, c, params.alpha)
+
+    def report(self) -> dict[str, Any]:
+        return super().report() | shrunk_window(self)

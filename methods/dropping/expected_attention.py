@@ -1,0 +1,230 @@
+"""Expected Attention (Devoto et al., 2025): keep what the queries to come are expected to look at.
+
+Queries before rotary embedding are taken as Gaussian. Their mean and covariance are measured over the prompt, turned
+by the average rotation of the next positions, and give each token's expected exp(q·k) in closed form. Softmax over the
+prompt makes it a probability, the norm of the token's value weighs it. The question at the prompt's end has no special
+part, so the method can compress a text before it is asked about.
+
+Symbols   paper or code mu, Sigma, Rbar, F, epsilon = mean, covariance, `average_rotation`, `n_future`, `eps`; ns, N =
+          `plan.n_sink`, `plan.cap`; alpha_safeguard = `alpha`.
+Budget    `cap` tokens per KV head, mean over a layer: the best `alpha * cap` are each head's own, the others the
+          layer's best, whatever their head. `alpha: 1` gives all heads the same.
+Per step  moved: nothing; resident: h_kv * (cap + t) tokens at step t, the current one included, and 4 * (h_kv + 1)
+          bytes of offsets. While the prompt is read: h * (d_h + d_h²) float32 per layer.
+Differs   - float32 from the statistics on; the authors work in the model's dtype, and many scores become equal.
+          - queries are turned back from where the model turned them, by the model's own rotation; the authors project
+            the hidden states once more. A model that scales its rotary embedding has scaled the queries, and the
+            average rotation does not scale them again.
+          - the number of kept tokens is an exact floor.
+          - `stats: file` is of one model, by the digest of its weights. The authors' files do not say of which.
+          - the paper weighs by the value's part in the residual stream, the code and this by the value's norm.
+          - no compression while decoding, which the authors' code also has.
+Fails     where one query to come decides, such as a question about one line of the text: an average over all queries
+          hardly sees it. `eps` stands against probabilities of 1 / s on average: the larger it is, the more the value
+          norms alone decide.
+
+A file of statistics: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or
+`embedded`, TEXTS a text of which the first 100 pieces of 1,000 characters are read.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.model import Model
+from engine.observe import Observation, QueryStatistics, at_once
+from engine.prefill import prefill
+from methods.rules.dropping.expected_attention import MAKE, TENSORS, ExpectedAttentionRules, header_of
+from methods.scoring import ScoringMethod
+
+Turn = Callable[[Tensor, int | Tensor], Tensor]
+
+CHUNK_BYTES = 1 << 20  # of keys times covariance at a time, while they are in the cache
+ROTATIONS = 64  # positions whose rotations are made at a time
+N_TEXTS, TEXT_CHARACTERS = 100, 1000  # of a file of statistics, as the authors'
+
+
+def average_rotation(turn: Turn | None, d_h: int, start: int, n: int, device: torch.device) -> Tensor:
+    """Mean over positions `start` to `start + n - 1` of the maps that turn a query there: (d_h, d_h) float32, M q.
+
+    Whatever the model's own rotation is, unit vectors show its map. Without one, queries stay as they are.
+    """
+    unit = torch.eye(d_h, device=device)
+    if turn is None:
+        return unit
+    total = torch.zeros(d_h, d_h, dtype=torch.float64, device=device)
+    for positions in torch.arange(start, start + n, device=device).split(ROTATIONS):
+        turned = turn(unit[None, :, None].expand(-1, -1, len(positions), -1), positions[None])  # (1, d_h, n, d_h)
+        total += turned[0].sum(1, dtype=torch.float64)
+    return (total / n).float().T  # a unit vector's image is a column
+
+
+def turned_statistics(statistics: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (h, d_h) and covariance (h, d_h, d_h) of queries behind a linear map, from (h, 1 + d_h, d_h) before it."""
+    mean, covariance = statistics[:, 0], statistics[:, 1:]
+    return mean @ rotation.T, rotation @ covariance @ rotation.T
+
+
+def expected_logits(mean: Tensor, covariance: Tensor | None, keys: Tensor, scale: float) -> Tensor:
+    """Log of the expected exp(scale * q·k) of Gaussian queries (h, d_h): (h, n) float32, for keys (h_kv, n, d_h).
+
+    Keys meet the covariance in chunks: g * n * d_h values at once would be as many as all queries have.
+    """
+    h_kv, n, d_h = keys.shape
+    g = len(mean) // h_kv
+    logits = torch.empty(len(mean), n, device=keys.device)
+    n_chunk = max(1, at_once(CHUNK_BYTES, keys.device) // (4 * g * d_h))
+    for kv_head in range(h_kv):
+        heads = slice(kv_head * g, (kv_head + 1) * g)
+        for start in range(0, n, n_chunk):
+            some = keys[kv_head, start : start + n_chunk].float()  # (chunk, d_h)
+            found = (mean[heads] * scale) @ some.T  # (g, chunk)
+            if covariance is not None:
+                found += (some @ covariance[heads]).mul_(some).sum(-1).mul_(scale**2 / 2)
+            logits[heads, start : start + n_chunk] = found
+    return logits
+
+
+def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool) -> Tensor:
+    """What tokens are worth, (1, h_kv, n): expected attention, the group's mean, times the norm of values
+    (h_kv, n, d_h)."""
+    attention = logits.softmax(-1).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
+    if value_norm:
+        attention = (attention + eps) * values.float().norm(dim=-1)
+    return attention.unsqueeze(0)
+
+
+class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
+    params: ExpectedAttentionRules.Params
+    plan: ExpectedAttentionRules.Plan
+
+    @classmethod
+    def observations(
+        cls, params: ExpectedAttentionRules.Params, plan: ExpectedAttentionRules.Plan
+    ) -> tuple[Observation, ...]:
+        return () if params.stats == "file" else (QueryStatistics(plan.n_sink, params.rotary == "model"),)
+
+    def ends(self) -> tuple[int, int]:
+        return self.plan.n_sink, 0
+
+    def scorer(self) -> Hashable:
+        """Budgets that leave room for the same sinks share their scores, and so do all divisions of them."""
+        return "expected attention", replace(self.params, alpha=Fraction(0)), self.plan.n_sink
+
+    def scores(self, layer: int) -> Tensor:
+        trace, n_sink = self.trace, self.plan.n_sink
+        mean, covariance = turned_statistics(self.statistics(layer), self.rotation())
+        if not self.params.covariance:
+            covariance = None
+        logits = expected_logits(mean, covariance, trace.keys(layer)[0, :, n_sink:], trace.scales[layer])
+        return expected_scores(logits, trace.values(layer)[0, :, n_sink:], self.params.eps, self.params.value_norm)
+
+    def rotation(self) -> Tensor:
+        """The average over the next positions, the same for all layers."""
+        trace, n = self.trace, self.params.n_future
+        if self.params.rotary == "model" and trace.turn is None:
+            raise ConfigError(
+                f"the model {trace.shape.name!r} has no rotary positions of the known kind, by which "
+                "method.rotary=model could turn its queries; use method.rotary=none"
+            )
+        turn = trace.turn if self.params.rotary == "model" else None
+        return trace.once(
+            ("average rotation", n, turn is None),
+            lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, trace.device),
+        )
+
+    def statistics(self, layer: int) -> Tensor:
+        """Of the queries before rotary embedding, (h, 1 + d_h, d_h)."""
+        trace, path = self.trace, self.params.stats_file
+        if path is None:
+            return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
+        found = trace.once(("query statistics", path), lambda: read_statistics(path, trace.digest))
+        return found[trace.shape.attention_layers.index(layer)].to(trace.device)
+
+
+def read_statistics(path: Path, digest: str | None) -> Tensor:
+    """A file's statistics, (layers, h, 1 + d_h, d_h) float32; `ConfigError` where they are of another model."""
+    from safetensors.torch import load_file
+
+    metadata = header_of(path).get("__metadata__") or {}
+    if metadata.get("model_digest") != digest:
+        raise ConfigError(
+            f"method.stats_file={path} was made with the model {metadata.get('model_digest')} and this is {digest}; "
+            f"use statistics of this model: {MAKE}"
+        )
+    tensors = load_file(path.expanduser())
+    mean, covariance = (tensors[name].float() for name in TENSORS)
+    return torch.cat([mean.unsqueeze(2), covariance], 2)
+
+
+def pooled(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Statistics of several texts together, (layers, h, 1 + d_h, d_h): of each its number of queries and its own.
+
+    The covariance is divided by one less than the number of queries.
+    """
+    n = sum(count for count, _ in parts)
+    mean = torch.stack([count * one[..., :1, :].double() for count, one in parts]).sum(0) / n
+    spread = torch.zeros_like(parts[0][1][..., 1:, :], dtype=torch.float64)
+    for count, one in parts:
+        off = one[..., :1, :].double() - mean
+        spread += count * (one[..., 1:, :].double() + off.mT @ off)
+    return torch.cat([mean, spread / (n - 1)], -2).float()
+
+
+def text_statistics(model: Model, texts: Sequence[str], n_sink: int) -> tuple[int, Tensor]:
+    """Number and `pooled` statistics of the queries of these texts, without the first `n_sink` of each."""
+    what = QueryStatistics(n_sink, model.turn is not None)
+    parts = []
+    for text in texts:
+        ids = model.tokenizer.encode(text)
+        if len(ids) <= n_sink:
+            continue
+        with model.hooked():
+            trace = prefill(model, ids, [what])
+        found = torch.stack([trace.observed(what, layer) for layer in model.shape.attention_layers])
+        parts.append((len(ids) - n_sink, found.cpu()))
+    if sum(count for count, _ in parts) < 2:
+        raise ConfigError(f"the texts have no 2 tokens behind the first {n_sink} of each; give longer ones")
+    return sum(count for count, _ in parts), pooled(parts)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The first texts of a file, each of so many characters."""
+    for i in range(min(N_TEXTS, -(-len(text) // TEXT_CHARACTERS))):
+        yield text[i * TEXT_CHARACTERS : (i + 1) * TEXT_CHARACTERS]
+
+
+def main(arguments: Sequence[str], n_sink: int = 4) -> int:
+    """Write a file of query statistics for `method.stats_file`."""
+    from safetensors.torch import save_file
+
+    from engine.checkpoints.load import load
+
+    if len(arguments) != 3 or not Path(arguments[1]).is_file():
+        sys.stderr.write(
+            "usage: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or "
+            "embedded, TEXTS a text file\n"
+        )
+        return 2
+    name, texts, file = arguments[0], Path(arguments[1]), Path(arguments[2])
+    try:
+        model = load(name, name, dtype="float32")
+        n, found = text_statistics(model, [*pieces(texts.read_text())], n_sink)
+    except (ConfigError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
+    tensors: dict[str, Any] = {TENSORS[0]: found[:, :, 0].contiguous(), TENSORS[1]: found[:, :, 1:].contiguous()}
+    save_file(tensors, file, {"model_digest": model.digest, "n_queries": str(n), "n_sink": str(n_sink)})
+    sys.stdout.write(f"{file}: statistics of {n} queries of {name}, digest {model.digest}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Knorm (Devoto et al., 2024), or the L2 norm strategy: keep the tokens whose keys are short.
+
+Tokens with keys of low norm tend to get much attention, in most layers and heads of most models. So a token's score is
+minus the norm of its key, and nothing else is looked at: the cheapest scorer that there is, and a control for others.
+
+Symbols   paper: skipped layers = the first `full_layers`; kept share, prune_after = the budget's, `prune_after`.
+Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t, in the first `full_layers` layers all; no
+          metadata.
+Differs   - the count is the budget's floor; the authors round up (`budget_rule: official`) and leave prompts below
+            `prune_after` whole (method=knorm_paper). kvpress rounds down and skips no layer (method=knorm_kvpress).
+          - layers that are left whole are outside the budget; `method_report` has the share over all of them as
+            `overall_ratio`. `full_layers: 0` is for comparisons at the same overall share.
+          - the authors' language modelling prunes again and again while text is read. `every: n` does so after each
+            `n` generated tokens; none by default.
+          - of equal norms the lower position stays. No token is protected.
+          - norms differ in scale from head to head, so that no budget may be divided by them.
+Fails     on models that normalise their keys (Qwen3, Gemma3): what is left of the norms is close to noise.
+          `norm_spread` of `method_report` has their standard deviation by their mean, of a head in the mean; on such
+          models it is small. The first layers show the correlation least.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from methods.dropping.allocators import Counts
+from methods.rules.dropping.knorm import KnormRules
+from methods.scorers import lowest_slots
+from methods.scoring import ScoringMethod
+
+
+def shortness(keys: Tensor) -> Tensor:
+    """Minus the norms of keys (..., n, d_h): (..., n) float32."""
+    return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+
+
+class Knorm(KnormRules, ScoringMethod):
+    params: KnormRules.Params
+    plan: KnormRules.Plan
+    spreads: list[Tensor]  # of each compressed layer's norms
+
+    def setup(self) -> None:
+        self.spreads = []
+        self.prunes = self.params.every is not None and self.plan.tokens < self.trace.s_prompt
+        self.whole = frozenset(self.skipped_layers())
+
+    def ends(self) -> tuple[int, int]:
+        return 0, 0
+
+    def scores(self, layer: int) -> Tensor:
+        return shortness(self.trace.keys(layer))
+
+    def n_free(self) -> int:
+        return self.plan.tokens
+
+    def scorer(self) -> Hashable:
+        return "shortness of keys"
+
+    def keep_best(self, layer: int, n: Counts) -> None:
+        norms = -self.shared_scores(layer)
+        self.spreads.append((norms.std(-1, correction=0) / norms.mean(-1)).mean())
+        super().keep_best(layer, n)
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Keep what was chosen, with room for the answer, or for as much of it as comes before it is pruned."""
+        room = self.store.n_new
+        if self.prunes and self.params.every is not None:
+            room = min(room, self.params.every)
+        self.store.keep(layer, best, capacity=room)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """With `every`, once so many tokens came: the longest keys of all leave."""
+        at = self.store[layer]
+        n_over = at.n_kept + at.n_window - self.plan.tokens
+        if self.prunes and n_over == self.params.every and layer not in self.whole:
+            (held,) = at.resident()
+            at.evict(lowest_slots(shortness(held.k), at.positions(), n_over))
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store[layer].n_seen
+        if self.variant.is_full or layer in self.whole:
+            return range(n)
+        return range(n - 1 if self.prunes else self.trace.s_prompt, n)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        share = self.plan.tokens / self.trace.s_prompt
+        spread = torch.stack(self.spreads).mean().item()
+        return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}

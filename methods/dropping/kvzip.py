@@ -1,0 +1,87 @@
+"""KVzip (Kim et al., 2025): keep what the model looks at while it repeats the context, whatever will be asked.
+
+Once the context is read, the model is asked to repeat it, chunk by chunk, and is fed each chunk as if it answered. What
+a token gets at most from any of these queries is its score, for every KV head. One order over all layers and heads
+decides. The context is compressed before there is a question, and serves any number of them.
+
+Symbols   paper or code s0, n, R_i, chunk size, r = `frame.n_prefix`, context tokens, ids of a `Pass`, `chunk`, the
+          budget's ratio.
+Budget    `n_free` context tokens per head, mean over all heads and layers, and in every head what the chat template and
+          the system line put around the context. A head may keep nothing else. A task with `full_prompt` has its
+          question in the context, which is not the published use; the label says so.
+Per step  moved: nothing; resident: the counts of all heads, 4 * d_h bytes a token, and 4 * (h_kv + 1) bytes of offsets.
+          The second pass is part of the time to the first token and stands in `probe_s`. Until it ends the full cache
+          is on the device.
+Differs   - exactly as many tokens are kept as the budget has; `match_published` keeps what is strictly above the
+          authors' threshold, one token fewer at least and a plateau of equal scores at most.
+          - prefix and template count as kept tokens; the authors have them on top of the ratio.
+          - softmax in float32; the authors' is in the model's dtype, where many scores become equal.
+          - their `pair-uniform` is `allocator=uniform`, up to the rounding of counts. Whole heads (`head`) are
+            DuoAttention's division here; `above_threshold` gives the authors' rule for them as well.
+          - the paper's words of the request differ from its code's, which are used here.
+Fails     where trivial tokens fill the budget: list marks and line ends get weights near 1 when repeated. A prefill of
+          the same length is paid about twice.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.passes.probe import Probe
+from engine.passes.repetition import Repetition
+from methods.dropping.allocators import Counts
+from methods.rules.dropping.kvzip import KVzipRules
+from methods.scoring import ScoringMethod
+
+
+def above_threshold(scores: Tensor, n: int) -> Tensor:
+    """The authors' selection: which scores of any shape are strictly above the n-th highest; all for n of all."""
+    if n >= scores.numel():
+        return torch.ones_like(scores, dtype=torch.bool)
+    return scores > scores.flatten().sort(descending=True).values[max(n - 1, 0)]
+
+
+class KVzip(KVzipRules, ScoringMethod):
+    params: KVzipRules.Params
+    plan: KVzipRules.Plan
+
+    @classmethod
+    def probes(cls, params: KVzipRules.Params, plan: KVzipRules.Plan) -> tuple[Probe, ...]:
+        return (Repetition(params.chunk, params.overlap, plan.frame, params.first_ids, params.next_ids),)
+
+    def ends(self) -> tuple[int, int]:
+        return self.plan.frame.n_prefix, self.plan.frame.n_suffix
+
+    def n_free(self) -> int:
+        return self.plan.n_free
+
+    def scorer(self) -> Hashable:
+        return self.probes(self.params, self.plan)
+
+    def scores(self, layer: int) -> Tensor:
+        (what,) = self.probes(self.params, self.plan)
+        return self.trace.probed(what, layer)
+
+    def counts(self) -> Sequence[Counts]:
+        if not self.params.match_published or self.variant.allocator.of_layers != "global":
+            return super().counts()
+        scores = torch.stack([self.scores(layer)[0] for layer in self.trace.shape.attention_layers])
+        n_heads = scores.shape[0] * scores.shape[1]
+        return above_threshold(scores, n_heads * self.plan.n_free).sum(-1).tolist()
+
+    def arrange(self, layer: int) -> None:
+        """Nothing is known of a layer before the context was repeated."""
+
+    def arrange_rest(self) -> None:
+        self.counted = self.counts()
+        for layer, n in zip(self.trace.shape.attention_layers, self.counted, strict=True):
+            self.keep_best(layer, n)
+
+    def report(self) -> dict[str, Any]:
+        """What heads and layers keep of the prompt."""
+        if self.variant.is_full:
+            return {}
+        kept = [self.store[layer].kept_counts() for layer in self.trace.shape.attention_layers]
+        return super().report() | {"kept_layers": [sum(layer) / len(layer) for layer in kept]}

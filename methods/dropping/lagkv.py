@@ -1,0 +1,202 @@
+"""LagKV (Liang et al., 2025): what a partition holds that the next one does not foretell. No attention is looked at.
+
+The tokens behind the sinks are cut into partitions. A partition's keys and values are rescaled, channel by channel, by
+the range that the next partition has there; tokens whose rescaled channels then vary most stay, equally many of every
+partition. The last partition has no successor and stays whole, with the remainder behind it. As published it goes on
+while decoding: whenever a further partition is complete, the one before it is compressed.
+
+Symbols   paper: sink size S, lag L, share r of a partition = `n_sink`, `lag`, `m` tokens; lambda = `value_weight`.
+Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t; no metadata. With `evict: always` it rises to
+          sinks, what is compressed, and two partitions, and then falls by lag - m: `attended_max` of `method_report`.
+Differs   - `budget_rule: fair` keeps the budget's tokens exactly: sinks, last partition and remainder are in it, the
+            rest is spread over the partitions, the first ones having one more. Where a partition would keep none,
+            `lag` is halved, and then there are fewer sinks; `method_report` says so. `official` keeps int(r * lag)
+            of each, and so more than r of the prompt (method=lagkv_paper).
+          - `evict: prompt` compresses the prompt alone, which `ratio` speaks of; the authors' cache is `always`.
+          - a channel in which the reference does not vary has no range. It is left out, and `flat_channels` counts it;
+            the authors divide by zero there.
+          - `selection: ranks` is kvpress' form (method=lagkv_kvpress): the best of all partitions by their ranks
+            within each. `scores` compares the softmax sums themselves, kvpress' cross_scoring: they are what a budget
+            may be divided by over heads.
+          - of equal scores the lower position stays.
+Fails     on prompts of few partitions, of which sinks and last partition take most of the budget, and where what is
+          asked for is phrased like the text behind it.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.prefill import Trace
+from kernels.gather import gather_tokens
+from methods.dropping.allocators import Counts
+from methods.rules.dropping.lagkv import LagKVRules
+from methods.scorers import keep_top, lowest_slots
+from methods.scoring import ScoringMethod
+
+# A channel that hardly varies may scale a value beyond what float32 can square and add up; this it can.
+FAR = 1e17
+
+
+def spread(x: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """How much a token's channels vary once the reference's range is their unit, and how many channels have none.
+
+    Of x and reference (..., lag, d_h) float32: the standard deviation over channels (..., lag), unbiased, and a count.
+    """
+    low, high = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)  # (..., 1, d_h)
+    varies = high > low
+    n = varies.sum(-1)  # (..., 1) channels
+    scaled = ((x - low) / (high - low)).clamp(-FAR, FAR).where(varies, 0)
+    mean = (scaled.sum(-1) / n.clamp(min=1)).unsqueeze(-1)
+    squares = (scaled - mean).where(varies, 0).square().sum(-1)
+    return (squares / (n - 1).clamp(min=1)).sqrt(), (~varies).sum()
+
+
+def lag_scores(k: Tensor, v: Tensor, next_k: Tensor, next_v: Tensor, value_weight: float) -> tuple[Tensor, Tensor]:
+    """What the tokens of a partition are worth, all (..., lag, d_h): (..., lag) float32; and `spread`'s count."""
+    of_keys, flat_k = spread(k.float(), next_k.float())
+    of_values, flat_v = spread(v.float(), next_v.float())
+    return of_keys.softmax(-1) + value_weight * of_values.softmax(-1), flat_k + flat_v
+
+
+def partition_scores(trace: Trace, plan: LagKVRules.Plan, value_weight: float, layer: int) -> tuple[Tensor, Tensor]:
+    """The prompt's partitions, each against the next: (1, h_kv, n_parts, lag) float32, and `spread`'s count."""
+    stop = plan.n_sink + (plan.n_parts + 1) * plan.lag
+    scores, flat = [], []
+    for head in range(trace.shape.h_kv):  # one by one: each is made float32
+        k, v = (
+            x[:, head : head + 1, plan.n_sink : stop].unflatten(2, (-1, plan.lag))
+            for x in (trace.keys(layer), trace.values(layer))
+        )
+        found = lag_scores(k[:, :, :-1], v[:, :, :-1], k[:, :, 1:], v[:, :, 1:], value_weight)
+        scores.append(found[0])
+        flat.append(found[1])
+    return torch.cat(scores, 1), torch.stack(flat).sum()
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """Places among the last dimension's scores as shares below 1, the best highest, ties to the lower index."""
+    lag = scores.shape[-1]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    falling = torch.arange(lag - 1, -1, -1, device=scores.device, dtype=torch.float32) / lag
+    return torch.empty_like(scores).scatter_(-1, order, falling.expand_as(scores))
+
+
+def quota(scores: Tensor, n: int) -> Tensor:
+    """The `n` best of (1, heads, n_parts, lag), of each partition equally many, the first ones one more: (1, heads, n).
+
+    Ascending places of the partitions behind each other.
+    """
+    n_parts, lag = scores.shape[2:]
+    m, n_more = divmod(n, n_parts)
+    starts = torch.arange(n_parts, device=scores.device).unsqueeze(-1) * lag
+    parts = (slice(n_more), m + 1), (slice(n_more, None), m)
+    return torch.cat([(keep_top(scores[:, :, some], k) + starts[some]).flatten(2) for some, k in parts], -1)
+
+
+class LagKV(LagKVRules, ScoringMethod):
+    params: LagKVRules.Params
+    plan: LagKVRules.Plan
+    base: dict[int, int]  # per layer: tokens that are compressed for good, sinks among them
+    flat: list[Tensor]  # channels without a range, of every partition that was compressed
+
+    def setup(self) -> None:
+        self.base, self.flat, self.attended_max = {}, [], 0
+        self.cuts = self.params.evict == "always" and not self.variant.is_full
+
+    def ends(self) -> tuple[int, int]:
+        n_sink = min(self.plan.n_sink, self.trace.s_prompt)
+        return n_sink, self.plan.n_last
+
+    def scores(self, layer: int) -> Tensor:
+        """Of the tokens between the ends, partition behind partition."""
+        if self.plan.n_parts == 0:  # the ends are all that is kept
+            n = self.trace.s_prompt - sum(self.ends())
+            return torch.zeros(1, self.trace.shape.h_kv, n, device=self.trace.keys(layer).device)
+        scores = self.partitions(layer)[0]
+        if self.params.selection == "ranks":
+            scores = ranks(scores)
+        return (scores / 2 if self.params.selection == "scores" else scores).flatten(2)
+
+    def partitions(self, layer: int) -> tuple[Tensor, Tensor]:
+        plan, weight = self.plan, self.params.value_weight
+        key = "lag scores", plan.n_sink, plan.lag, weight, layer
+        return self.trace.once(key, lambda: partition_scores(self.trace, plan, weight, layer))
+
+    def n_free(self) -> int:
+        return self.plan.n_between
+
+    def scorer(self) -> tuple[Hashable, ...]:
+        plan, params = self.plan, self.params
+        return "lag", plan.n_sink, plan.lag, params.value_weight, params.selection
+
+    def keep_best(self, layer: int, n: Counts) -> None:
+        if self.plan.n_parts:
+            self.flat.append(self.partitions(layer)[1])
+        if self.params.selection != "quota" or self.plan.n_parts == 0:
+            return super().keep_best(layer, n)
+        counts, n_sink = self.of_heads(layer, n) if isinstance(n, int) else n, self.ends()[0]
+        scores = self.shared_scores(layer).unflatten(2, (self.plan.n_parts, self.plan.lag))
+        if isinstance(counts, int):
+            return self.place(layer, quota(scores, counts) + n_sink)
+        heads = zip(scores.split(1, 1), counts, strict=True)
+        return self.place_ragged(layer, [quota(each, k)[0, 0] for each, k in heads])
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """With `evict: always`, keep all chosen tokens alike, with room for the most that are held at once."""
+        if not self.cuts:
+            return super().place(layer, best)
+        (n_first, n_last), s = self.ends(), self.trace.s_prompt
+        every = torch.arange(s, device=best.device).expand(1, best.shape[1], -1)
+        kept = torch.cat([every[..., :n_first], best, every[..., s - n_last :]], -1)
+        n, n_new = kept.shape[-1], self.store.n_new
+        self.base[layer] = self.plan.base
+        return self.store.keep(layer, kept, capacity=self.plan.peak(n, n_new) - n)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """With `evict: always`, once a partition and its reference are complete: the partition keeps its best."""
+        if not self.cuts:
+            return out
+        plan, at, base = self.plan, self.store[layer], self.base[layer]
+        n = at.n_kept + at.n_window
+        self.attended_max = max(self.attended_max, n)
+        if plan.cut(n, base):
+            if plan.m < plan.lag:
+                at.evict(self.leaving(layer, base))
+            self.base[layer] = base + plan.m
+        return out
+
+    def leaving(self, layer: int, base: int) -> Tensor:
+        """Slots of the partition right behind `base` without its `m` best tokens: (1, h_kv, lag - m)."""
+        plan, at = self.plan, self.store[layer]
+        (held,) = at.resident()
+        in_order = at.positions().argsort(-1)  # slots; behind `base` their positions are the same for all heads
+        slots = in_order[..., base : base + plan.lag]
+        k, v = (gather_tokens(x, slots) for x in (held.k, held.v))
+        reference = in_order[..., base + plan.lag : base + 2 * plan.lag]
+        next_k, next_v = (gather_tokens(x, reference) for x in (held.k, held.v))
+        scores, flat = lag_scores(k, v, next_k, next_v, self.params.value_weight)
+        self.flat.append(flat)
+        places = torch.arange(plan.lag, device=slots.device).expand_as(slots)
+        return slots.gather(-1, lowest_slots(scores, places, plan.lag - plan.m))
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store[layer].n_seen
+        if self.variant.is_full:
+            return range(n)
+        n_first, n_last = self.ends()
+        return sorted({*range(n_first), *range(n - self.plan.lag if self.cuts else self.trace.s_prompt - n_last, n)})
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        n_flat = int(torch.stack(self.flat).sum()) if self.flat else 0
+        return (
+            super().report()
+            | self.shortened()
+            | ({"lag": self.plan.lag} if self.plan.lag < self.params.lag else {})
+            | ({"flat_channels": n_flat} if n_flat else {})
+            | ({"attended_max": self.attended_max} if self.cuts else {})
+        )

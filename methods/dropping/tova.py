@@ -1,0 +1,77 @@
+"""TOVA (Oren et al., 2024): a cache of fixed size, from which the latest query's least attended token goes.
+
+At the prompt's end the last query's weights, averaged over all query heads of the layer, say which tokens stay. While
+decoding, every step attends to what is there and to its own token; then its weights say who leaves, which may be the
+newest. There is no window, there are no sinks, and no score outlives its step.
+
+Symbols   paper: multi-state size = `tokens`; weights of the latest query, their mean over heads = `scores`.
+Per step  moved: nothing; resident: h_kv * (tokens + 1) tokens, the current one included, and no metadata. It attends to
+          tokens + 1 however long the answer is. Its price is that a step's weights must be written down, h of them per
+          token, which fused attention avoids.
+Differs   - weights and their mean are float32; the authors round weights to the model's dtype, where many are equal.
+          - of equal scores the higher position goes; the authors leave it to topk.
+          - `evict: prompt` is kvpress' form (method=tova_kvpress): once, at the prompt's end, whose last token stays
+            whatever its score; generated tokens come on top.
+          All heads of a layer keep one set, so that a budget per head has no meaning here; one per layer has.
+Fails     where an answer needs what the latest query does not look at: a token of low weight is gone at once, also one
+          that the next step would have asked for.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+
+from engine.observe import MeanWeights, Observation
+from methods.rules.dropping.tova import TOVARules
+from methods.scorers import lowest_slot
+from methods.scoring import ScoringMethod
+
+LAST_QUERY = MeanWeights(1)
+
+
+class TOVA(TOVARules, ScoringMethod):
+    params: TOVARules.Params
+    plan: TOVARules.Plan
+
+    def setup(self) -> None:
+        self.wants_weights = self.params.evict == "always" and not self.variant.is_full
+
+    @classmethod
+    def observations(cls, params: TOVARules.Params, plan: TOVARules.Plan) -> tuple[Observation, ...]:
+        return (LAST_QUERY,)
+
+    def ends(self) -> tuple[int, int]:
+        return 0, self.plan.n_last
+
+    def scores(self, layer: int) -> Tensor:
+        weights = self.trace.observed(LAST_QUERY, layer)  # (1, s)
+        return weights[:, : self.trace.s_prompt - self.plan.n_last].unsqueeze(0)  # (1, 1, n)
+
+    def n_free(self) -> int:
+        return self.plan.tokens - self.plan.n_last
+
+    def scorer(self) -> Hashable:
+        return "the last query's weights"
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Keep what was chosen, with room for the answer, or for as much of it as comes before the first eviction."""
+        if self.params.evict == "prompt":
+            return super().place(layer, best)
+        room = min(self.store.n_new, self.plan.tokens + 1 - best.shape[-1])
+        return self.store.keep(layer, best, capacity=room)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Once there are more than `tokens`, the one that this step looked at least leaves every head."""
+        if self.wants_weights:
+            assert weights is not None, "TOVA learns from the weights"
+            if weights.shape[-1] > self.plan.tokens:
+                scores = weights.mean(1, keepdim=True)  # (1, 1, n)
+                slot = lowest_slot(scores, self.store[layer].positions()[:, :1])
+                self.store[layer].evict(slot.expand(-1, self.trace.shape.h_kv, -1))
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n = self.store[layer].n_seen
+        if self.variant.is_full:
+            return range(n)
+        return range(n - 1 if self.params.evict == "always" else self.trace.s_prompt - 1, n)

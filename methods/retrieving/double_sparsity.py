@@ -1,0 +1,193 @@
+"""Double Sparsity (Yang et al., 2024): a few channels of the keys find the tokens that are then read in full.
+
+Channels that matter are the same for all texts. They are chosen once per model, layer and head; of every key the values
+in these few, its label, are kept apart. At a step query and labels give approximate logits, and K and V of the tokens
+with the largest are read in full. As SparQ, with channels that do not depend on the query and so can lie together.
+
+Symbols   paper r, N or `heavy_const`, b = labels of a head, `k`, `label_bits`; B = budget; `group_factor` = d_h / r.
+Per step  read to find: labels of s_prompt keys, 2 bytes each of those that a group's heads read between them, resident;
+          with b < 16 of each head r * b / 8 + 4 bytes; fetched: K and V of k tokens per query head, 4 * d_h bytes each,
+          a token of a KV head once; resident besides: generated tokens.
+Differs   - `comm` bounds what a KV head reads, and query heads have channels of their own: each takes as many as keep
+            the union of its group within `comm`, at least one. The paper counts a head's labels alone;
+            `comm_mode: native` has them, and results are marked where a group reads more.
+          - `granularity: auto` selects per query head where `comm` is 1/32 or more and pays for a channel of each, else
+            per group: channels by the sum of its heads' scores, tokens by the sum of their logits.
+          - generated tokens stay on the device and are not scored, so that the bytes read are the same at every step.
+            `generated: compete` scores all tokens, also the current one, which may lose; it then exceeds `comm` by the
+            generated tokens. `heavy` is the published count, the same at every step.
+          - scores of channels are from the last 2,048 tokens of the embedded prose, unless `calibration_file` has
+            others; the authors take 256 samples of the Pile. `calibration: as_released` reproduces two defects of their
+            score `qk`. With `channel: k` their evaluation leaves all heads but the first h_kv dense, which is refused.
+          - the prefill is exact. The authors' evaluation masks it row by row.
+          - the first `full_layers` layers stay whole, as published. A budget is that of the other layers;
+            `method_report` has the share over all of them as `overall_ratio`.
+Fails     where few channels carry too little of q·k. Channels are chosen before rotary embedding and read after it,
+          which mixes pairs of them.
+
+Not here: scores of channels (`methods/calibration/channels.py`), the search (`methods/retrieving/labels.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.observe import Observation
+from methods.calibration.known import Calibrated
+from methods.retrieving.labels import Labels, LabelSearch, stored
+from methods.rules.retrieving.double_sparsity import SCALE_BITS, WHOLE_BITS, DoubleSparsityRules
+
+
+def order_of(scores: Tensor) -> Tensor:
+    """Channels by falling score (heads, d_h); of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def scores_of_heads(scores: Tensor, h_kv: int, per_head: bool) -> Tensor:
+    """Scores (h or h_kv, d_h) for who selects: query heads, or the sum over each group (h_kv, d_h)."""
+    return scores if per_head else scores.unflatten(0, (h_kv, -1)).sum(1)
+
+
+def union_within(order: Tensor, h_kv: int, most: int) -> Tensor:
+    """Which channels each head of order (h, d_h) takes, so that its group's are at most `most`: (h, d_h) bool.
+
+    All heads of a group take equally many, and as many as possible.
+    """
+    h, d_h = order.shape
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(d_h, device=order.device).expand(h, -1))
+    first = rank.unflatten(0, (h_kv, -1)).amin(1)  # with how many per head a channel is in the group's union
+    n_union = (first.unsqueeze(-1) < torch.arange(1, d_h + 1, device=order.device)).sum(1)  # (h_kv, r)
+    r = (n_union <= most).sum(-1).repeat_interleave(h // h_kv)
+    return rank < r.unsqueeze(-1)
+
+
+def quantised(labels: Tensor, bits: int) -> Tensor:
+    """Each vector in `bits` bits between its lowest and its highest value, and back again."""
+    if bits == WHOLE_BITS:
+        return labels
+    low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
+    width = high - low
+    scale = ((1 << bits) - 1) / torch.where(width > 0, width, torch.ones_like(width))
+    return ((labels - low) * scale).round().clamp(0, (1 << bits) - 1) / scale + low
+
+
+def taken(keys: Tensor, channels: Tensor, bits: int) -> Tensor:
+    """Labels of keys (1, h_kv, n, d_h) by channels (stored, c), -1 for none: (stored, n, c) float32."""
+    many = keys[0].float().repeat_interleave(len(channels) // keys.shape[1], 0)
+    where = channels.clamp(min=0).unsqueeze(1).expand(-1, many.shape[1], -1)
+    return quantised(many.gather(2, where), bits)
+
+
+class DoubleSparsity(DoubleSparsityRules, LabelSearch):
+    params: DoubleSparsityRules.Params
+    plan: DoubleSparsityRules.Plan
+    channels: dict[int, Tensor]  # per layer, (stored, c), -1 where a group has fewer
+    masks: dict[int, Tensor | None]  # per layer, which channels a query head asks for (h, d_h) float32; None: all there
+
+    def setup(self) -> None:
+        super().setup()
+        self.channels, self.masks = {}, {}
+
+    @classmethod
+    def observations(
+        cls, params: DoubleSparsityRules.Params, plan: DoubleSparsityRules.Plan
+    ) -> tuple[Observation, ...]:
+        return (scored(params),)
+
+    @property
+    def is_whole(self) -> bool:
+        """Labels are not quantised, so that heads of a group can share them."""
+        return self.params.label_bits == WHOLE_BITS
+
+    # While the prompt is read.
+
+    def shared_labels(self, layer: int) -> Labels:
+        trace, params, plan = self.trace, self.params, self.plan
+        what = (scored(params), params.label_bits, plan.n_labels, plan.per_head, plan.n_read)
+        found = trace.once(("Double Sparsity's labels", layer, *what), lambda: self.make_labels(layer))
+        labels, self.channels[layer], self.masks[layer] = found
+        return labels
+
+    def make_labels(self, layer: int) -> tuple[Labels, Tensor, Tensor | None]:
+        shape, plan, bits = self.trace.shape, self.plan, self.params.label_bits
+        scores = scores_of_heads(self.trace.observed(scored(self.params), layer), shape.h_kv, plan.per_head)
+        order, mask = order_of(scores), None
+        if plan.per_head and self.is_whole:
+            if plan.n_read is None:
+                rank = torch.empty_like(order).scatter_(
+                    1, order, torch.arange(shape.d_h, device=order.device).expand_as(order)
+                )
+                asks = rank < plan.n_labels
+            else:
+                asks = union_within(order, shape.h_kv, plan.n_read)
+            channels, mask = union_of(asks, shape.h_kv), asks.float()
+            n_bits = WHOLE_BITS * int((channels >= 0).sum())
+        else:
+            channels = order[:, : plan.n_labels]
+            overhead = 0 if self.is_whole else SCALE_BITS
+            n_bits = len(channels) * (plan.n_labels * bits + overhead)
+        labels = taken(self.trace.keys(layer), channels, bits)
+        return Labels(stored(labels), self.turn(channels), n_bits), channels, mask
+
+    def turn(self, channels: Tensor) -> Tensor:
+        """What picks the labels' channels out of a query; those that are quantised are picked before."""
+        n_stored, c = channels.shape
+        if not self.is_whole:
+            return torch.eye(c, device=channels.device).expand(n_stored, -1, -1).contiguous()
+        picks = torch.zeros(n_stored, self.trace.shape.d_h, c, device=channels.device)
+        return picks.scatter_(1, channels.clamp(min=0).unsqueeze(1), (channels >= 0).float().unsqueeze(1))
+
+    # A decode step.
+
+    def label_keys(self, layer: int, keys: Tensor) -> Tensor:
+        return taken(keys, self.channels[layer], self.params.label_bits)
+
+    def asked(self, layer: int, q: Tensor) -> Tensor:
+        queries, mask, h_kv = q[:, :, 0], self.masks[layer], self.trace.shape.h_kv
+        if mask is not None:
+            return queries * mask
+        queries = queries.float()
+        if not self.is_whole:
+            channels = self.channels[layer].repeat_interleave(queries.shape[1] // len(self.channels[layer]), 0)
+            queries = quantised(queries.gather(2, channels.expand(len(q), -1, -1)), self.params.label_bits)
+        return queries if self.plan.per_head else queries.unflatten(1, (h_kv, -1)).sum(2)
+
+    def n_chosen(self, n: int) -> int:
+        return super().n_chosen(n) if self.params.heavy is None else self.params.heavy
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        shape, share = self.trace.shape, self.plan.k / self.trace.s_prompt
+        layers = [at for at in shape.attention_layers if at in self.channels]
+        return self.origin() | {
+            "comm_mode": self.params.comm_mode,
+            "granularity": "query_head" if self.plan.per_head else "kv_head",
+            "n_labels": self.labels_of_heads(layers),
+            "achieved_ratio": share,
+            "overall_ratio": self.overall_ratio(share),
+        }
+
+    def labels_of_heads(self, layers: Sequence[int]) -> float:
+        """Channels that a head asks for, mean over heads and layers."""
+        counts = [self.masks[at] for at in layers]
+        found = [float(self.plan.n_labels) if mask is None else float(mask.sum(-1).mean()) for mask in counts]
+        return sum(found) / max(1, len(found))
+
+
+def union_of(asks: Tensor, h_kv: int) -> Tensor:
+    """Channels (h_kv, c), ascending, that heads of a group ask for by asks (h, d_h); -1 where it asks for fewer."""
+    wanted = asks.unflatten(0, (h_kv, -1)).any(1)  # (h_kv, d_h)
+    n = wanted.sum(-1, keepdim=True)
+    ordered = wanted.int().sort(dim=-1, descending=True, stable=True).indices[:, : int(n.max())]
+    return ordered.where(torch.arange(ordered.shape[1], device=n.device) < n, -1)
+
+
+def scored(params: DoubleSparsityRules.Params) -> Calibrated:
+    """What the model has to be calibrated for."""
+    array = params.channel + ("_as_released" if params.calibration == "as_released" else "")
+    return Calibrated("channels", array, params.calibration_file, params.calibrate == "missing")

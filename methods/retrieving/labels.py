@@ -1,0 +1,145 @@
+"""Labels of keys, and the search by them: what Double Sparsity and Loki have in common.
+
+Of every key few numbers are kept, its label; of a query as many are multiplied with it, and the tokens with the largest
+products are fetched. A method says which numbers these are, of keys and of queries.
+
+Not here: any method; the search itself (`kernels/labels.py`, `kernels/rows/logits.py`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from engine.observe import ModelFact
+from kernels.labels import by_channel, label_top
+from kernels.rows.logits import channel_keys
+from kernels.topk import top_keys
+from methods.base import SelectiveAttention, select_alike
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Of one layer: labels of keys, and how a query becomes weights of their numbers.
+
+    `keys` (stored, s, c) float32 are rounded as the model's own keys are; a stored head is a KV head, or a query head
+    where labels of query heads differ.
+    """
+
+    keys: Tensor
+    turn: Tensor  # (stored, d_h or c, c): what is asked times this gives weights
+    n_bits: int  # of all heads' labels of one token
+
+    def n_bytes(self, n_tokens: int) -> int:
+        return -(-self.n_bits * n_tokens // 8)
+
+    def longer(self, n: int) -> Labels:
+        """A copy with room for labels of `n` tokens."""
+        stored, s, c = self.keys.shape
+        room = self.keys.new_empty(stored, c, n).mT if self.keys.stride(1) == 1 else self.keys.new_empty(stored, n, c)
+        room[:, :s] = self.keys
+        return replace(self, keys=room)
+
+
+def stored(labels: Tensor) -> Tensor:
+    """Labels (stored, s, c) float32 as they are searched: by channel on a CPU, by token on a GPU."""
+    return labels.contiguous() if labels.is_cuda else by_channel(labels)
+
+
+class LabelSearch(SelectiveAttention):
+    """A method that fetches the tokens with the largest products of label and query."""
+
+    labels: dict[int, Labels]  # per layer; a variant's own where generated tokens compete
+
+    def setup(self) -> None:
+        self.labels = {}
+
+    @abstractmethod
+    def shared_labels(self, layer: int) -> Labels:
+        """Labels of the prompt, the same object for all rows that can be searched together."""
+
+    @abstractmethod
+    def label_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Labels (stored, n, c) float32 of keys (1, h_kv, n, d_h)."""
+
+    @abstractmethod
+    def asked(self, layer: int, q: Tensor) -> Tensor:
+        """What of queries (n, h, 1, d_h) `Labels.turn` is applied to: (n, heads, …), heads as many as select."""
+
+    def n_chosen(self, n: int) -> int:
+        """How many of `n` tokens that compete are fetched."""
+        return self.plan.k if not self.competes else self.budget.allowance(n - self.trace.s_prompt)
+
+    @property
+    def competes(self) -> bool:
+        """Whether generated tokens are searched like those of the prompt, the current one too."""
+        return self.params.generated == "compete"
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        self.store.offload(layer, 0, 0, capacity=0 if self.competes else None)
+        labels = self.shared_labels(layer)
+        self.labels[layer] = labels.longer(self.trace.s_prompt + self.store.n_new) if self.competes else labels
+
+    # A decode step.
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with the same labels are searched at once."""
+        searching = cast("Sequence[LabelSearch]", rows)
+        counts = {id(row): row.take_in(layer) for row in searching}
+
+        def select(alike: Sequence[LabelSearch], q: Tensor) -> list[Tensor | None]:
+            n, ks = alike[0].n_searched(layer), [counts[id(row)] for row in alike]
+            found = best(alike[0].labels[layer], alike[0].asked(layer, q), n, ks)
+            return [*found]
+
+        return select_alike(searching, q, lambda row: row.kind(layer), select)
+
+    def kind(self, layer: int) -> Hashable:
+        """Rows of which this is the same are searched together."""
+        return id(self.labels[layer].keys)
+
+    def n_searched(self, layer: int) -> int:
+        return self.store[layer].n_seen if self.competes else self.trace.s_prompt
+
+    def take_in(self, layer: int) -> int:
+        """Label the current token where it competes, and count the search: how many tokens are to be fetched."""
+        at, n = self.store[layer], self.n_searched(layer)
+        if self.competes:
+            self.labels[layer].keys[:, n - 1 : n] = self.label_keys(layer, at.newest[0])
+        n_bytes = self.labels[layer].n_bytes(n)
+        at.meter.count("resident_meta_bytes", n_bytes)
+        at.meter.count("moved_meta_bytes", n_bytes)
+        return min(self.n_chosen(n), n)
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer)
+
+    def origin(self) -> dict[str, Any]:
+        """For the report: what the model was calibrated on."""
+        (what,) = self.variant.observations
+        assert isinstance(what, ModelFact)
+        return {"calibration": dict(self.trace.origins.get(what, {}))}
+
+
+def best(labels: Labels, asked: Tensor, n: int, ks: Sequence[int]) -> list[Tensor]:
+    """For rows of asked (rows, heads, c') the `ks` best of the first `n` tokens: positions (1, heads, k) each."""
+    if asked.is_cuda:  # positions in the lower halves
+        keys = channel_keys(asked.unsqueeze(2), labels.turn, labels.keys[:, :n], "query_head")
+        found = top_keys(keys, max(ks))
+        return [found[i : i + 1, :, :k] for i, k in enumerate(ks)]
+    weights = weights_of(labels, asked)
+    return [label_top(weights[i : i + 1], labels.keys, n, k) for i, k in enumerate(ks)]
+
+
+def weights_of(labels: Labels, asked: Tensor) -> Tensor:
+    """What labels are multiplied with: (rows, heads, c) float32."""
+    stored, rows = len(labels.turn), len(asked)
+    grouped = asked.float().unflatten(1, (stored, -1)).transpose(0, 1).flatten(1, 2)  # (stored, rows * g, c')
+    return (grouped @ labels.turn).unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,235 @@
+"""MagicPIG (Chen et al., 2024): attend to a random sample of the keys, each weighed by its chance to be in it.
+
+Keys are hashed into tables by random hyperplanes. A query fetches the keys that share a bucket with it in at least two
+tables. Hyperplanes find a key the more often the smaller its angle to the query, and how often is known. So a found
+key's logit is lowered by the logarithm of that chance, and the softmax over the sample estimates that over all keys.
+Nothing is dropped.
+
+Symbols   paper K, L, w = `bits`, `tables`, hyperplanes; u = `chance`; m = the prompt's tokens between sinks and window.
+Per step  read to find: the query's bucket in each table, 4 bytes an entry, and 8 bytes for its bounds; moved: K and V
+          of each query head's sample, 4 * d_h bytes each, a token of a KV head once; resident: sinks, window, generated
+          tokens. The host holds 4 * tables + 4 bytes a token and KV head beside K and V, and 8 * 2^bits * tables a KV
+          head for the bounds, which is as a rule more than K and V (`method_report` has it).
+Differs   - a sample's size is random and differs by query head. `tables: auto` takes the largest number for which the
+            prompt's last 32 queries find no more than the budget, and read no more than `comm`, in the mean: of each
+            layer and prompt, at least 2. So the budget holds in the mean and is checked so, within 5 %; a sample is
+            never trimmed, which would spoil the estimate.
+          - sinks and window are inside the budget, the authors' outside. Generated tokens are not hashed and stay, as
+            published.
+          - one set of hyperplanes per KV head for all layers, drawn from `seed` alone, the same for every prompt.
+          - the mean of the middle keys is taken from all keys before hashing, as in the authors' code. It shifts all
+            logits of a head alike, so attention reads keys as they are. Cosines are clamped to -1 to 1.
+          - on a GPU the tables stay in the host's memory, as in the authors' server, and every layer waits for it.
+Fails     where attention is on a few keys that point elsewhere than the query: they are found rarely and weigh much, up
+          to 10,000 times. The layers that stay whole decide more than the tables.
+
+Not here: buckets and weights (`kernels/rows/collisions.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.books.spans import span
+from engine.budget import token_bytes
+from engine.observe import LastQueries, Observation, at_once
+from kernels.rows.collisions import Hashed, build_tables, chance_of_two, find_twice, one_table, pack_codes
+from methods.base import SelectiveAttention
+from methods.rules.retrieving.magicpig import (
+    BOUND_BYTES,
+    ENTRY_BYTES,
+    FEWEST_TABLES,
+    NORM_BYTES,
+    MagicPIGRules,
+    dense_layers,
+)
+
+LEAST = 1e-4  # added to a chance, so that no find weighs more than 10,000
+CALIBRATION = LastQueries(32)
+HASHED_AT_ONCE = 256  # vectors, whose products with 150 tables of 10 planes are 1.5 MB
+BIN_BITS = 16  # of a float32 that are left out where numbers are counted: bins 0.8 % wide
+
+
+@dataclass(frozen=True)
+class Index:
+    """What one layer of a prompt is searched with, all of it on the host."""
+
+    hashed: Hashed
+    planes: Tensor  # (h_kv or 1, d_h, tables * bits)
+    expected: float | None  # sample's size in the mean over the prompt's last queries; None: not asked
+
+    @property
+    def n_tables(self) -> int:
+        return self.hashed.tables.tokens.shape[1]
+
+
+def draw_planes(h_kv: int, d_h: int, bits: int, tables: int, seed: int) -> Tensor:
+    """Hyperplanes (h_kv, d_h, tables * bits), a table's beside each other; more tables begin with those of fewer."""
+    state = np.random.SeedSequence([seed, bits, h_kv, d_h]).generate_state(1)[0]
+    draw = torch.Generator().manual_seed(int(state))
+    found = [torch.randn(h_kv, d_h, bits, generator=draw) for _ in range(tables)]
+    return torch.cat(found, -1)
+
+
+def codes_of(x: Tensor, planes: Tensor, bits: int) -> Tensor:
+    """Codes of vectors (heads, n, d_h) in every table, (heads, tables, n) int16."""
+    heads, n, _ = x.shape
+    codes = torch.empty(heads, planes.shape[-1] // bits, n, dtype=torch.int16, device=x.device)
+    for head in range(heads):
+        own = planes[head if len(planes) > 1 else 0]
+        for first in range(0, n, at_once(HASHED_AT_ONCE, x.device)):
+            rows = slice(first, first + at_once(HASHED_AT_ONCE, x.device))
+            pack_codes(x[head, rows] @ own, bits, codes[head, :, rows])
+    return codes
+
+
+def cosines(q: Tensor, centred: Tensor, norms: Tensor) -> Tensor:
+    """Of queries (h, n_q, d_h) and centred keys (h_kv, m, d_h) with these norms: (h, n_q, m)."""
+    grouped = q.unflatten(0, (len(centred), -1)).flatten(1, 2)  # (h_kv, g * n_q, d_h)
+    inner = grouped @ centred.mT
+    lengths = grouped.norm(dim=-1, keepdim=True) * norms.unsqueeze(1)
+    return (inner / lengths.clamp(min=torch.finfo(torch.float32).tiny)).unflatten(1, (-1, q.shape[1])).flatten(0, 1)
+
+
+def affordable_tables(one: Tensor, k: int, n_bytes: int) -> tuple[int, float]:
+    """The most tables that find at most `k` tokens and read at most `n_bytes` in the mean, and what they find.
+
+    `one` (h, n_q, m) is the chance of each key to meet each query in one table. At least two tables.
+    """
+    (h, n_q, _), (means, counts) = one.shape, binned(one)
+    entries = float(means @ counts) / n_q  # of a table's buckets, summed over query heads
+
+    def found(tables: int) -> float:
+        return float(chance_of_two(means, tables) @ counts) / (h * n_q)
+
+    low, high = FEWEST_TABLES, max(FEWEST_TABLES, int(n_bytes / (h * BOUND_BYTES + ENTRY_BYTES * entries)))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if found(middle) <= k else (low, middle - 1)
+    return low, found(low)
+
+
+def binned(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and counts of bins of many numbers from 0 to 1, float64.
+
+    Sums of a function of them come out alike to some 1e-5, in a thousandth of the numbers.
+    """
+    n_bins = (0x3F800000 >> BIN_BITS) + 1  # up to the bits of 1
+    sums, counts = (torch.zeros(n_bins, dtype=torch.float64, device=x.device) for _ in "sc")
+    for part in x:
+        flat = part.flatten()
+        bins = (flat.view(torch.int32) >> BIN_BITS).long()
+        sums += torch.bincount(bins, flat.double(), minlength=n_bins)
+        counts += torch.bincount(bins, minlength=n_bins)
+    return sums / counts.clamp(min=1), counts
+
+
+class MagicPIG(MagicPIGRules, SelectiveAttention):
+    pads = True
+
+    params: MagicPIGRules.Params
+    plan: MagicPIGRules.Plan
+    indexes: dict[int, Index]
+    weights: Tensor | None  # (1, h, most) of the present step and layer
+    n_found: int  # tokens of all samples so far
+    n_samples: int
+
+    def setup(self) -> None:
+        self.indexes, self.weights, self.n_found, self.n_samples = {}, None, 0, 0
+
+    # While the prompt is read.
+
+    @classmethod
+    def observations(cls, params: MagicPIGRules.Params, plan: MagicPIGRules.Plan) -> tuple[Observation, ...]:
+        return (CALIBRATION,) if params.tables == "auto" else ()
+
+    def skipped_layers(self) -> Sequence[int]:
+        return dense_layers(self.params, self.trace.shape.attention_layers)
+
+    def arrange(self, layer: int) -> None:
+        plan, params = self.plan, self.params
+        self.store.offload(layer, plan.n_sink, plan.window)
+        asked = (plan.k, plan.find_bytes) if params.tables == "auto" else params.tables
+        key = ("MagicPIG", layer, plan.n_sink, plan.window, params.bits, asked, params.seed)
+        with span("hash", layer):
+            self.indexes[layer] = self.trace.once(key, lambda: self.hashed(layer))
+        self.store[layer].meter.host_meta_bytes = self.index_bytes(layer)
+
+    def planes(self, tables: int) -> Tensor:
+        shape, params = self.trace.shape, self.params
+        return self.trace.once(
+            ("MagicPIG's hyperplanes", params.bits, tables, params.seed),
+            lambda: draw_planes(shape.h_kv, shape.d_h, params.bits, tables, params.seed),
+        )
+
+    def hashed(self, layer: int) -> Index:
+        """The layer's tables."""
+        trace, plan, bits = self.trace, self.plan, self.params.bits
+        keys = trace.keys(layer)[0, :, plan.n_sink : trace.s_prompt - plan.window].float()  # (h_kv, m, d_h)
+        means = keys.mean(1)
+        centred = keys - means.unsqueeze(1)
+        norms = centred.norm(dim=-1)
+        expected, tables = None, self.params.tables
+        if isinstance(tables, str):
+            one = one_table(cosines(trace.observed(CALIBRATION, layer)[0].float(), centred, norms), bits)
+            tables, expected = affordable_tables(one, plan.k, plan.find_bytes)
+        planes = self.planes(tables)
+        built = build_tables(codes_of(centred, planes.to(centred.device), bits).cpu(), bits)
+        return Index(Hashed(built, means.cpu(), norms.cpu(), plan.n_sink), planes, expected)
+
+    def index_bytes(self, layer: int) -> int:
+        """What the layer's tables, their bounds and the norms take in the host's memory, as counted."""
+        index, shape = self.indexes[layer], self.trace.shape
+        of_token = ENTRY_BYTES * index.n_tables + NORM_BYTES
+        return shape.h_kv * (
+            self.plan.middle(self.trace.s_prompt) * of_token + BOUND_BYTES * index.n_tables * (1 << self.params.bits)
+        )
+
+    # A decode step.
+
+    def select(self, layer: int, q: Tensor) -> Tensor | None:
+        """Each query head's sample; its log-weights are kept for `log_weights`."""
+        index, at = self.indexes[layer], self.store[layer]
+        assert at.host is not None
+        h_kv, (h, d_h) = self.trace.shape.h_kv, q.shape[1::2]
+        queries = q[0, :, 0].cpu().float()
+        codes = codes_of(queries.view(h_kv, h // h_kv, d_h), index.planes, self.params.bits).mT.reshape(h, -1)
+        idx, weights, n_entries = find_twice(codes, queries, at.host.k, index.hashed, LEAST)
+        at.meter.count("moved_meta_bytes", ENTRY_BYTES * n_entries + BOUND_BYTES * h * index.n_tables)
+        self.n_found += int((idx >= 0).sum())
+        self.n_samples += h
+        if idx.shape[-1] == 0:
+            self.weights = None
+            return None
+        if q.is_cuda:
+            idx, weights = (x.pin_memory().to(q.device, non_blocking=True) for x in (idx, weights))
+        self.weights = weights
+        return idx
+
+    def log_weights(self, layer: int) -> Tensor | None:
+        return self.weights
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        indexes, n_layers = list(self.indexes.values()), len(self.indexes)
+        report: dict[str, Any] = {
+            "budget_holds_in": "mean",
+            "tables": [index.n_tables for index in indexes],
+            "overall_ratio": self.overall_ratio(self.budget.tokens / self.budget.s_prompt),
+            "index_host_bytes": sum(self.index_bytes(layer) for layer in self.indexes),
+            "cache_host_bytes": token_bytes(self.trace.shape) * self.trace.s_prompt * n_layers,
+        }
+        expected = [index.expected for index in indexes if index.expected is not None]
+        if expected:
+            report["sample_expected"] = sum(expected) / n_layers
+        if self.n_samples:
+            report["sample_mean"] = self.n_found / self.n_samples
+        return report

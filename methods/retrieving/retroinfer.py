@@ -1,0 +1,290 @@
+"""RetroInfer (Chen et al., 2025): the best clusters are attended to token by token, the next ones as one token each.
+
+Once per prompt the keys between sinks and window are clustered, within segments. At each step the query heads of a
+group rank the clusters by the softmax over their mean keys. There are three zones. Steady: sinks, window and generated
+tokens. Retrieved: the tokens of the best clusters. Estimated: each of the next clusters stands in attention as a
+pseudo-token with its mean key, its mean value and the logarithm of its size beside the logit. All share one softmax,
+and what lies outside the zones has no weight. Generated tokens become clusters when `update` of them have come.
+
+Symbols   paper wave index = `Index`; spec C, s, nr, ne = `n_clusters`, `n_segments`, `n_retrieved`, `n_estimated`;
+          ns, w = `n_sink`, `window`; t = tokens to a cluster.
+Per step  read to find: every centroid, 2 * h_kv * C * d_h bytes, and of the estimated clusters the value and the size,
+          h_kv * ne * (2 * d_h + 4); moved: K and V of the retrieved tokens, 4 * h_kv * d_h bytes each; resident: steady
+          zone and h_kv * C * (4 * d_h + 8) bytes of clusters. The host holds 4 bytes a token beside K and V.
+Differs   - sinks and window are inside the budget, and the rest of it says how many clusters are retrieved, where the
+            authors retrieve 1.8 % of them (preset `retroinfer_paper`). Clusters differ in size, so the budget holds in
+            the mean; `fill: exact` takes the clusters that fit, best first, up to the first that does not.
+          - a `comm` below (1 + estimated_share) / 16 = 0.077 makes clusters larger; the label says how large. Where it
+            does not pay for the published multiple of 8, there are as many as it pays for.
+          - generated tokens become clusters only while `comm`, a share of the prompt's keys, pays for reading those
+            too; then they stay.
+          - an estimated cluster keeps the mean of its values and not their sum, since the size is in the logit already.
+          - prompts of two clusters or more have an index; the authors' need 1,024 tokens between sinks and window.
+          - the device cache is the store's, whose blocks are neighbours; the authors' holds parts of clusters.
+          - clusters are made while the prompt is read, layer by layer, and not beside it.
+Fails     where the tokens of an estimated cluster differ: its weight is a lower bound of theirs, the lower the more
+          they differ. A token that matters in a cluster whose mean does not is not found.
+
+Not here: rounds of k-means (`kernels/kmeans.py`), the order of tokens within a selection (`kernels/clusters.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.spans import span
+from kernels.clusters import (
+    cluster_order,
+    cluster_tokens,
+    cluster_tokens_triton,
+    mass_keys_triton,
+    mass_scores,
+    stand_in_ref,
+    stand_in_triton,
+)
+from kernels.kmeans import cluster_means, kmeans
+from methods.base import SelectiveAttention, select_alike
+from methods.rules.retrieving.retroinfer import (
+    MEMBER_BYTES,
+    OFFSET_BYTES,
+    SIZE_BYTES,
+    RetroInferRules,
+    share_of,
+)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The clusters of one layer; tokens are numbered from the first one behind the sinks."""
+
+    centroids: Tensor  # (h_kv, c, d_h), in the model's dtype
+    values: Tensor  # (h_kv, c, d_h), mean values, in the model's dtype; zeros where there is no token
+    sizes: Tensor  # (h_kv, c) int64
+    ends: Tensor  # (h_kv, c) int64, sizes summed up in the order of ids
+    tokens: Tensor  # (h_kv, n) int64, by cluster and then by position
+    ranked: Tensor  # (h_kv, c, d_h), the centroids as a search takes them: float32 on a CPU
+    largest: tuple[int, ...]  # how many tokens the first i clusters of a KV head have at most, for i = 0 to c
+
+    @property
+    def n_clusters(self) -> int:
+        return self.sizes.shape[1]
+
+
+def initial_centroids(x: Tensor, c: int) -> Tensor:
+    """Of points x (h_kv, n, d_h) `c` at even distances, (h_kv, c, d_h)."""
+    n = x.shape[1]
+    places = torch.arange(c, dtype=torch.float32) * (n / c) + n / c / 2
+    return x[:, places.long().to(x.device)]
+
+
+def cluster_in_segments(x: Tensor, c: int, n_segments: int, n_rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Centroids (h_kv, c, d_h), labels (h_kv, n) and sizes (h_kv, c) of centred keys x (h_kv, n, d_h), float32.
+
+    `n_rounds` rounds within segments by inner product with directions, then one over all tokens and clusters, whose
+    centroids are plain means. A centroid without tokens stays as it is.
+    """
+    h_kv, n, d_h = x.shape
+    first = initial_centroids(x, c)
+    length = n // n_segments
+    points = x[:, : n_segments * length].reshape(h_kv * n_segments, length, d_h)
+    own = first.reshape(h_kv * n_segments, c // n_segments, d_h)
+    rough = kmeans(points, own, n_rounds, "dot", unit=True).centroids.view(h_kv, c, d_h)
+    labels = kmeans(x, rough, 0, "dot").labels
+    centroids, sizes = cluster_means(x, labels, rough)
+    return centroids, labels, sizes
+
+
+def build_index(keys: Tensor, values: Tensor, c: int, n_segments: int, iterations: int) -> Index:
+    """The clusters of keys and values (h_kv, n, d_h), each KV head apart."""
+    mean = keys.float().mean(1, keepdim=True)
+    centroids, labels, sizes = cluster_in_segments(keys.float() - mean, c, n_segments, iterations - 1)
+    means, _ = cluster_means(values, labels, torch.zeros_like(centroids))
+    tokens = labels.sort(dim=-1, stable=True).indices
+    return index_of((centroids + mean).to(keys.dtype), means.to(values.dtype), sizes, tokens)
+
+
+def index_of(centroids: Tensor, values: Tensor, sizes: Tensor, tokens: Tensor) -> Index:
+    """With all that follows from them; on an accelerator this waits for the sizes."""
+    most = sizes.sort(dim=-1, descending=True).values.cumsum(-1).amax(0).tolist()
+    ranked = centroids if centroids.is_cuda else centroids.float()
+    return Index(centroids, values, sizes, sizes.cumsum(-1), tokens, ranked, (0, *most))
+
+
+def append_index(old: Index, new: Index) -> Index:
+    """`new` behind `old`: ids of clusters and tokens go on where those of `old` end."""
+    tokens = torch.cat([old.tokens, new.tokens + old.tokens.shape[-1]], 1)
+    return index_of(
+        torch.cat([old.centroids, new.centroids], 1), torch.cat([old.values, new.values], 1),
+        torch.cat([old.sizes, new.sizes], 1), tokens,
+    )  # fmt: skip
+
+
+def cluster_ranking(q: Tensor, index: Index, scale: float) -> Tensor:
+    """Clusters by falling score, for queries (n, h, 1, d_h): (n, h_kv, c), on a GPU as keys.
+
+    No size takes part: a cluster is ranked by its mass per token. Those without tokens come last.
+    """
+    if q.is_cuda:
+        return mass_keys_triton(q, index.ranked, index.sizes, scale).sort(-1).values
+    return cluster_order(mass_scores(q, index.ranked, index.sizes, scale))
+
+
+def fitting(order: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The most clusters of each head's order (n, h_kv, c) with `k` tokens at most, and their tokens: (n, h_kv) each."""
+    ranked = sizes.expand(len(order), -1, -1).gather(-1, order)
+    fits = ranked.cumsum(-1) <= k
+    return fits.sum(-1), (ranked * fits).sum(-1)
+
+
+@dataclass
+class Zones:
+    """What a layer's step retrieves and estimates; it grows with the clusters."""
+
+    n_retrieved: int
+    n_estimated: int
+    k: int
+    n_updates: int = 0  # how often generated tokens became clusters
+
+
+class RetroInfer(RetroInferRules, SelectiveAttention):
+    pads = True
+
+    params: RetroInferRules.Params
+    plan: RetroInferRules.Plan
+    indexes: dict[int, Index]
+    zones: dict[int, Zones]
+    estimates: list[Part]  # of the present step and layer
+
+    def setup(self) -> None:
+        self.indexes, self.zones, self.estimates = {}, {}, []
+
+    # While the prompt is read.
+
+    def arrange(self, layer: int) -> None:
+        plan, trace, period = self.plan, self.trace, self.params.update
+        n_new, n_updates = self.store.n_new, self.plan.n_updates
+        # Tokens that `comm` makes no clusters of stay.
+        most = period if n_updates is None else max(period, n_new - period * n_updates)
+        self.store.offload(layer, plan.n_sink, plan.window, plan.window + min(n_new, most))
+        key = ("RetroInfer", layer, plan.n_sink, plan.window, plan.n_clusters, plan.n_segments, self.params.iterations)
+        middle = slice(plan.n_sink, trace.s_prompt - plan.window)
+
+        def build() -> Index:
+            keys, values = (x[0, :, middle] for x in (trace.keys(layer), trace.values(layer)))
+            return build_index(keys, values, plan.n_clusters, plan.n_segments, self.params.iterations)
+
+        with span("cluster", layer):
+            self.indexes[layer] = trace.once(key, build)
+        self.zones[layer] = Zones(plan.n_retrieved, plan.n_estimated, plan.k)
+        self.count_members(layer)
+
+    def count_members(self, layer: int) -> None:
+        self.store[layer].meter.host_meta_bytes = MEMBER_BYTES * self.indexes[layer].tokens.numel()
+
+    # A decode step.
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """Rows with the same clusters rank them in one product."""
+
+        def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Tensor | None]:
+            index = alike[0].indexes[layer]
+            order = cluster_ranking(q, index, alike[0].trace.scales[layer])
+            return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(alike)]
+
+        return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.indexes[layer]), select)
+
+    def choose(self, layer: int, order: Tensor) -> Tensor | None:
+        """The tokens of the best clusters in order (1, h_kv, c), (1, h_kv, k); the next clusters are estimated."""
+        index, zones, n_sink = self.indexes[layer], self.zones[layer], self.plan.n_sink
+        if self.params.fill == "exact":
+            order = order.int().long()  # on a GPU the lower halves of keys
+            n_retrieved, n_tokens = fitting(order, index.sizes, zones.k)
+            tokens = tokens_of(order, index, zones.k, n_sink)
+            slots = torch.arange(tokens.shape[-1], device=order.device)
+            tokens = tokens.where(slots < n_tokens.unsqueeze(-1), -1)
+            ranks = n_retrieved.unsqueeze(-1) + torch.arange(zones.n_estimated, device=order.device)
+            ids = order.gather(-1, ranks.clamp(max=index.n_clusters - 1))
+            chosen, bias = stand_ins(ids, index.sizes)
+            self.estimate(layer, chosen.where(ranks < index.n_clusters, -1), bias)
+        else:
+            n, ne = zones.n_retrieved, zones.n_estimated
+            tokens = tokens_of(order[..., :n], index, index.largest[n], n_sink)
+            self.estimate(layer, *stand_ins(order[..., n : n + ne], index.sizes))
+        return tokens if tokens.shape[-1] else None
+
+    def estimate(self, layer: int, ids: Tensor, bias: Tensor) -> None:
+        """Clusters `ids` (1, h_kv, ne) stand in attention as a token each, -1 for none, with these log-sizes."""
+        index, meter, shape = self.indexes[layer], self.store[layer].meter, self.trace.shape
+        n_estimated, of_vector = ids.shape[-1], 2 * shape.d_h
+        c = index.n_clusters
+        meter.count("resident_meta_bytes", shape.h_kv * c * (2 * of_vector + SIZE_BYTES + OFFSET_BYTES))
+        meter.count("moved_meta_bytes", shape.h_kv * (c * of_vector + n_estimated * (of_vector + SIZE_BYTES)))
+        meter.count("pseudo_tokens", shape.h * n_estimated)
+        mask = None if ids.is_cuda else ids >= 0  # a GPU reads -1
+        keys, values = index.centroids.unsqueeze(0), index.values.unsqueeze(0)
+        self.estimates = [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)] if n_estimated else []
+
+    def stand_ins(self, layer: int) -> list[Part]:
+        return self.estimates
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Once `update` tokens have come, the oldest of the window become clusters and leave the device."""
+        at, plan, n = self.store[layer], self.plan, self.params.update
+        if not at.can_fetch or at.n_window != plan.window + n:
+            return out
+        zones, share = self.zones[layer], self.params.estimated_share
+        if plan.n_updates is not None and zones.n_updates >= plan.n_updates:
+            return out
+        window = at.kept_and_window()[1]
+        late = build_index(window.k[0, :, :n], window.v[0, :, :n], plan.n_update, 1, self.params.iterations)
+        self.indexes[layer] = append_index(self.indexes[layer], late)
+        retrieved = share_of(plan.n_update, plan.n_retrieved / plan.n_clusters)
+        zones.n_updates += 1
+        zones.n_retrieved += retrieved
+        zones.n_estimated += share_of(plan.n_update, share) if share else 0
+        zones.n_estimated = min(zones.n_estimated, self.indexes[layer].n_clusters - zones.n_retrieved)
+        zones.k += retrieved * n // plan.n_update
+        self.count_members(layer)
+        at.release(n)
+        return out
+
+    def protected(self, layer: int) -> Sequence[int]:
+        return self.sinks_and_window(layer, self.plan.n_sink)
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        plan = self.plan
+        report: dict[str, Any] = self.shortened() | {
+            "n_clusters": plan.n_clusters,
+            "n_segments": plan.n_segments,
+            "n_retrieved": plan.n_retrieved,
+            "n_estimated": plan.n_estimated,
+        }
+        if plan.window < self.params.window:
+            report["window"] = plan.window
+        if self.params.fill == "expected":
+            report["budget_holds_in"] = "mean"
+        if updates := sum(zones.n_updates for zones in self.zones.values()):
+            report["updates"] = updates // len(self.zones)
+        return report
+
+
+def stand_ins(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log-sizes of the clusters in order (1, h_kv, r), -1 for one without tokens."""
+    return stand_in_triton(order, sizes) if order.is_cuda else stand_in_ref(order, sizes)
+
+
+def tokens_of(order: Tensor, index: Index, k: int, n_sink: int) -> Tensor:
+    """Positions of the first `k` tokens of the clusters in order (1, h_kv, r), -1 behind the last one: (1, h_kv, k)."""
+    owned = index.sizes, index.ends, index.tokens
+    if order.is_cuda:
+        return cluster_tokens_triton(order, *owned, k, n_sink)
+    k = min(k, int(index.sizes.unsqueeze(0).gather(-1, order).sum(-1).max()))
+    tokens = cluster_tokens(order, *owned, k)
+    return torch.where(tokens >= 0, tokens + n_sink, -1)

@@ -1,0 +1,190 @@
+"""RocketKV (Behnam et al., 2025): keep as SnapKV does, but more; then search what was kept at every step.
+
+The first stage drops: the prompt's last queries vote, and every KV head keeps the winners, about the square root of
+the compression. The second stage retrieves: kept tokens form chunks, a step bounds each chunk's logits from above by
+the maxima of the few channels that the query weighs most, and attends to the tokens of the best chunks.
+
+Symbols   paper token budget, chunk size, head-dimension subset = budget, `chunk`, `r` channels; P = `n_kept`,
+          n = kept and generated tokens, c2 = compression of the second stage, k = `k`, generated tokens on top.
+Per step  read to find: r of 2 * d_h columns of maxima and minima, 2 * h_kv * ceil(n / chunk) * r bytes; resident: all
+          of them, 4 * h_kv * ceil(n / chunk) * d_h, and K and V of the n tokens, which `tier: host` leaves on the host:
+          then K and V of the selected ones move, 4 * h_kv * d_h bytes each.
+Differs   - a `ratio` is the share of the prompt that is attended to, and `comm` is what the second stage may read. The
+            first stage keeps sqrt(ratio) of the prompt, which is more than a dropping method with that budget: see the
+            resident bytes. `budget_rule: official` has the authors' split of `budget=T`, which attends to T // 2
+            tokens: compare it with others at half of their tokens.
+          - as chunks of generated tokens come, fewer channels are read, so that `comm` holds at every step.
+          - of tokens of equal score the lower place is selected; in the authors' code any.
+          - no token is protected, not even the current one, as published.
+          - several turns: a turn is a sample whose prompt has the turns before it, read densely, with the question as
+            the window (`method.window` shrinks to it). Then nothing is lost between turns, which is the authors'
+            multi-turn form, whose memory is that of the full cache.
+Fails     where a later query needs what the window did not look at, as SnapKV; where a chunk's maxima come from
+          different tokens, its bound is loose.
+
+Not here: the window's votes (`methods/scorers.py`), a query's channels (`methods/retrieving/sparq.py`).
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.budget import ELEMENT_BYTES
+from engine.observe import LastQueries, Observation
+from engine.prefill import Trace
+from kernels.gather import gather_tokens
+from kernels.pages import page_bounds
+from kernels.rows.chunks import Chunked, chunk_keys
+from kernels.topk import top_keys, top_stable
+from methods.base import SelectiveAttention
+from methods.retrieving.sparq import query_weights, top_components
+from methods.rules.retrieving.rocketkv import RocketKVRules
+from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
+
+
+def kept_tokens(scores: Tensor, n: int, window: int) -> Tensor:
+    """The `n` best by scores of the past (1, h_kv, s - window), ascending, and the window: (1, h_kv, n + window)."""
+    best, n_past = keep_top(scores, n), scores.shape[-1]
+    last = torch.arange(n_past, n_past + window, device=scores.device).expand(1, best.shape[1], -1)
+    return torch.cat([best, last], -1)
+
+
+def chunk_bounds(keys: Tensor, chunk: int, n_chunks: int) -> Tensor:
+    """Maxima, then minima of keys (1, h_kv, n, d_h) over chunks, by channel, with room for `n_chunks`.
+
+    (h_kv, 2 * d_h, n_chunks); float32 on a CPU, where to convert them at every step takes longer than to score them.
+    """
+    low, high = page_bounds(keys, chunk)
+    bounds = torch.cat([high, low], -1)[0].mT  # (h_kv, 2 * d_h, chunks)
+    room = bounds.new_zeros(*bounds.shape[:2], n_chunks, dtype=None if keys.is_cuda else torch.float32)
+    room[:, :, : bounds.shape[2]] = bounds
+    return room
+
+
+def take_in(bounds: Tensor, key: Tensor, place: int, chunk: int) -> None:
+    """The key (h_kv, d_h) at `place` joins its chunk, in place."""
+    at, d_h = place // chunk, key.shape[1]
+    high, low = bounds[:, :d_h, at], bounds[:, d_h:, at]
+    if place % chunk == 0:
+        high.copy_(key)
+        low.copy_(key)
+    else:
+        torch.maximum(high, key, out=high)
+        torch.minimum(low, key, out=low)
+
+
+def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, scale: float) -> Tensor:
+    """Mean over the group of softmaxes of chunks' bounds, each token's share: q (1, h, 1, d_h) -> (h_kv, chunks).
+
+    A channel's maximum counts where the group's summed query is positive, its minimum elsewhere; `sizes` (chunks,) says
+    how many tokens a chunk has.
+    """
+    h_kv, both, _ = bounds.shape
+    d_h, n_chunks = both // 2, len(sizes)
+    channels = top_components(q, h_kv, r)  # (1, h_kv, r)
+    weights = query_weights(q, channels, scale)[0]  # (h_kv, g, r)
+    grouped = q.reshape(h_kv, -1, d_h).float().sum(1)  # (h_kv, d_h)
+    turned = grouped.gather(-1, channels[0]) <= 0
+    rows = channels[0] + d_h * turned + torch.arange(0, h_kv * both, both, device=q.device).unsqueeze(1)
+    read = bounds.view(h_kv * both, -1)[:, :n_chunks].index_select(0, rows.flatten()).view(h_kv, r, n_chunks)
+    logits = weights @ read.float()  # (h_kv, g, chunks)
+    lse = (logits + sizes.log()).logsumexp(-1, keepdim=True)
+    return (logits - lse).exp().mean(1)
+
+
+def top_tokens(scores: Tensor, chunk: int, n: int, k: int) -> Tensor:
+    """The `k` best of `n` tokens by the scores of their chunks (h_kv, chunks), lower first among equals: (h_kv, k)."""
+    few = min(scores.shape[-1], ceil(k / chunk) + 1)  # one of them may be short
+    found = top_stable(scores, few).sort(-1).values
+    order = scores.gather(-1, found).sort(dim=-1, descending=True, stable=True).indices
+    tokens = found.gather(-1, order).unsqueeze(-1) * chunk + torch.arange(chunk, device=scores.device)
+    tokens = tokens.flatten(1)
+    real = tokens < n
+    return tokens[real & (real.cumsum(-1) <= k)].view(len(scores), min(k, n))
+
+
+class RocketKV(RocketKVRules, SelectiveAttention):
+    params: RocketKVRules.Params
+    plan: RocketKVRules.Plan
+    bounds: dict[int, Tensor]  # per layer (h_kv, 2 * d_h, chunks), generated tokens' too
+
+    def setup(self) -> None:
+        self.bounds = {}
+
+    # While the prompt is read.
+
+    @classmethod
+    def observations(cls, params: RocketKVRules.Params, plan: RocketKVRules.Plan) -> tuple[Observation, ...]:
+        return (LastQueries(params.window),)
+
+    def arrange(self, layer: int) -> None:
+        plan, trace, chosen = self.plan, self.trace, self.kept(layer)
+        self.store.keep_searchable(layer, chosen, on_device=self.params.tier == "device")
+        most = ceil((min(plan.n_kept, trace.s_prompt) + self.store.n_new) / plan.chunk)
+        keys = trace.keys(layer) if chosen is None else gather_tokens(trace.keys(layer), chosen)
+        self.bounds[layer] = chunk_bounds(keys, plan.chunk, most)
+
+    def kept(self, layer: int) -> Tensor | None:
+        """The first stage's positions, (1, h_kv, n_kept) ascending; None: all."""
+        plan, trace = self.plan, self.trace
+        if trace.s_prompt <= plan.n_kept:
+            return None
+        scores = voted_scores(trace, self.params, plan.window, layer)
+        return kept_tokens(scores, plan.n_kept - plan.window, plan.window)
+
+    # A decode step.
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """On a GPU all rows are searched in one launch."""
+        rockets = cast("Sequence[RocketKV]", rows)
+        if not q.is_cuda:
+            return [row.search(layer, q[i : i + 1]) for i, row in enumerate(rockets)]
+        counts = [row.counted(layer) for row in rockets]
+        searched = [
+            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r) in zip(rockets, counts, strict=True)
+        ]
+        newest = [row.store[layer].newest[0] for row in rockets]
+        keys = newest[0] if len(newest) == 1 else torch.cat(newest)
+        found = chunk_keys(q, keys, searched, rockets[0].trace.scales[layer])
+        best = top_keys(found, max(k for _, k, _ in counts))
+        return [best[i : i + 1, :, :k] for i, (_, k, _) in enumerate(counts)]
+
+    def search(self, layer: int, q: Tensor) -> Tensor:
+        """The places of the tokens to attend to, (1, h_kv, k)."""
+        n, k, r = self.counted(layer)
+        take_in(self.bounds[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
+        sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=q.device)
+        sizes[-1] = n - (len(sizes) - 1) * self.plan.chunk
+        scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.scales[layer])
+        return top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0)
+
+    def counted(self, layer: int) -> tuple[int, int, int]:
+        """Tokens that are searched, how many are selected, by how many channels; the search goes into the books."""
+        at, plan, shape = self.store[layer], self.plan, self.trace.shape
+        n, t = at.n_host, at.n_seen - self.trace.s_prompt
+        n_chunks = ceil(n / plan.chunk)
+        r = plan.channels(n_chunks)
+        at.meter.count("resident_meta_bytes", 2 * shape.h_kv * n_chunks * shape.d_h * ELEMENT_BYTES)
+        at.meter.count("moved_meta_bytes", shape.h_kv * n_chunks * r * ELEMENT_BYTES)
+        return n, min(plan.k + t * plan.grows, n), r
+
+    def report(self) -> dict[str, Any]:
+        if self.variant.is_full:
+            return {}
+        plan, s = self.plan, self.trace.s_prompt
+        return {
+            "kept": min(plan.n_kept, s),
+            "kept_ratio": min(plan.n_kept, s) / s,
+            "chunk": plan.chunk,
+            "n_channels": plan.r,
+        }
+
+
+def voted_scores(trace: Trace, params: RocketKVRules.Params, window: int, layer: int) -> Tensor:
+    """The first stage: the window's votes for the tokens before it, summed over a group, then pooled, (1, h_kv, n)."""
+    votes = window_votes(trace, LastQueries(params.window), window, layer)
+    return pool_scores(reduce_group(votes, trace.shape.h_kv, "sum"), params.kernel, "max")

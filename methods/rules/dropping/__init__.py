@@ -1,0 +1,4 @@
+"""Rules of methods that drop tokens.
+
+Not here: the methods (`methods/dropping`).
+"""

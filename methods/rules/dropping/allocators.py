@@ -1,0 +1,103 @@
+"""How a dropping method's budget may be divided over layers and heads: names, refusals and labels, without torch.
+
+`allocator=NAME` replaces the division that a method has by itself. `Allocator` says which of two divisions it is made
+of: one over layers, one over the heads of a layer, or both at once (`global`).
+
+Not here: the integers (`methods/dropping/allocators.py`).
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from engine.budget import show
+from engine.errors import ConfigError
+from methods.rules.base import Rules
+
+ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer share its part
+    "uniform": ("uniform", "uniform"),
+    "pyramid": ("pyramid", "uniform"),
+    "by_need": ("by_need", "uniform"),
+    "head_mix": ("uniform", "head_mix"),
+    "head_protect": ("uniform", "head_protect"),
+    "pyramid_head_mix": ("pyramid", "head_mix"),
+    "by_need_head_mix": ("by_need", "head_mix"),
+    "global": ("global", "global"),
+}
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """A division of the budget; the keys of conf/allocator."""
+
+    name: str
+    alpha: Fraction = Fraction(1, 5)  # of heads: the share of a layer's part that is divided equally
+    beta: int = 20  # of a pyramid: the last layer keeps 1/beta of the mean
+    force: bool = False  # pool scores that do not compare, all the same
+
+    def __post_init__(self) -> None:
+        if self.name not in ALLOCATORS:
+            raise ConfigError(f"allocator.name={self.name} is unknown; use {', '.join(ALLOCATORS)}")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(
+                f"allocator.alpha={show(self.alpha)} is out of range; it is a share from 0 (heads share all) to 1 "
+                "(all heads alike)"
+            )
+        if self.beta < 1:
+            raise ConfigError(
+                f"allocator.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
+            )
+
+    def label(self) -> str:
+        """Its name, with what is not as usual."""
+        usual = Allocator(self.name)
+        words = [f"alpha {show(self.alpha)}"] if self.alpha != usual.alpha else []
+        words += [f"beta {self.beta}"] if self.beta != usual.beta else []
+        return self.name + (f" ({', '.join(words)})" if words else "")
+
+    @property
+    def of_layers(self) -> str:
+        return ALLOCATORS[self.name][0]
+
+    @property
+    def of_heads(self) -> str:
+        return ALLOCATORS[self.name][1]
+
+    @property
+    def pools(self) -> bool:
+        """Scores of several heads or layers are put into one order."""
+        return self.of_layers in ("by_need", "global") or self.of_heads != "uniform"
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """No layer's part is known before the last layer's scores are."""
+        return self.of_layers in ("by_need", "global")
+
+
+UNIFORM = Allocator("uniform")
+
+
+def check_allocator(rules: type[Rules], params: object, allocator: Allocator) -> None:
+    """Raise `ConfigError` where the method's budget cannot be divided so."""
+    asked, name = f"allocator={allocator.name}", allocator.name
+    if not rules.drops:
+        raise ConfigError(f"{asked} divides what a method keeps, and {rules.title} keeps every token; leave it out")
+    if not rules.is_scorer:
+        raise ConfigError(
+            f"{asked} would replace the division that makes {rules.title} what it is; use it with a scorer such as "
+            "method=snapkv"
+        )
+    if name == "uniform":
+        return
+    if reason := rules.evicts(params):
+        raise ConfigError(f"{asked} divides the prompt once, and {reason}")
+    comparable = rules.comparable_over(params)
+    if comparable == "none" and allocator.pools and not allocator.force:
+        raise ConfigError(
+            f"{asked} pools scores of different heads, and those of {rules.title} do not compare; use uniform or "
+            "pyramid, or allocator.force=true all the same"
+        )
+    if comparable == "set" and (allocator.of_heads != "uniform"):
+        raise ConfigError(
+            f"{asked} gives heads of a layer different counts, and {rules.title} keeps one set for all of them; use "
+            "uniform, pyramid or by_need"
+        )

@@ -1,0 +1,164 @@
+"""What DuoAttention may be asked for, its table of heads, and what it makes of a budget: arithmetic, without torch.
+
+A table has a number from 0 to 1 per layer and KV head, tab-separated, a line per layer, as the authors' files have.
+Lines that begin with `#` may say `key: value` first; `model_digest` names the model that it was made of.
+
+Not here: the method (`methods/dropping/duo_attention.py`), where tables come from (`methods/calibrate.py`).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from engine.budget import Budget, BudgetRequest, show
+from engine.checks import each_one_of, tokens, whole_number
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from methods.rules.base import Rules
+
+TABLES = Path(__file__).resolve().parents[3] / "conf" / "heads"
+MAKE = "python -m methods.calibrate heads model=… makes one"
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """How much each KV head needs the whole prompt."""
+
+    path: Path
+    scores: tuple[tuple[float, ...], ...]  # per layer, per KV head, 0 to 1
+    facts: Mapping[str, str]  # of the file's first lines
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise `ConfigError` where it is no table of a model of this shape."""
+        found, wanted = (len(self.scores), len(self.scores[0])), (shape.n_layers, shape.h_kv)
+        if found != wanted:
+            raise ConfigError(
+                f"method.heads={self.path} has {found[0]} layers of {found[1]} KV heads, and {shape.name} has "
+                f"{wanted[0]} of {wanted[1]}; give a table of this model, {MAKE}"
+            )
+
+    def check_digest(self, digest: str | None, name: str) -> None:
+        """Raise `ConfigError` where it says that it was made of another model."""
+        made_of = self.facts.get("model_digest")
+        if None not in (made_of, digest) and made_of != digest:
+            raise ConfigError(
+                f"method.heads={self.path} was made of {self.facts.get('model', 'a model')} with the digest {made_of}, "
+                f"and {name} has {digest}; give a table of this model, {MAKE}"
+            )
+
+
+@cache
+def read_table(path: Path) -> HeadTable:
+    """A table from its file, clipped to 0 and 1 as the authors do."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"method.heads={path} cannot be read: {error}; {MAKE}") from None
+    said = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
+    rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    try:
+        scores = tuple(tuple(min(1.0, max(0.0, float(word))) for word in row) for row in rows)
+    except ValueError as error:
+        raise ConfigError(f"method.heads={path} is no table of numbers: {error}; {MAKE}") from None
+    if not scores or len({len(row) for row in scores}) != 1 or any(x != x for row in scores for x in row):
+        raise ConfigError(f"method.heads={path} has no equal rows of numbers, one for each layer; {MAKE}")
+    return HeadTable(path, scores, {key.strip(): value.strip() for key, _, value in said})
+
+
+def ranked(scores: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Layer and head of all heads, those that need the prompt most first; ties to the lower layer and head."""
+    places = [(layer, head) for layer, row in enumerate(scores) for head in range(len(row))]
+    return sorted(places, key=lambda at: -scores[at[0]][at[1]])
+
+
+def half_up(x: Fraction) -> int:
+    return int(x + Fraction(1, 2))
+
+
+class DuoAttentionRules(Rules):
+    title = "DuoAttention"
+    drops = True
+
+    @dataclass(frozen=True)
+    class Params:
+        heads: str
+        n_sink: int
+        n_recent: int
+        sparsity: Fraction | None
+        evict: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, evict=("always", "prompt"))
+            tokens("method.n_sink", self.n_sink)
+            whole_number("method.n_recent", self.n_recent, 1)
+            if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+                raise ConfigError(
+                    f"method.sparsity={show(self.sparsity)} is out of range; it is the share of streaming heads, 0 to 1"
+                )
+
+        def table(self, shape: ModelShape) -> HeadTable:
+            """The table for a model of this name and shape."""
+            if self.heads == "drawn":
+                draws = Random(0)
+                rows = (tuple(draws.random() for _ in range(shape.h_kv)) for _ in range(shape.n_layers))
+                return HeadTable(Path("drawn"), tuple(rows), {})
+            if self.heads != "auto":
+                return read_table(Path(self.heads).expanduser())
+            path = TABLES / f"{shape.name}.tsv"
+            if not path.is_file():
+                raise ConfigError(f"there is no table of heads for {shape.name}; give method.heads=FILE, {MAKE}")
+            return read_table(path)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """Which heads keep the whole prompt, and what the others keep of it."""
+
+        full: frozenset[tuple[int, int]]  # layer and KV head
+        n_sink: int
+        recent: Mapping[tuple[int, int], int]  # of streaming heads: the prompt's last tokens that each keeps
+        table: HeadTable
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        params.table(shape).check(shape)
+
+    @classmethod
+    def data_digest(cls, params: Params) -> str | None:
+        files = sorted(TABLES.glob("*.tsv")) if params.heads == "auto" else [Path(params.heads).expanduser()]
+        found = [path.read_bytes() for path in files if path.is_file()]
+        return hashlib.sha256(b"\0".join(found)).hexdigest()[:12]
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        table = params.table(shape)
+        table.check(shape)
+        layers, s = shape.attention_layers, budget.s_prompt
+        order = [(layers[i], head) for i, head in ranked([table.scores[layer] for layer in layers])]
+        n_sink, n_recent = min(params.n_sink, s), min(params.n_recent, max(0, s - params.n_sink))
+        if params.sparsity is not None:
+            n_full = half_up((1 - params.sparsity) * len(order))
+            left = 0
+        else:
+            n_full, n_sink, n_recent, left = divide(budget.tokens, s, n_sink, n_recent, len(order))
+        streaming = sorted(order[n_full:])
+        each, more = divmod(left, len(streaming)) if streaming else (0, 0)
+        widened = {at: n_recent + each + (i < more) for i, at in enumerate(streaming)}
+        return DuoAttentionRules.Plan(frozenset(order[:n_full]), n_sink, widened, table)
+
+
+def divide(n_tokens: int, s: int, n_sink: int, n_recent: int, n_heads: int) -> tuple[int, int, int, int]:
+    """Full heads, sinks, recent tokens, and tokens left over, of a budget of `n_tokens` per head in the mean.
+
+    Where not even streaming heads fit, the recent tokens shrink first, then the sinks.
+    """
+    if n_tokens >= s:
+        return n_heads, n_sink, n_recent, 0
+    n_recent = min(n_recent, max(1, n_tokens - n_sink))
+    n_sink = min(n_sink, n_tokens - n_recent)
+    streaming = n_sink + n_recent
+    n_full = (n_tokens - streaming) * n_heads // (s - streaming)
+    return n_full, n_sink, n_recent, (n_tokens - streaming) * n_heads - n_full * (s - streaming)

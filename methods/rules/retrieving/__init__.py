@@ -1,0 +1,4 @@
+"""Rules of methods that keep every token and fetch some.
+
+Not here: the methods (`methods/retrieving`).
+"""

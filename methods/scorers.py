@@ -1,0 +1,69 @@
+"""What a token of the prompt is worth, for methods that keep the best: free functions from a trace to scores.
+
+A score is a number per layer, head and token, (1, heads, n) float32, and higher stays. `heads` is h_kv; it is h where
+every query head chooses for itself. Methods name a scorer here and an allocator in `methods/dropping/allocators.py`;
+`ScoringMethod` in `methods/base.py` joins the two.
+
+Not here: what the prefill observes (`engine/observe.py`), and scores that only one method has.
+"""
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from engine.observe import LastQueries, window_scores
+from engine.prefill import Trace
+from kernels.topk import top_stable
+
+
+def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
+    """One score per KV head from those of its query heads: (1, h, s) -> (1, h_kv, s); `query_head` leaves all."""
+    if reduce == "query_head":
+        return raw
+    grouped = raw.unflatten(1, (h_kv, -1))  # (1, h_kv, g, s)
+    if reduce == "max":
+        return grouped.amax(2)
+    return grouped.mean(2) if reduce == "mean" else grouped.sum(2)
+
+
+def pool_scores(raw: Tensor, kernel: int, pooling: str) -> Tensor:
+    """Scores (1, heads, s) smoothed over `kernel` neighbours; beyond the ends `avg` counts zeros, `max` nothing."""
+    pool = avg_pool1d if pooling == "avg" else max_pool1d
+    return pool(raw, kernel, stride=1, padding=kernel // 2)
+
+
+def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Tensor:
+    """The last `w` queries' votes, (1, h, s - w); all variants with such a window share them, whatever their method."""
+
+    def votes() -> Tensor:
+        q = trace.observed(observed, layer)[:, :, -w:]
+        return window_scores(q, trace.keys(layer), trace.scales[layer])
+
+    return trace.once(("window votes", w, layer), votes)
+
+
+def layer_vector(scores: Tensor) -> Tensor:
+    """Mean over heads, (1, heads, n_past) -> (n_past,) float64; means over groups give the same."""
+    return scores[0].double().mean(0)
+
+
+def keep_top(scores: Tensor, n: int) -> Tensor:
+    """Ascending positions of the `n` highest of (1, heads, s), the lower position first among equals: (1, heads, n).
+
+    Max pooling makes plateaus of equal scores, and topk promises no order there.
+    """
+    return top_stable(scores, n).sort(dim=-1).values
+
+
+def lowest_slot(scores: Tensor, positions: Tensor) -> Tensor:
+    """Slot of each head's lowest score, (1, heads, n) -> (1, heads, 1).
+
+    Of equal scores the higher position goes, as lower ones are kept first after the prefill.
+    """
+    lowest = scores == scores.amin(-1, keepdim=True)
+    return positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
+
+
+def lowest_slots(scores: Tensor, positions: Tensor, k: int) -> Tensor:
+    """As `lowest_slot`, of each head's `k` lowest scores: (1, heads, k), in no order."""
+    late_first = positions.argsort(-1, descending=True)
+    return late_first.gather(-1, top_stable(-scores.gather(-1, late_first), k))

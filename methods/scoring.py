@@ -1,0 +1,139 @@
+"""`ScoringMethod`: a dropping method as a scorer, protected tokens and an allocator, which most of them are.
+
+A method of this kind writes `scores`, what each token is worth, and says with `ends` which tokens are kept whatever
+they are worth. How many of the others a layer and head keep is the allocator's: the method's own, or `allocator=NAME`.
+
+Not here: scores that several methods share (`methods/scorers.py`), integers (`methods/dropping/allocators.py`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.topk import top_stable
+from methods.base import SelectiveAttention
+from methods.dropping.allocators import Counts, by_need, divide_heads, globally_best, pyramid_within, uniform
+from methods.scorers import keep_top, layer_vector
+
+
+class ScoringMethod(SelectiveAttention):
+    """A dropping method as a scorer, protected tokens and an allocator.
+
+    Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
+    best by `scores`, as many as the allocator says. Scorers are in `methods/scorers.py`, allocators in
+    `methods/dropping/allocators.py`; `allocator=NAME` puts another one behind a scorer.
+    """
+
+    drops = True
+    counted: Sequence[Counts]  # what `counts` gave
+
+    def ends(self) -> tuple[int, int]:
+        """How many of the prompt's first tokens, and how many of its last, are protected."""
+        return 0, self.plan.window
+
+    @abstractmethod
+    def scores(self, layer: int) -> Tensor:
+        """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
+
+    def n_free(self) -> int:
+        """Tokens between the ends that the budget pays for, mean over heads and layers."""
+        return self.budget.tokens - sum(self.ends())
+
+    def scorer(self) -> Hashable:
+        """All that the scores of a sample depend on: variants where it is equal share them."""
+        return type(self).__qualname__, self.params, self.plan
+
+    def shared_scores(self, layer: int) -> Tensor:
+        return self.trace.once(("scores", self.scorer(), self.ends(), layer), lambda: self.scores(layer))
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """`counts` wants the scores of every layer first."""
+        return self.variant.allocator.needs_all_layers
+
+    def scored_layers(self) -> Sequence[int]:
+        """The layers that share the budget."""
+        skipped = frozenset(self.skipped_layers())
+        return [layer for layer in self.trace.shape.attention_layers if layer not in skipped]
+
+    def counts(self) -> Sequence[Counts]:
+        """How many of them each head keeps: for each layer that is compressed one number, or one for each head."""
+        layers, allocator = self.scored_layers(), self.variant.allocator
+        c, n_protected = self.n_free(), sum(self.ends())
+        if allocator.of_layers == "global":
+            return globally_best([self.shared_scores(layer)[0] for layer in layers], c)
+        if allocator.of_layers == "by_need":
+            return by_need(torch.stack([layer_vector(self.shared_scores(layer)) for layer in layers]), c * len(layers))
+        if allocator.of_layers == "pyramid":
+            return pyramid_within(self.trace.s_prompt, c, n_protected, allocator.beta, len(layers))
+        return uniform(c, len(layers))
+
+    def of_heads(self, layer: int, c: int) -> Counts:
+        """How the heads of a layer share its part, `c` tokens for each."""
+        if self.variant.allocator.of_heads in ("uniform", "global"):
+            return c
+        return divide_heads(self.variant.allocator, self.shared_scores(layer)[0], c, sum(self.ends()))
+
+    def arrange(self, layer: int) -> None:
+        if self.needs_all_layers:
+            self.shared_scores(layer)  # while the layer is at hand
+        else:
+            layers = self.scored_layers()
+            if layer == layers[0]:
+                self.counted = self.counts()  # of all layers at once
+            self.keep_best(layer, self.counted[layers.index(layer)])
+
+    def arrange_rest(self) -> None:
+        if self.needs_all_layers:
+            self.counted = self.counts()
+            for layer, n in zip(self.scored_layers(), self.counted, strict=True):
+                self.keep_best(layer, n)
+
+    def keep_best(self, layer: int, n: Counts) -> None:
+        """Keep the `n` best tokens of each head, and the protected ones."""
+        counts = self.of_heads(layer, n) if isinstance(n, int) else n
+        if isinstance(counts, list) and len(set(counts)) == 1:
+            counts = counts[0]
+        scores = self.shared_scores(layer)
+        if isinstance(counts, list):
+            self.place_ragged(layer, [top_stable(scores[0, a], k) for a, k in enumerate(counts)])
+            return
+        best = keep_top(scores, counts) + self.ends()[0]  # (1, heads, n)
+        if best.shape[1] == 1:
+            best = best.expand(-1, self.trace.shape.h_kv, -1).contiguous()
+        self.place(layer, best)
+
+    def place(self, layer: int, best: Tensor) -> None:
+        """Put the chosen tokens (1, heads, n) and the protected ones into the store."""
+        if n_first := self.ends()[0]:
+            first = torch.arange(n_first, device=best.device).expand(1, best.shape[1], -1)
+            best = torch.cat([first, best], -1)
+        self.store.keep(layer, best, n_window=self.ends()[1])
+
+    def place_ragged(self, layer: int, best: Sequence[Tensor]) -> None:
+        """The same where each head has tokens of its own number, counted from behind the first protected ones."""
+        (n_first, n_last), s, device = self.ends(), self.trace.s_prompt, best[0].device
+        first, last = torch.arange(n_first, device=device), torch.arange(s - n_last, s, device=device)
+        chosen = [torch.cat([first, each.sort().values + n_first, last]) for each in best]
+        if len(chosen) == self.trace.shape.h_kv:
+            self.store.keep_ragged(layer, chosen)
+        else:  # query heads chose: their KV head keeps the union
+            padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
+            self.store.keep(layer, padded.unsqueeze(0))
+
+    def report(self) -> dict[str, Any]:
+        """Where KV heads keep different counts: the fewest, the mean and the most of the prompt's tokens."""
+        kept = [layer.kept_counts() for layer in self.store.layers.values()]
+        counts = [count for layer in kept for count in layer]
+        if not any(len(set(layer)) > 1 for layer in kept):
+            return {}
+        return {"kept_heads": {"min": min(counts), "mean": sum(counts) / len(counts), "max": max(counts)}}
+
+    def protected(self, layer: int) -> Sequence[int]:
+        n, n_first, n_last = self.store[layer].n_seen, *self.ends()
+        if self.variant.is_full:
+            return range(n)
+        return [*range(n_first), *range(self.trace.s_prompt - n_last, n)]

@@ -1,0 +1,98 @@
+"""docs/scopes.md: methods with the question in what is compressed, and without it, side by side.
+
+    python -m plots.scopes [RUNS] [--out docs]
+
+Only runs count that were made in both scopes with the same settings. Nothing on the page is typed. `make paper-tables`
+writes the same tables beside the papers', as Markdown, LaTeX and CSV.
+
+Not here: how a table is made of runs (`plots/tables/generic.py`) and written (`plots/tables/texts.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from plots.read import Run, default_root, load
+from plots.tables.generic import Sheet, WrongKey, sheets
+from plots.tables.texts import as_csv, latex, markdown
+
+NAME = "scopes"
+SCOPES = frozenset({"full_prompt", "context_only"})
+HEAD = """\
+# With the question and without it
+
+`compression_scope=full_prompt` compresses a prompt whose end is the question, so a method can keep what the question
+asks for. With `context_only` the question comes after the compression, as it does where one context serves many
+questions. This page is output; the runs and it are made by
+
+    python run.py -m experiment=scopes_needle out=runs/scopes
+    python run.py -m experiment=scopes_longbench out=runs/scopes
+    python -m plots.scopes runs/scopes --out docs
+
+"(C)" marks methods that drop tokens for good and get more of them in return ([fair budgets](fair-budgets.md)); all
+methods have their default settings. In parentheses: 95 % intervals over samples.
+
+"""
+
+
+def in_both(runs: Sequence[Run]) -> list[Run]:
+    """Runs of which there is one in each scope, the same but for it."""
+    seen: dict[str, set[str]] = {}
+    keys = [f"{key_of(run)}" for run in runs]
+    for run, key in zip(runs, keys, strict=True):
+        seen.setdefault(key, set()).add(run.result.protocol)
+    return [run for run, key in zip(runs, keys, strict=True) if seen[key] >= SCOPES]
+
+
+def key_of(run: Run) -> list[object]:
+    """What identifies a run, but for the scope and its samples' own prompts."""
+    apart = ("compression_scope", "data_digest")
+    return [(key, repr(value)) for key, value in sorted(run.config.items()) if key not in apart]
+
+
+def tables(runs: Sequence[Run]) -> list[Sheet]:
+    """A table for each task with its settings: methods down, budgets and scopes across."""
+    both = in_both(runs)
+    return sheets(both, ["method"], ["ratio", "scope"]) if both else []
+
+
+def write_tables(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """The tables in all formats; nothing without runs of both scopes."""
+    made = tables(runs)
+    if not made:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "md": "\n".join(markdown(sheet) for sheet in made),
+        "tex": "\n".join(latex(sheet, number, None) for number, sheet in enumerate(made, 1)),
+        "csv": as_csv(made),
+    }
+    paths = [out / f"{NAME}.{suffix}" for suffix in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return paths
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m plots.scopes", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
+    options = parser.parse_args(arguments)
+    try:
+        made = tables(load(options.runs))
+        if not made:
+            print(f"plots.scopes: no run below {options.runs} was made in both scopes", file=sys.stderr)
+            return 2
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"{NAME}.md"
+        path.write_text(HEAD + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
+    except (WrongKey, ValueError, OSError) as error:
+        print(f"plots.scopes: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from kernels.jit import triton
+from kernels.rows.chunks import Chunked, chunk_keys
+from kernels.topk import top_keys
+from methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    h, h_kv, d_h, scale = 6, 2, 20, 20**-0.5
+    # Tokens, length of a chunk, channels and tokens to select: a chunk that begins, one that goes on, blocks of chunks.
+    sizes = [(61, 4, 7, 20), (60, 1, 20, 60), (290, 2, 3, 33), (50, 7, 1, 5)]
+    q = torch.randn(len(sizes), h, 1, d_h, generator=draw).to(dtype)
+    keys = [torch.randn(1, h_kv, n, d_h, generator=draw).to(dtype) for n, *_ in sizes]
+    rows, expected, bounds = [], [], []
+    for i, (n, chunk, r, k) in enumerate(sizes):
+        room = -(-n // chunk) + 3
+        mine = chunk_bounds(keys[i][:, :, :-1], chunk, room)
+        rows.append(Chunked(mine.to(GPU, dtype), n, chunk, r))
+        take_in(mine, keys[i][0, :, -1], n - 1, chunk)
+        bounds.append(mine)
+        lengths = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
+        scores = chunk_scores(q[i : i + 1], mine, r, lengths, scale)
+        expected.append(top_tokens(scores, chunk, n, k).sort(-1).values)
+    newest = torch.cat([each[:, :, -1:] for each in keys])
+    found = chunk_keys(q.to(GPU), newest.to(GPU), rows, scale)
+    for i, (n, _, _, k) in enumerate(sizes):
+        assert torch.equal(rows[i].bounds.cpu().float(), bounds[i])
+        chosen = top_keys(found[i], k).int().long().cpu()
+        assert torch.equal(chosen.sort(-1).values, expected[i]), sizes[i]
+        assert (found[i, :, n:] == torch.iinfo(torch.int64).max).all()
