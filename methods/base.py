@@ -19,7 +19,7 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
@@ -56,7 +56,8 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        return budget.attends_all and budget.never_evicts and not self.method.changes
+        is_exact = budget.memory == 1 or not self.method.changes
+        return budget.attends_all and budget.never_evicts and is_exact
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -106,9 +107,9 @@ class SelectiveAttention(Rules, ABC):
 
         Without an `allocator` a scorer's budget is divided as the method itself does.
         """
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache, divided)
+        return Variant(cls, params, budget, plan, cache, divided)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
