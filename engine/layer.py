@@ -9,7 +9,7 @@ are fetched. Without an accelerator both tiers are the same RAM, and the account
 Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
 `spans` says where. Heads that `roll` hold the latest tokens alone, while the others of the layer grow.
 
-Five things that the store does not do yet, and where each belongs:
+Four things that the store does not do yet, and where each belongs:
 
 - Several tokens dropped at once: `evict` takes any slots of a head in any order, as many for each head.
 - Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be tokens of the trace; later
@@ -17,8 +17,8 @@ Five things that the store does not do yet, and where each belongs:
 - A bias per slot: a tensor beside `k` and `v`, which `resident` cuts to length like `mask` and gives to `Part.bias`,
   and whose numbers move with their tokens.
 - K and V in different tiers: `Host` with one of the two; `fetch` returns a part whose other half its caller fills in.
-- Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
-  token weighs is `Meter.token_bytes`.
+
+Codes in place of numbers have a layer of their own (`engine/caches/coded.py`).
 
 Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting
 (`engine/books/meter.py`).
@@ -130,6 +130,11 @@ class Layer:
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether tokens are taken in as codes, each layer by itself."""
+        return False
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""

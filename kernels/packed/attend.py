@@ -69,10 +69,11 @@ class Side(NamedTuple):
         assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
         assert self.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
         assert self.exact.stride()[2:] == (self.exact.shape[3], 1), self.exact.stride()
+        table = 0 if self.table is None else self.table.data_ptr()
         return (
             self.kind, self.bits, self.group, self.n, codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
             codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], DTYPES[scales.dtype],
-            self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), 0 if self.table is None else self.table.data_ptr(),
+            self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), table,
         )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def quantise_tokens(x: Tensor, bits: int, group: int) -> Quantised:
 
 
 def by_group(x: Tensor) -> Tensor:
-    """The same numbers (h_kv, n, groups), but those of one group beside each other, as attention to values reads them."""
+    """The same numbers (h_kv, n, groups), those of one group beside each other, as attention to values reads them."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -64,6 +64,20 @@ def rebuild_tokens(packed: Quantised, bits: int, group: int) -> Tensor:
     n_channels = packed.scales.shape[-1] * group
     codes = unpack(packed.codes, bits, n_channels).unflatten(-1, (-1, group)).to(packed.scales.dtype)
     return (codes * packed.scales.unsqueeze(-1) + packed.zeros.unsqueeze(-1)).flatten(-2)
+
+
+def with_room(packed: Quantised, kind: int, room: int) -> Quantised:
+    """A copy with `room` places for tokens, or for groups of them where they are packed by channel."""
+    codes, *numbers = packed
+    made = codes.new_empty(len(codes), room, *codes.shape[2:])
+    made[:, : codes.shape[1]] = codes
+    if kind == BY_CHANNEL:
+        wide = [x.new_empty(len(x), room, x.shape[2]) for x in numbers]
+    else:
+        wide = [x.new_empty(len(x), x.shape[2], room).transpose(1, 2) for x in numbers]
+    for target, x in zip(wide, numbers, strict=True):
+        target[:, : x.shape[1]] = x
+    return Quantised(made, *wide)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

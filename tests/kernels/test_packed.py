@@ -81,9 +81,7 @@ def check(k: Side, v: Side, n: int, h: int, d: int, dtype: torch.dtype) -> None:
     q, packed = randn(1, h, 1, d, seed=5, dtype=dtype), Packed(k, v, n)
     assert takes_packed(q, packed)
     out, lse = attend_packed_native(q, packed, d**-0.5)
-    exact_k, exact_v = (
-        as_float(x, n).repeat_interleave(h // x.exact.shape[1], 1).double() for x in (k, v)
-    )
+    exact_k, exact_v = (as_float(x, n).repeat_interleave(h // x.exact.shape[1], 1).double() for x in (k, v))
     logits = (q.double() @ exact_k.mT) * d**-0.5
     truth = logits.softmax(-1) @ exact_v
     ours = (out.double() - truth).abs().max()
@@ -101,7 +99,18 @@ def as_float(x: Side, n: int) -> Tensor:
 @pytest.mark.skipif(native() is None, reason="no compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("h", "h_kv"), HEADS)
-@pytest.mark.parametrize(("bits", "group", "d"), [(2, 32, 64), (4, 32, 128), (4, 16, 32), (2, 16, 16), (8, 32, 64), (2, 128, 128), (4, 64, 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bits", "group", "d"),
+    [
+        (2, 32, 64),
+        (4, 32, 128),
+        (4, 16, 32),
+        (2, 16, 16),
+        (8, 32, 64),
+        (2, 128, 128),
+        (4, 64, 64),
+    ],
+)
 def test_keys_by_channel(bits: int, group: int, d: int, h: int, h_kv: int, dtype: torch.dtype) -> None:
     total = 5 * group + 300
     n_k, n_v = (total // group - 1) * group, total - 41
@@ -121,7 +130,9 @@ def test_keys_by_token(kind: int, h: int, h_kv: int, d: int, dtype: torch.dtype)
 
 
 @pytest.mark.skipif(native() is None, reason="no compiler")
-@pytest.mark.parametrize(("n_k", "n_v", "total"), [(0, 0, 7), (32, 0, 40), (32, 32, 32), (256, 300, 301), (512, 250, 530)])
+@pytest.mark.parametrize(
+    ("n_k", "n_v", "total"), [(0, 0, 7), (32, 0, 40), (32, 32, 32), (256, 300, 301), (512, 250, 530)]
+)
 def test_whatever_is_packed(n_k: int, n_v: int, total: int) -> None:
     k = side(BY_CHANNEL, 4, 32, n_k, total, 2, 64, torch.float32, 1)
     v = side(BY_TOKEN, 4, 32, n_v, total, 2, 64, torch.float32, 2)
