@@ -374,7 +374,9 @@ class Layer:
         if self.view is not None and self.view.spans is not None:
             self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
         if self.bias is not None:
-            self.meter.count("resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare))
+            self.meter.count(
+                "resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare)
+            )
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]
         n_resident, n_hidden = self.n_kept + self.n_window + n_evicted, self.n_hidden
         n_host = 0 if self.host is None else self.n_seen - self.n_gone - n_resident

@@ -112,7 +112,9 @@ def rank_of(params: ShadowKVRules.Params, s: int, shape: ModelShape) -> int:
     return rank
 
 
-def divided(params: ShadowKVRules.Params, tokens: int, s: int, chunk: int, rank: int, n_chunks: int) -> ShadowKVRules.Plan:
+def divided(
+    params: ShadowKVRules.Params, tokens: int, s: int, chunk: int, rank: int, n_chunks: int
+) -> ShadowKVRules.Plan:
     """Outliers and selected chunks of a budget: local tokens and outliers are part of it, or come on top as published."""
     if params.budget_rule == "official":
         n_outliers, n_selected = params.outlier_chunks, tokens // chunk
