@@ -76,12 +76,14 @@ class AttentionMatching(AttentionMatchingRules, SelectiveAttention):
 
     def arrange(self, layer: int) -> None:
         if self.params.queries == "prompt":
-            self.compact(layer, self.trace.observed(*self.variant.observations, layer))
+            (what,) = self.variant.observations
+            self.compact(layer, self.trace.observed(what, layer))
 
     def arrange_rest(self) -> None:
         if self.params.queries == "repeat":
+            (what,) = self.variant.probes
             for layer in self.trace.shape.attention_layers:
-                self.compact(layer, self.trace.probed(*self.variant.probes, layer))
+                self.compact(layer, self.trace.probed(what, layer))
 
     def compact(self, layer: int, q: Tensor) -> None:
         """Put few keys in the place of the layer's, by reference queries (1, h, n, d_h)."""
@@ -132,7 +134,7 @@ class AttentionMatching(AttentionMatchingRules, SelectiveAttention):
         return found
 
     def part(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, start: int, end: int, t: int) -> Compacted:
-        """`t` keys in the place of those from `start` to `end`, of one KV head: q (n, d_h), keys and values (s, d_h)."""
+        """`t` keys for those from `start` to `end` of one KV head: q (n, d_h), keys and values (s, d_h)."""
         params, scale = self.params, self.trace.scales[layer]
         near, own = keys[start:end].float(), values[start:end].float()
         goal = target(q, near, scale)

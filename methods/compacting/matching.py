@@ -56,7 +56,7 @@ def highest_keys(weights: Tensor, t: int, score: str) -> Tensor:
 
 
 def fit_weights(columns: Tensor, mass: Tensor, rule: BiasRule, start: Tensor) -> Tensor:
-    """Weights (t,) within bounds with which columns (n, t) add up to the mass (n,); `start` is the power iteration's."""
+    """Weights (t,) within bounds with which columns (n, t) add up to the mass (n,); a power iteration has `start`."""
     weights = least_squares(columns, mass.unsqueeze(1)).squeeze(1).clamp_(rule.lowest, rule.highest)
     if rule.n_steps:
         step = 1 / squared_norm(columns, start)

@@ -15,8 +15,8 @@ Differs   - the rank is a share of the keys' numbers, 160 of 1,024 as published;
             model's keys.
           - outliers and local tokens are part of the budget, which pays for fewer outliers where it is small;
             `budget_rule: official` has them on top (method=shadowkv_paper).
-          - landmarks of 8 tokens read an eighth of the key bytes. Where `comm` pays for less, chunks are longer, and the
-            label says how long; `native` leaves them as they are and says so.
+          - landmarks of 8 tokens read an eighth of the key bytes. Where `comm` pays for less, chunks are longer, and
+            the label says how long; `native` leaves them as they are and says so.
           - keys of selected chunks always come from the factors. The authors' offloading class begins with exact keys.
           - the factors come from the eigenvectors of the keys' Gram matrix, added up in float64. Only their product has
             a meaning, and it is the truncated SVD's.
@@ -73,7 +73,7 @@ def leading_directions(x: Tensor, rank: int) -> Tensor:
 
 
 def chunk_means(keys: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Of keys (h_kv, n * chunk, d_h): the mean of each chunk (h_kv, n, d_h), and its least cosine with it, (h_kv, n)."""
+    """Of keys (h_kv, n * chunk, d_h): each chunk's mean (h_kv, n, d_h), and its least cosine with it, (h_kv, n)."""
     chunks = keys.float().unflatten(1, (-1, chunk))  # (h_kv, n, chunk, d_h)
     means = chunks.mean(2)
     lengths = chunks.norm(dim=-1) * means.norm(dim=-1, keepdim=True)

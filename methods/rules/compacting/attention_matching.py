@@ -101,8 +101,8 @@ class AttentionMatchingRules(Rules):
         n_each = min(ceil(wanted / shape.g), s - frame.n_prefix - frame.n_suffix)
         if n_each * shape.g < 2 * most:
             raise ConfigError(
-                f"{most} keys of a part need {2 * most} reference queries or more, and there are {n_each * shape.g}, of "
-                f"{shape.g} query heads; use a smaller ratio"
+                f"{most} keys of a part need {2 * most} reference queries or more, and there are {n_each * shape.g}, "
+                f"of {shape.g} query heads; use a smaller ratio"
                 + ("" if params.n_queries is None else ", or more method.n_queries")
             )
         if params.queries == "repeat" and 2 * s + REQUEST_TOKENS > shape.window:

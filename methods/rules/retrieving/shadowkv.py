@@ -115,7 +115,7 @@ def rank_of(params: ShadowKVRules.Params, s: int, shape: ModelShape) -> int:
 def divided(
     params: ShadowKVRules.Params, tokens: int, s: int, chunk: int, rank: int, n_chunks: int
 ) -> ShadowKVRules.Plan:
-    """Outliers and selected chunks of a budget: local tokens and outliers are part of it, or come on top as published."""
+    """Outliers and selected chunks of a budget, which pays for local tokens too, unless all that comes on top."""
     if params.budget_rule == "official":
         n_outliers, n_selected = params.outlier_chunks, tokens // chunk
     else:

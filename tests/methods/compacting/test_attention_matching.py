@@ -1,5 +1,5 @@
 from dataclasses import replace
-from math import exp, log
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,9 @@ from torch import Tensor
 
 from engine.attend import attend
 from engine.budget import Frame
-from engine.errors import ConfigError
 from engine.observe import SpacedQueries
-from engine.prefill import Trace
-from engine.shapes import ModelShape
 from methods.compacting.attention_matching import AttentionMatching
-from methods.compacting.matching import BiasRule, Pursuit, fit_values, pursue, target
-from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
+from tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = AttentionMatching.Params(
     select="highest", score="rms", biases="fitted", values="fitted", ridge=0, drop_below=-7, queries="prompt",

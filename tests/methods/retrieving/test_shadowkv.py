@@ -3,16 +3,11 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.prefill import Trace
-from engine.shapes import ModelShape
-from methods.full import Full
-from methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, landmarks_of
+from methods.retrieving.shadowkv import ShadowKV, chunk_means
 from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = ShadowKV.Params(
