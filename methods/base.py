@@ -175,6 +175,10 @@ class SelectiveAttention(Rules, ABC):
         """What is added to the scaled logits of the tokens that `select` just named, in its shape, float32."""
         return None
 
+    def made_keys(self, layer: int, idx: Tensor) -> Tensor:
+        """Keys (1, h_kv, k, d_h) of the tokens that `select` just named, where the host has their values alone."""
+        raise AssertionError(f"{self.title} sends values alone to the host and makes no keys")
+
     def stand_ins(self, layer: int) -> list[Part]:
         """Pseudo-tokens that stand for tokens which `select` just left out; counted as `pseudo_tokens`."""
         return []
@@ -205,7 +209,9 @@ class SelectiveAttention(Rules, ABC):
             if asking:
                 with span("fetch", layer):
                     found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
-                for (i, _), part in zip(asking, found, strict=True):
+                for (i, idx), part in zip(asking, found, strict=True):
+                    if part.k.shape[-1] == 0:
+                        part.k = rows[i].made_keys(layer, idx)
                     part.bias = rows[i].log_weights(layer)
                     parts[i] = [*parts[i], part]
             for i in fetching:
