@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def takes_at_once(row: "SelectiveAttention", layer: int, m: int) -> bool:
     """Whether the row may read so many tokens at once in this layer, as if they came one after the other."""
     at = row.store[layer]
-    return row.is_still and at.host is None and at.rolling is None and at.capacity - at.n_window >= m
+    is_still = row.is_still or layer in row.skipped_layers()
+    return is_still and at.host is None and at.rolling is None and at.capacity - at.n_window >= m
 
 
 def read_at_once(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
