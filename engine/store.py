@@ -180,10 +180,10 @@ class Store:
 
     # The books.
 
-    def close(self, layer: int, step: int) -> None:
-        """End the layer's step: its entry goes into the ledger."""
+    def close(self, layer: int, step: int | None = None) -> None:
+        """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
         at = self.layers[layer]
-        self.ledger.written.append(at.close(step))
+        self.ledger.written.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
             self.owe(at.meter)
 

@@ -35,6 +35,7 @@ from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
+from engine.turns.state import Mark, fork_of
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 
@@ -234,6 +235,28 @@ class SelectiveAttention(Rules, ABC):
             corrected = row.after_attention(layer, given, weights[i])
             if corrected is not given:
                 given.copy_(corrected)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether a step only adds its token to what is resident: then several tokens may be read at once."""
+        kind, usual = type(self), SelectiveAttention
+        hooks, classwide = ("after_attention", "resident", "stand_ins"), ("step_rows", "after_rows")
+        return self.variant.is_full or (
+            all(getattr(kind, name) is getattr(usual, name) for name in hooks)
+            and all(getattr(kind, name).__func__ is getattr(usual, name).__func__ for name in classwide)
+        )
+
+    def mark(self) -> Mark:
+        """This moment, to go back to."""
+        return Mark(self)
+
+    def reset(self, mark: Mark) -> None:
+        """Go back to where the mark was made, as if nothing had been read since; the ledger begins anew."""
+        mark.restore(self)
+
+    def fork(self) -> "SelectiveAttention":
+        """A second row that goes on from here."""
+        return fork_of(self)
 
     def report(self) -> dict[str, Any]:
         """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""

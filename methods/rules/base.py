@@ -43,6 +43,7 @@ class Rules:
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
+    rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
