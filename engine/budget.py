@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 
 ELEMENT_BYTES = 2  # accounting only: 16-bit elements
+COUNTS = ("target", "mean", "peak")  # what a budget of prompt and answer is: left by a cut, held on average, at most
 
 
 def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
@@ -35,6 +36,7 @@ class BudgetRequest:
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
     comm: Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
+    counts: str | None = None  # of COUNTS: what `tokens` count for methods that compress while they generate
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.tokens is not None:
@@ -53,7 +55,8 @@ class BudgetRequest:
             )
 
     def label(self) -> str:
-        return f"budget={self.tokens}" if self.ratio is None else f"ratio={show(self.ratio)}"
+        of = "" if self.counts in (None, "target") else f" ({self.counts})"
+        return f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
 
 
 EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # of a method that has no budget
@@ -76,7 +79,7 @@ class Budget:
     """What one prompt gets: tokens that a query head may attend to, per layer.
 
     They are tokens of the prompt, and generated tokens come on top. A budget with `n_answer` is one of prompt and
-    answer together; only the current token is free.
+    answer together; only the current token is free. So is one with `counts`, of methods that cut every few steps.
     """
 
     s_prompt: int
@@ -86,6 +89,8 @@ class Budget:
     ratio: Fraction  # the share that was asked for, before any rounding
     n_answer: int | None = None  # longest answer, where its tokens count too; None: they come on top
     frame: Frame = NO_FRAME  # of the prompt
+    counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
+    most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     @property
     def attends_all(self) -> bool:
@@ -95,11 +100,11 @@ class Budget:
     @property
     def never_evicts(self) -> bool:
         """The budget pays for every token there will be, so that none has to go while the answer grows."""
-        return self.tokens >= self.s_prompt + (self.n_answer or 0)
+        return self.counts is None and self.tokens >= self.s_prompt + (self.n_answer or 0)
 
     def allowance(self, t: int) -> int:
         """Tokens a query head may attend to at decode step `t` (1 for the first), the current one included."""
-        return self.tokens + (t if self.n_answer is None else 1)
+        return self.most or self.tokens + (t if self.n_answer is None else 1)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class SelectiveAttention(Rules, ABC):
 
         Without an `allocator` a scorer's budget is divided as the method itself does.
         """
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         divided = allocator or cls.own_allocator(params) or UNIFORM
         return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache, divided)
 
@@ -227,6 +227,9 @@ class SelectiveAttention(Rules, ABC):
             corrected = row.after_attention(layer, given, weights[i])
             if corrected is not given:
                 given.copy_(corrected)
+
+    def after_step(self) -> None:
+        """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""
 
     def report(self) -> dict[str, Any]:
         """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""

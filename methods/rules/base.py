@@ -40,6 +40,7 @@ class Rules:
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
+    of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
@@ -69,6 +70,11 @@ class Rules:
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
         """What the method gets of a prompt."""
         return resolve(request, s_prompt, cls.drops)
+
+    @classmethod
+    def budget_with(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
+        """`budget_for`, where it depends on parameters."""
+        return cls.budget_for(request, s_prompt)
 
     @classmethod
     def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
