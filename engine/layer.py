@@ -35,6 +35,7 @@ from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.budget import ELEMENT_BYTES
 from engine.caches.copies import Shelf
+from engine.caches.queries import QueryRing
 from kernels.gather import bring_values, flat_rows, gather_tokens
 from kernels.select_attend import Spans
 
@@ -135,6 +136,7 @@ class Layer:
             self.n_spare = int((self.n_kept - kept.spans.counts).sum())
             self.n_hidden = meter.shape.g * self.n_spare
         self.rolling: Rolling | None = None
+        self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.is_far = host is not None and host.v.device != self.k.device  # the host is another memory
         self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
@@ -278,6 +280,32 @@ class Layer:
         self.evictions = positions[..., leaves]
         self._keep(positions[..., slots])
 
+    def retain(self, slots: Tensor, room: int) -> None:
+        """After attention, drop for good all but the tokens in these slots, (1, h_kv, k), for each head its own.
+
+        They lie in the order given from then on, and `room` tokens fit behind them. Called within the step or behind
+        it: the step's books have those that leave.
+        """
+        self._assert_drops()
+        assert self.n_window == self.n_seen - self.start, f"layer {self.index} has a window that slid"
+        positions, parts = self.positions(), self.resident()
+        n, k = positions.shape[-1], slots.shape[-1]
+        tokens = [torch.cat(x, 2) if len(x) > 1 else x[0] for x in ([p.k for p in parts], [p.v for p in parts])]
+        chosen = [gather_tokens(x, slots) for x in tokens]
+        if self.view is None and self.k.shape[2] == k + room:
+            self.k[:, :, :k], self.v[:, :, :k] = chosen
+        else:
+            self.k, self.v = (slots_of([x], room) for x in chosen)
+        self.view = None
+        leaves = torch.ones_like(positions, dtype=torch.int8).scatter_(-1, slots, 0)
+        self.evictions = positions.gather(-1, leaves.topk(n - k).indices)  # a mask's own indices would have to wait
+        self._keep(positions.gather(-1, slots))
+
+    def keys(self) -> Tensor:
+        """Keys of kept tokens and window, slot by slot as `positions` has them: (1, h_kv, n, d_h)."""
+        parts = [part.k for part in self.resident()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
     def _assert_drops(self) -> None:
         assert self.host is None, f"layer {self.index} has a host and drops no tokens"
         assert self.view is None or self.view.spans is None, f"layer {self.index} has heads with different counts"
@@ -377,6 +405,8 @@ class Layer:
             self.meter.count(
                 "resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare)
             )
+        if self.queries is not None:
+            self.meter.count("resident_meta_bytes", self.queries.n_bytes(self.meter.shape))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]
         n_resident, n_hidden = self.n_kept + self.n_window + n_evicted, self.n_hidden
         n_host = 0 if self.host is None else self.n_seen - self.n_gone - n_resident

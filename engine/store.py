@@ -51,15 +51,19 @@ class Store:
         """Every token stays on the device, generated ones too."""
         self._keep_view(layer, None)
 
+    def keep_until_full(self, layer: int, room: int) -> None:
+        """Every token stays, and of those that are generated the first `room`: then `Layer.retain` has to drop some."""
+        self._keep_view(layer, None, room)
+
     def keep_reached(self, layer: int) -> None:
         """Every token that reached the layer stays, generated ones too; the others were never there."""
         positions = self.trace.positions.get(layer)
         expanded = None if positions is None else positions.expand(1, self.shape.h_kv, -1)
         self._keep_view(layer, expanded)
 
-    def _keep_view(self, layer: int, positions: Tensor | None) -> None:
+    def _keep_view(self, layer: int, positions: Tensor | None, room: int | None = None) -> None:
         self.trace.hold(layer)
-        self._place(layer, self._part(layer, slice(None)), 0, None, positions, is_view=True)
+        self._place(layer, self._part(layer, slice(None)), 0, room, positions, is_view=True)
 
     def keep(self, layer: int, chosen: Tensor | int, n_window: int = 0, capacity: int | None = None) -> None:
         """Only the `chosen` tokens and the last `n_window` stay; the rest of the prompt is gone for good.

@@ -258,6 +258,9 @@ class SelectiveAttention(Rules, ABC):
         """A second row that goes on from here."""
         return fork_of(self)
 
+    def after_step(self) -> None:
+        """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""
+
     def report(self) -> dict[str, Any]:
         """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""
         return {}

@@ -44,6 +44,7 @@ class Rules:
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
+    of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
@@ -75,6 +76,11 @@ class Rules:
         return resolve(request, s_prompt, cls.drops)
 
     @classmethod
+    def budget_with(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
+        """`budget_for`, where it depends on parameters."""
+        return cls.budget_for(request, s_prompt)
+
+    @classmethod
     def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
         """The method's integers for prompts of one length; `ConfigError` where the budget is too small for them.
 
@@ -88,7 +94,7 @@ class Rules:
         cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
         budget, plan = cls.fit(params, budget, shape)
