@@ -68,8 +68,8 @@ def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
         if len(prompt.context_ids) + prompt.n_new > window:
             raise ConfigError(
                 f"sample {sample.id!r} has a context of {len(prompt.context_ids)} tokens, and its turns "
-                f"put up to {prompt.n_new} behind it, more than the {window} of model {model!r}; use fewer questions, a "
-                "shorter context or a longer model"
+                f"put up to {prompt.n_new} behind it, more than the {window} of model {model!r}; use fewer questions, "
+                "a shorter context or a longer model"
             )
     elif len(prompt) + sample.max_new_tokens > window:
         raise ConfigError(
