@@ -113,7 +113,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
     shortest = task.shortest_prompt()
     if shortest is not None:
         with naming(settings):
-            rules.plan_for(asked.params, rules.budget_for(settings.budget, shortest), shape)
+            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache)
 
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:

@@ -46,7 +46,9 @@ def answer_line(
     """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
-    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean")
+    ledger = row.store.ledger.summary(
+        row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean", with_index=not row.drops
+    )
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
@@ -166,4 +168,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         prefill=EXACT if settings.prefill is None else settings.prefill.name,
         prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
         allocator=None if settings.allocator is None else settings.allocator.label(),
+        memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
+        simulated=cell.rules.simulated,
     )

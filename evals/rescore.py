@@ -21,7 +21,7 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
+from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
 from evals.results.scores import Score, Scores, crc_of_answer
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
@@ -122,6 +122,9 @@ def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
 def title(result: RunResult) -> str:
     """Of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
+    if result.memory_exact is not None:
+        said = f"memory={shown_fraction(result.memory_exact)}"
+        budget = said if result.memory_exact == result.ratio_exact else f"{budget} {said}"
     return f"{result.method_label}, {budget}, {result.model}"
 
 

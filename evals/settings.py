@@ -41,7 +41,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "comm", "compensate", "cache"),
+    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -148,7 +148,8 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
-        ratio, prefill = self.budget.ratio, self.prefill
+        ratio, memory, prefill = self.budget.ratio, self.budget.memory, self.prefill
+        ratio = None if self.budget.memory_alone else ratio
         return {
             "method": identity(self.method),
             "task": identity(self.task),
@@ -167,6 +168,7 @@ class Settings:
         } | {
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
@@ -205,6 +207,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             tokens=convert(tree["budget"], int | None, "budget"),
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
+            memory=convert(tree["memory"], Fraction | None, "memory"),
         ),
         allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),

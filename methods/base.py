@@ -19,7 +19,7 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
@@ -57,7 +57,8 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        return budget.attends_all and budget.never_evicts and not self.method.changes
+        is_exact = budget.memory == 1 or not self.method.changes
+        return budget.attends_all and budget.never_evicts and is_exact
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -107,9 +108,9 @@ class SelectiveAttention(Rules, ABC):
 
         Without an `allocator` a scorer's budget is divided as the method itself does.
         """
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache, divided)
+        return Variant(cls, params, budget, plan, cache, divided)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
@@ -175,6 +176,10 @@ class SelectiveAttention(Rules, ABC):
         """What is added to the scaled logits of the tokens that `select` just named, in its shape, float32."""
         return None
 
+    def made_keys(self, layer: int, idx: Tensor) -> Tensor:
+        """Keys (1, h_kv, k, d_h) of the tokens that `select` just named, where the host has their values alone."""
+        raise AssertionError(f"{self.title} sends values alone to the host and makes no keys")
+
     def stand_ins(self, layer: int) -> list[Part]:
         """Pseudo-tokens that stand for tokens which `select` just left out; counted as `pseudo_tokens`."""
         return []
@@ -205,7 +210,9 @@ class SelectiveAttention(Rules, ABC):
             if asking:
                 with span("fetch", layer):
                     found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
-                for (i, _), part in zip(asking, found, strict=True):
+                for (i, idx), part in zip(asking, found, strict=True):
+                    if part.k.shape[-1] == 0:
+                        part.k = rows[i].made_keys(layer, idx)
                     part.bias = rows[i].log_weights(layer)
                     parts[i] = [*parts[i], part]
             for i in fetching:

@@ -87,6 +87,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
         batch_rows_mean=mean(row.batch_rows for row in ok),
         measures=means_of_measures(ok),
         probe_s=mean(row.fields.get("probe_s") for row in ok),
+        resident_share=mean(row.ledger.get("resident_share") for row in ok),
+        moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
     )
 
