@@ -221,9 +221,10 @@ class Model:
     def speculate(self, layer: int, x: Tensor, beside: dict[str, Any]) -> Tensor:
         """The query (n, h, s_q, d_h) that a layer computes from the attention input x (n, s_q, D) of any layer.
 
-        `beside` is that of the layer's own call in this step, for these rows, or for any where all are at one position. The layer's attention module runs, whatever the
-        architecture, with its bias, norm and rotation, and is left where it would attend. It computes key and value
-        for nothing: 2 / g of the query's cost where projections are apart.
+        `beside` is that of the layer's own call in this step, for these rows, or for any where all are at one position.
+        The layer's attention module runs, whatever the architecture, with its bias, norm and rotation, and is left
+        where it would attend. It computes key and value for nothing: 2 / g of the query's cost where projections are
+        apart.
         """
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)

@@ -123,7 +123,8 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:
     """Of what is read and what is fed."""
-    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
+    feeds = [id for feed in getattr(prompt, "feeds", ()) for id in feed]
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ()), *feeds])
 
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
@@ -157,7 +158,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
         comm_exact=exact(settings.budget.comm),
-        protocol=settings.scope,
+        protocol=settings.scope if cell.task.asking is None else cell.task.asking.label,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],
         git_sha=environment()["git_sha"],

@@ -32,6 +32,8 @@ from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Parameters that came later, and what says the same as a run without them: such runs keep their names.
+LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "evals.tasks.base.Task",
@@ -174,7 +176,9 @@ class Settings:
 
 def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
-    known = {"name": choice.name, "params": dict(choice.params)}
+    later = LATER.get(choice.group, {})
+    params = {key: value for key, value in choice.params.items() if key not in later or value != later[key]}
+    known = {"name": choice.name, "params": params}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 

@@ -40,8 +40,8 @@ class Talk:
         self.cache = model.fork_cache(trace.rest, len(rows)) if cache is None else cache
         self.has_own_layers = len(trace.shape.attention_layers) < trace.shape.n_layers
         self.compressed = frozenset(trace.shape.attention_layers)
-        # Rows of one class stand together, so that a class can work on all of its rows at once. In all passes rows
-        # have this order, which is that of the cache.
+        # Rows of one class stand together, so that a class can work on all of its rows at once that are at one
+        # position. In all passes rows have this order, which is that of the cache.
         self.order = sorted(range(len(rows)), key=lambda i: name_of(type(rows[i])))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.clock = Clock()
@@ -121,7 +121,8 @@ class Talk:
         assert not (self.has_own_layers and any(pads)), "layers that the model keeps to itself read feeds of one length"
         self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
         m, which = ids.shape[1], list(which)
-        starts = torch.tensor([self.positions[i] - pads[i] for i in which], device=ids.device)
+        self.starts = [self.positions[i] - pads[i] for i in which]
+        starts = torch.tensor(self.starts, device=ids.device)
         places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
         self.plans: dict[tuple[int, ...], list[tuple[type[SelectiveAttention], slice]]] = {}
         looks_ahead = any(row.wants_lookahead for row in self.active)
@@ -167,10 +168,10 @@ class Talk:
         return out
 
     def groups(self, live: Sequence[int]) -> "list[tuple[type[SelectiveAttention], slice]]":
-        """Runs of rows of one class among these, as slices."""
+        """Runs of rows of one class at one position among these, as slices: such rows can be worked on together."""
         key = tuple(live)
         if key not in self.plans:
-            self.plans[key] = [*runs([self.active[i] for i in live])]
+            self.plans[key] = [*runs([self.active[i] for i in live], [self.starts[i] for i in live])]
         return self.plans[key]
 
     def look_ahead(self, layer: int, which: Sequence[int]) -> dict[int, Tensor]:
@@ -187,10 +188,12 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def runs(rows: "Sequence[SelectiveAttention]") -> "Iterator[tuple[type[SelectiveAttention], slice]]":
+def runs(
+    rows: "Sequence[SelectiveAttention]", positions: Sequence[int]
+) -> "Iterator[tuple[type[SelectiveAttention], slice]]":
     start = 0
     for i in range(1, len(rows) + 1):
-        if i == len(rows) or type(rows[i]) is not type(rows[start]):
+        if i == len(rows) or type(rows[i]) is not type(rows[start]) or positions[i] != positions[start]:
             yield type(rows[start]), slice(start, i)
             start = i
 
