@@ -169,9 +169,7 @@ CHECKS: dict[str, Callable[[str, Values], bool]] = {
     ),
     "detectable_content:postscript": lambda text, v: has_postscript(text, v["postscript_marker"]),
     "keywords:existence": lambda text, v: all(n_found(word, text) for word in v["keywords"]),
-    "keywords:frequency": lambda text, v: compares(
-        n_found(v["keyword"].strip(), text), v["relation"], v["frequency"]
-    ),
+    "keywords:frequency": lambda text, v: compares(n_found(v["keyword"].strip(), text), v["relation"], v["frequency"]),
     "keywords:forbidden_words": lambda text, v: not any(n_found(rf"\b{word}\b", text) for word in v["forbidden_words"]),
     "keywords:letter_frequency": lambda text, v: compares(
         text.lower().count(v["letter"].strip().lower()), v["let_relation"], v["let_frequency"]
