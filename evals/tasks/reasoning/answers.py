@@ -72,14 +72,9 @@ class Room:
 
     def notes(self, new_tokens: Sequence[int]) -> list[str]:
         """What the result says where answers may have fewer tokens than the task's limit."""
-        if (
-            self.given is not None
-            or not new_tokens
-            or (self.window - self.usual >= 0 and min(new_tokens) == self.usual)
-        ):
+        if self.given is not None or not new_tokens or min(new_tokens) >= self.usual:
             return []
-        shortest = min(new_tokens)
-        return [f"answers end after {shortest} to {max(new_tokens)} tokens, not {self.usual}"]
+        return [f"answers end after {min(new_tokens)} to {max(new_tokens)} tokens at most, not {self.usual}"]
 
 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:
