@@ -35,6 +35,7 @@ class Sample:
     min_new_tokens: int = 0  # no token ends an answer before it has so many
     system_prompt: str = ""  # the task's own system turn; one that the user sets for the model takes its place
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
+    thinks: bool = False  # whether a chat template that can switch thinking on does so
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
     conversation: Conversation | None = None  # several turns on the context, in place of one question
@@ -76,9 +77,9 @@ class Task(ABC):
         """The score, and other figures by name that the same look at the answer gives; the run averages both."""
         return self.score(sample, prediction), {}
 
-    def score_now(self, sample: Sample, prediction: str) -> float | None:
-        """The score of an answer that was just given; None where it is given later."""
-        return None if self.scores_later else self.score(sample, prediction)
+    def verdict_now(self, sample: Sample, prediction: str) -> tuple[float | None, dict[str, float | None]]:
+        """The verdict on an answer that was just given; no score where it is given later."""
+        return (None, {}) if self.scores_later else self.verdict(sample, prediction)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
         """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.

@@ -47,7 +47,7 @@ class Prompt:
         return len(self.context_ids) + len(self.question_ids)
 
 
-def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+def middle_truncate(tokenizer: Any, text: str, limit: int, *, odd_to_end: bool = False) -> tuple[str, int, int]:
     """Cut the middle out of `text`; returns it with its token counts before and after.
 
     Applied to the filled template, before the chat wrapper. The string that comes back may be a few
@@ -66,9 +66,10 @@ def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, in
         return text, len(ids), len(ids)  # untouched: a round trip could change it
     pieces = (middle[at : at + PIECE] for at in range(0, len(middle), PIECE))
     n_middle = sum(len(tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces)
-    half = limit // 2  # an odd limit loses one token
+    half = limit // 2  # an odd limit loses one token, or the end keeps it
+    n_tail = limit - half if odd_to_end else half
     head = tokenizer.decode(ids[:half], skip_special_tokens=True)
-    tail = tokenizer.decode(ids[len(ids) - half :], skip_special_tokens=True)
+    tail = tokenizer.decode(ids[len(ids) - n_tail :], skip_special_tokens=True)
     return head + tail, len(ids) + n_middle, len(tokenizer.encode(head + tail))
 
 
@@ -90,15 +91,15 @@ def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str
         own = f"{sample.system_prompt}\n\n" if sample.system_prompt else ""
         return BRACKETS[0] + own, BRACKETS[1]
     if system_prompt or not sample.system_prompt:
-        return chat_wrapper(tokenizer, system_prompt)
+        return chat_wrapper(tokenizer, system_prompt, sample.thinks)
     try:
-        return chat_wrapper(tokenizer, sample.system_prompt)
+        return chat_wrapper(tokenizer, sample.system_prompt, sample.thinks)
     except ConfigError:
-        head, tail = chat_wrapper(tokenizer, "")
+        head, tail = chat_wrapper(tokenizer, "", sample.thinks)
         return f"{head}{sample.system_prompt}\n\n", tail
 
 
-def chat_wrapper(tokenizer: Any, system_prompt: str) -> tuple[str, str]:
+def chat_wrapper(tokenizer: Any, system_prompt: str, thinks: bool = False) -> tuple[str, str]:
     """What the chat template puts before and behind the words of a single user turn."""
     turns = [{"role": "user", "content": SENTINEL}]
     if system_prompt:
@@ -109,7 +110,7 @@ def chat_wrapper(tokenizer: Any, system_prompt: str) -> tuple[str, str]:
             tokenize=False,
             add_generation_prompt=True,
             date_string="26 Jul 2024",  # Llama 3's own default; some templates print today's date
-            enable_thinking=False,  # answers are 30 to 500 tokens long; Qwen 3 would think longer
+            enable_thinking=thinks,  # most answers are 30 to 500 tokens long; Qwen 3 would think longer
         )
     except TemplateError as error:
         if not system_prompt:

@@ -161,11 +161,9 @@ def followed(log: str, reference: str) -> float:
     mine, theirs = log.split("\n"), reference.split("\n")
     if mine[0] != theirs[0]:
         return 0.0
-    at = -1
-    for at, (one, other) in enumerate(zip(mine[1:], theirs[1:], strict=False)):
-        if not passes(one, other):
-            break
-    return at / (len(theirs) - 1)
+    pairs = list(zip(mine[1:], theirs[1:], strict=False))
+    stop = (at for at, (one, other) in enumerate(pairs) if not passes(one, other))
+    return next(stop, len(pairs) - 1) / (len(theirs) - 1)
 
 
 def passes(line: str, reference: str) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 MEMORY_BYTES = 4 << 30
 GRACE_S = 2.0
-STOPS = ("</s>", "<|im_end|>", "<|endoftext|>", "\n题目：")  # where R-KV's script cuts an answer
+STOPS = ("</s>", "<|im_end|>", "<|endoftext|>", "\n题目\N{FULLWIDTH COLON}")  # R-KV's script cuts there
 Verdict = tuple[bool, str | None]
 
 

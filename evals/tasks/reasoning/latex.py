@@ -56,6 +56,7 @@ class Reader:
     def __init__(self, text: str) -> None:
         self.tokens = [found["token"] for found in TOKEN.finditer(text.strip())]
         self.at = self.depth = 0
+        self.bars = 0  # that are open: the next one closes
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -118,6 +119,8 @@ class Reader:
 
     def starts_factor(self) -> bool:
         token = self.peek()
+        if token == "|" and self.bars:
+            return False
         return STARTS.match(token) is not None and token not in NO_FACTOR and token not in ("\\rfloor", "\\rceil")
 
     def starts_function(self) -> bool:
@@ -153,8 +156,9 @@ class Reader:
         if token in CLOSING:
             return self.bracketed()
         if token == "|":
-            self.at += 1
+            self.at, self.bars = self.at + 1, self.bars + 1
             value = self.sum()
+            self.bars -= 1
             self.need("|")
             return sympy.Abs(value)
         if token in DELIMITED:
