@@ -46,7 +46,9 @@ def answer_line(
     """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
-    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean")
+    ledger = row.store.ledger.summary(
+        row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean", with_index=not row.drops
+    )
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
@@ -123,7 +125,8 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:
     """Of what is read and what is fed."""
-    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
+    feeds = [id for feed in getattr(prompt, "feeds", ()) for id in feed]
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ()), *feeds])
 
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
@@ -157,7 +160,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
         comm_exact=exact(settings.budget.comm),
-        protocol=settings.scope,
+        protocol=settings.scope if cell.task.asking is None else cell.task.asking.label,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],
         git_sha=environment()["git_sha"],
@@ -167,4 +170,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         prefill=EXACT if settings.prefill is None else settings.prefill.name,
         prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
         allocator=None if settings.allocator is None else settings.allocator.label(),
+        memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
+        simulated=cell.rules.simulated,
     )

@@ -21,7 +21,7 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
+from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
 from evals.results.scores import Score, Scores, crc_of_answer
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
@@ -112,10 +112,12 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
 
 
 def conf_of(name: str) -> dict[str, Any]:
-    """The YAML of a task; a preset's is that of the task which it is named after."""
+    """The YAML of a task; of a preset, that of the task which it begins with or is named after."""
     file = CONF / f"{name}.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content if "_target_" in content or "_" not in name else conf_of(name.rpartition("_")[0])
+    if "_target_" in content or ("defaults" not in content and "_" not in name):
+        return content
+    return conf_of(content["defaults"][0] if "defaults" in content else name.rpartition("_")[0])
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:
@@ -129,6 +131,9 @@ def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
 def title(result: RunResult) -> str:
     """Of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
+    if result.memory_exact is not None:
+        said = f"memory={shown_fraction(result.memory_exact)}"
+        budget = said if result.memory_exact == result.ratio_exact else f"{budget} {said}"
     return f"{result.method_label}, {budget}, {result.model}"
 
 

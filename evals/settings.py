@@ -32,6 +32,8 @@ from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Parameters that came later, and what says the same as a run without them: such runs keep their names.
+LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "evals.tasks.base.Task",
@@ -39,7 +41,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "comm", "compensate", "cache"),
+    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -146,7 +148,8 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
-        ratio, prefill = self.budget.ratio, self.prefill
+        ratio, memory, prefill = self.budget.ratio, self.budget.memory, self.prefill
+        ratio = None if self.budget.memory_alone else ratio
         return {
             "method": identity(self.method),
             "task": identity(self.task),
@@ -165,6 +168,7 @@ class Settings:
         } | {
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
@@ -172,7 +176,9 @@ class Settings:
 
 def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
-    known = {"name": choice.name, "params": dict(choice.params)}
+    later = LATER.get(choice.group, {})
+    params = {key: value for key, value in choice.params.items() if key not in later or value != later[key]}
+    known = {"name": choice.name, "params": params}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 
@@ -201,6 +207,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             tokens=convert(tree["budget"], int | None, "budget"),
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
+            memory=convert(tree["memory"], Fraction | None, "memory"),
         ),
         allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),

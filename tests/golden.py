@@ -23,6 +23,7 @@ from tests.evals.tasks import (
     test_reasoning,
     test_scbench_rules,
 )
+from tests.methods.compacting import test_attention_matching
 from tests.methods.dropping import (
     test_adakv,
     test_duo_attention,
@@ -51,6 +52,7 @@ from tests.methods.retrieving import (
     test_quest,
     test_retroinfer,
     test_rocketkv,
+    test_shadowkv,
     test_sparq,
 )
 from tests.vectors import Check
@@ -77,6 +79,8 @@ RUNNERS: dict[str, Runner] = {
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,
+    "attention_matching/*.npz": test_attention_matching.run_vectors,
+    "shadowkv/*.npz": test_shadowkv.run_vectors,
     "magicpig/*.npz": test_magicpig.run_vectors,
     "retroinfer/*.npz": test_retroinfer.run_vectors,
     "infllm/*.npz": test_infllm.run_vectors,

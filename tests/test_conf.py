@@ -22,9 +22,9 @@ def composed(*words: str) -> Settings:
 
 
 def task_of(name: str) -> str:
-    """The task that a file of conf/task is or presets: a preset has no class of its own."""
-    has_class = "_target_" in (CONF / "task" / f"{name}.yaml").read_text()
-    return name if has_class else task_of(name.rpartition("_")[0])
+    """The task that a file of conf/task is, or presets: a preset has no class of its own and begins with a task."""
+    text = (CONF / "task" / f"{name}.yaml").read_text()
+    return name if "_target_" in text else re.findall(r"^defaults:\n  - (\w+)$", text, re.MULTILINE)[0]
 
 
 def choice(group: str, name: str) -> list[str]:

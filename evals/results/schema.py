@@ -205,6 +205,11 @@ class SampleRow:
         if clash := ROW_KEYS.intersection(self.fields):
             raise ValueError(f"key {min(clash)!r} is a task's, and also one that every sample has")
 
+    @property
+    def sample_id(self) -> str:
+        """The sample that the line is of; a sample with several turns has a line for each."""
+        return str(self.fields.get("sample", self.id)) if "turn" in self.fields else self.id
+
     def to_dict(self) -> dict[str, Any]:
         """The row as it stands in samples.jsonl."""
         columns = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -271,6 +276,8 @@ class RunFacts:
     prefill: str = EXACT  # a file of conf/prefill
     prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
     allocator: str | None = None  # what divided the budget, where it was not the method itself
+    memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
+    simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
 
 
 # Keys of result.json that only some runs have, and what the others would say; they are left out there.
@@ -282,6 +289,10 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "allocator": None,
+    "memory_exact": None,
+    "simulated": False,
+    "resident_share": None,
+    "moved_bytes_per_step": None,
     "ledger_crc32": None,
     "score_version": None,
     "scores_crc32": None,
@@ -321,6 +332,8 @@ class RunResult(RunFacts):
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
+    resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
+    moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
@@ -333,6 +346,16 @@ class RunResult(RunFacts):
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:
             check_choice("metric", self.metric, tuple(METRICS))
+
+    @property
+    def asked(self) -> str:
+        """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
+        said = "" if self.memory_exact is None else f"memory {shown_fraction(self.memory_exact)}"
+        if self.budget is not None:
+            return f"{self.budget} tokens {said}".rstrip()
+        if said and self.ratio_exact == self.memory_exact:
+            return said
+        return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()
 
     @property
     def waits_for_scores(self) -> bool:

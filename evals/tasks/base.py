@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.shapes import ModelShape
+from evals.tasks.conversation import Asking, Conversation
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Sample:
     thinks: bool = False  # whether a chat template that can switch thinking on does so
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
+    conversation: Conversation | None = None  # several turns on the context, in place of one question
     forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds behind the prompt
 
 
@@ -50,6 +52,7 @@ class Task(ABC):
     data_digest: str | None = None  # hash of the files that were read; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
     metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of evals/results/schema.py
+    asking: Asking | None = None  # how its conversations are asked, in a task whose samples have several turns
     is_timed: ClassVar[bool] = False  # cells are timed one after another; such a task is a `Latency`
     is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
     scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers

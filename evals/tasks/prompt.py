@@ -134,13 +134,13 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
         head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
     context = head + sample.context
     question = sample.question + tail + sample.answer_prefix
-    first, last, postfix = _first_ids(tokenizer, head), tail + sample.answer_prefix, _ids(tokenizer, tail)
+    first, last, postfix = first_ids(tokenizer, head), tail + sample.answer_prefix, token_ids(tokenizer, tail)
     if scope == "full_prompt":
-        ids = _first_ids(tokenizer, context + question)
-        n_prefix, n_suffix = n_alike(first, ids), n_alike(_ids(tokenizer, last)[::-1], ids[::-1])
+        ids = first_ids(tokenizer, context + question)
+        n_prefix, n_suffix = n_alike(first, ids), n_alike(token_ids(tokenizer, last)[::-1], ids[::-1])
         return Prompt(ids, (), Frame(n_prefix, min(n_suffix, len(ids) - n_prefix), postfix))
-    ids = _first_ids(tokenizer, context)
-    return Prompt(ids, _ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
+    ids = first_ids(tokenizer, context)
+    return Prompt(ids, token_ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
 
 
 def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
@@ -149,12 +149,12 @@ def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
-def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+def token_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a text that stands behind another."""
     return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
-def _first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+def first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a text that opens a prompt: no second BOS where the text already begins with one."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))
