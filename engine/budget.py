@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 
 ELEMENT_BYTES = 2  # accounting only: 16-bit elements
+COUNTS = ("target", "mean", "peak")  # what a budget of prompt and answer is: left by a cut, held on average, at most
 
 
 def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
@@ -38,6 +39,7 @@ class BudgetRequest:
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
     memory: Fraction | None = None  # share of the full cache's bytes that may lie on the device behind the prompt
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
+    counts: str | None = None  # of COUNTS: what `tokens` count for methods that compress while they generate
 
     def __post_init__(self) -> None:
         if self.memory is not None and not 0 < self.memory <= 1:
@@ -71,7 +73,8 @@ class BudgetRequest:
     def label(self) -> str:
         if self.memory_alone and self.memory is not None:
             return f"memory={show(self.memory)}"
-        attended = f"budget={self.tokens}" if self.ratio is None else f"ratio={show(self.ratio)}"
+        of = "" if self.counts in (None, "target") else f" ({self.counts})"
+        attended = f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
         return attended if self.memory is None else f"{attended} memory={show(self.memory)}"
 
 
@@ -95,7 +98,7 @@ class Budget:
     """What one prompt gets: tokens that a query head may attend to, per layer.
 
     They are tokens of the prompt, and generated tokens come on top. A budget with `n_answer` is one of prompt and
-    answer together; only the current token is free.
+    answer together; only the current token is free. So is one with `counts`, of methods that cut every few steps.
     """
 
     s_prompt: int
@@ -107,6 +110,8 @@ class Budget:
     frame: Frame = NO_FRAME  # of the prompt
     memory: Fraction | None = None  # share of the full cache's bytes on the device, where that is limited
     memory_alone: bool = False  # nothing else was given
+    counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
+    most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     def device_bytes(self, shape: ModelShape, t: int = 0) -> int:
         """Bytes per layer, in the mean, that may lie on the device behind the prompt and `t` generated tokens."""
@@ -121,11 +126,11 @@ class Budget:
     @property
     def never_evicts(self) -> bool:
         """The budget pays for every token there will be, so that none has to go while the answer grows."""
-        return self.tokens >= self.s_prompt + (self.n_answer or 0)
+        return self.counts is None and self.tokens >= self.s_prompt + (self.n_answer or 0)
 
     def allowance(self, t: int) -> int:
         """Tokens a query head may attend to at decode step `t` (1 for the first), the current one included."""
-        return self.tokens + (t if self.n_answer is None else 1)
+        return self.most or self.tokens + (t if self.n_answer is None else 1)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class _Batch:
     def group(self) -> None:
         """Runs of rows of one class, as slices of the batch."""
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
+        self.compressing = [row for row in self.rows if row.of_answers]
         self.groups: list[tuple[type[SelectiveAttention], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
@@ -163,6 +164,10 @@ class _Batch:
         with watching:
             logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         self.position += 1
+        if self.compressing:
+            with span("compress"):
+                for row in self.compressing:
+                    row.after_step()
         return logits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -201,13 +206,19 @@ class _Batch:
 
 def attend_groups(
     groups: "Sequence[tuple[type[SelectiveAttention], slice]]", rows: "Sequence[SelectiveAttention]", layer: int,
-    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h)."""
+    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
+
+    Without a `step` each row's is that of its own newest token.
+    """
     parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
     with span("attention", layer):
         out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])
     with span("after", layer):
+        for i, row in enumerate(rows):
+            if (queries := row.store[layer].queries) is not None:
+                queries.push(q, i)
         for kind, at in groups:
             kind.after_rows(rows[at], layer, out if len(groups) == 1 else out[at], weights[at])
         for row in rows:

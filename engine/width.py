@@ -43,6 +43,9 @@ def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_byt
     values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
     if variant.is_full:
         return 2 * values * n_new
+    if budget.counts is not None:  # K and V, what a cut copies, and the similarity of one head's keys to each other
+        room = min(budget.s_prompt + n_new, 2 * budget.tokens + n_new if budget.most is None else 2 * budget.most)
+        return 2 * values * room + 4 * room * room
     index = 0 if variant.method.drops else values * budget.s_prompt
     return 2 * values * (budget.tokens + 2 * n_new) + index
 

@@ -83,6 +83,14 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
             f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
             "question; use full_prompt"
         )
+    if task.asking is not None:
+        with naming(settings):
+            task.asking.check(rules)
+        if settings.scope != "full_prompt":
+            raise ConfigError(
+                f"compression_scope={settings.scope} has no meaning for task={task.name} with several turns, where "
+                "task.mode says what is compressed; leave it away"
+            )
     model = (settings.model, settings.weights)
     if model not in shapes:
         shapes[model] = early_shape(settings)

@@ -52,6 +52,7 @@ def answer_line(
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
+    score, measures = cell.task.verdict_now(sample, text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=sample.id,
         prompt_sha256=sample_hash(sample, prompt),
@@ -60,7 +61,7 @@ def answer_line(
         generated_tokens=len(answer.ids),
         prediction=text,
         references=list(sample.references),
-        score=cell.task.score_now(sample, text) if outcome is None else outcome.score,
+        score=score,
         status="ok",
         error=None,
         prefill_s=prefill_s,
@@ -69,6 +70,7 @@ def answer_line(
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
         fields=own_columns(sample)
+        | ({"measures": measures} if measures else {})
         | ({} if probe_s is None else {"probe_s": probe_s})
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
@@ -123,7 +125,8 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:
     """Of what is read and what is fed."""
-    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
+    feeds = [id for feed in getattr(prompt, "feeds", ()) for id in feed]
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ()), *feeds])
 
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
@@ -157,7 +160,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
         comm_exact=exact(settings.budget.comm),
-        protocol=settings.scope,
+        protocol=settings.scope if cell.task.asking is None else cell.task.asking.label,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],
         git_sha=environment()["git_sha"],

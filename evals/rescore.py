@@ -100,15 +100,24 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
-        target = yaml.safe_load((CONF / f"{name.partition('_')[0]}.yaml").read_text(encoding="utf-8"))["_target_"]
-        kind: Any = load_class(Choice("task", name, target, params))
+        defaults = conf_of(name)
+        kind: Any = load_class(Choice("task", name, defaults.pop("_target_"), params))
         if not (kind.is_forced or kind.is_timed):
             task = object.__new__(kind)  # without its __init__, which looks for data
-            task.params = build_params(kind, params, "task")
+            task.params = build_params(kind, defaults | params, "task")  # a run from before a key existed
             return task, config
     except DAMAGE as error:
         raise unreadable(folder, error) from None
     raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
+
+
+def conf_of(name: str) -> dict[str, Any]:
+    """The YAML of a task; of a preset, that of the task which it begins with or is named after."""
+    file = CONF / f"{name}.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "_target_" in content or ("defaults" not in content and "_" not in name):
+        return content
+    return conf_of(content["defaults"][0] if "defaults" in content else name.rpartition("_")[0])
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:

@@ -34,6 +34,8 @@ from methods.rules.dropping.allocators import UNIFORM, Allocator
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Parameters that came later, and what says the same as a run without them: such runs keep their names.
+LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "evals.tasks.base.Task",
@@ -141,6 +143,7 @@ class Settings:
     task: Choice
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
+    chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
     compose: Choice | None  # what makes codes of the tokens that the method keeps
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
@@ -185,13 +188,16 @@ class Settings:
             **({} if self.compose is None else {"compose": identity(self.compose)}),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
+            **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
 
 
 def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
-    known = {"name": choice.name, "params": dict(choice.params)}
+    later = LATER.get(choice.group, {})
+    params = {key: value for key, value in choice.params.items() if key not in later or value != later[key]}
+    known = {"name": choice.name, "params": params}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 
@@ -215,6 +221,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         task=choice("task", names["task"], tree["task"]),
         model=build(ModelSpec, tree["model"], "model"),
         prefill=prefill(names, tree["prefill"]),
+        chunk=chunk(tree["prefill"]),
         budget=BudgetRequest(
             ratio=convert(tree["ratio"], Fraction | None, "ratio"),
             tokens=convert(tree["budget"], int | None, "budget"),
@@ -382,10 +389,18 @@ def values_of(name: str) -> dict[str, Any]:
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
     """The chosen prefill; None for the exact one, which has no class and no parameters."""
-    if isinstance(tree, Mapping) and tree.get("_target_", "") is None:
-        same_names("prefill", tree, ["_target_"])
-        return None
+    if isinstance(tree, Mapping):
+        tree = {key: value for key, value in tree.items() if key != "chunk"}
+        if tree.get("_target_", "") is None:
+            same_names("prefill", tree, ["_target_"])
+            return None
     return choice("prefill", names.get("prefill", ""), tree)
+
+
+def chunk(tree: Any) -> int | None:
+    """How many tokens a prefill's MLPs read at a time, whichever prefill is chosen."""
+    given = tree.get("chunk") if isinstance(tree, Mapping) else None
+    return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:

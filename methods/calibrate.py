@@ -10,6 +10,7 @@ same at first use. With a text or a length of your own say where to write (`out`
 kinds      channels  Double Sparsity's scores of channels
            pca       Loki's principal components of keys
            heads     DuoAttention's table, as text: conf/heads/MODEL.tsv, or out=FILE
+           queries   TriAttention's means of queries
 exit code  0 written, 2 wrong input
 
 A command, and so the one file here that sees `evals`, as run.py does: it reads a model's configuration and a user's

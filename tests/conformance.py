@@ -53,9 +53,12 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "infllm": ["method.block_len=16"],
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
     "kivi": ["method.group=8", "method.residual=16"],
+    "hf_quantized_cache": ["method.group=8"],
+    "attention_matching": ["method.first_ids=[7,5,9]"],
+    "shadowkv": ["method.local_chunks=1"],
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
-FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8"}  # to so few dimensions
+FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions
 
 
 class Refused(Exception):

@@ -205,6 +205,11 @@ class SampleRow:
         if clash := ROW_KEYS.intersection(self.fields):
             raise ValueError(f"key {min(clash)!r} is a task's, and also one that every sample has")
 
+    @property
+    def sample_id(self) -> str:
+        """The sample that the line is of; a sample with several turns has a line for each."""
+        return str(self.fields.get("sample", self.id)) if "turn" in self.fields else self.id
+
     def to_dict(self) -> dict[str, Any]:
         """The row as it stands in samples.jsonl."""
         columns = {spec.name: getattr(self, spec.name) for spec in fields(self)}

@@ -34,12 +34,21 @@ def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | No
 
 
 def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
-    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score."""
+    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score.
+
+    Turns of one sample are not independent: of samples with turns, samples are drawn.
+    """
     kind = METRICS[metric or "score"]
     scored = [(row.score, row) for row in rows if row.score is not None]
     scores = [score for score, _ in scored]
-    if len(scores) < 2:
+    samples: dict[str, list[float]] = {}
+    for score, row in scored:
+        samples.setdefault(row.sample_id, []).append(score)
+    if len(samples) < 2:
         return None
+    if len(samples) < len(scores) and kind.weight is None:
+        each = samples.values()
+        return mean_ci95([fsum(one) / len(one) for one in each], [len(one) for one in each], kind.bounds)
     if kind.weight is not None:
         low, high = kind.bounds
         losses, counts = [log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored]

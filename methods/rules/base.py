@@ -44,6 +44,8 @@ class Rules:
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
+    rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
+    of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
@@ -75,6 +77,11 @@ class Rules:
         return resolve(request, s_prompt, cls.drops)
 
     @classmethod
+    def budget_with(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
+        """`budget_for`, where it depends on parameters."""
+        return cls.budget_for(request, s_prompt)
+
+    @classmethod
     def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
         """The method's integers for prompts of one length; `ConfigError` where the budget is too small for them.
 
@@ -90,7 +97,7 @@ class Rules:
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
         if partner is not None:
             return *cls.composed(params, request, shape, s_prompt, frame, *partner), cache
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
         budget, plan = cls.fit(params, budget, shape)
@@ -106,7 +113,7 @@ class Rules:
         coding: "type[Rules]", coding_params: Any,
     ) -> tuple[Budget, Any]:  # fmt: skip
         """Budget and integers where the tokens that stay become codes: as many as `ratio` says and as fit in bytes."""
-        budget = replace(cls.budget_for(request, s_prompt), frame=frame)
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape)
         plan, n = coding.plan_for(coding_params, budget, shape), budget.tokens
@@ -143,6 +150,8 @@ class Rules:
             return f"{cls.title} drops no tokens"
         if cls.thins:
             return f"{cls.title} has a prefill of its own"
+        if cls.of_answers:
+            return f"{cls.title} goes on dropping while it decodes"
         if cls.skips and params.full_layers:
             return f"method.full_layers={params.full_layers} leaves layers whole; use 0 with it"
         if cls.is_query_wide(params):

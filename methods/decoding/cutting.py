@@ -1,0 +1,109 @@
+"""`CuttingMethod`: a method that cuts its cache every few steps while the model answers, as a schedule and an order.
+
+A method of this kind writes `order`, which slots of a layer stay and in which order. When that is asked is the
+schedule's (`methods/rules/decoding/schedule.py`), the same for all. What it keeps beside K and V follows its tokens in
+`reorder`.
+
+Not here: any order.
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.caches.queries import QueryRing
+from engine.observe import LastQueries, Observation
+from kernels.topk import top_stable_ref
+from methods.base import SelectiveAttention
+from methods.rules.decoding.schedule import DecodingRules, Schedule
+
+
+class CuttingMethod(DecodingRules, SelectiveAttention):
+    plan: Schedule
+
+    @classmethod
+    def n_queries(cls, params: object) -> int:
+        """How many of the latest queries `order` asks."""
+        return 0
+
+    @classmethod
+    def observations(cls, params: object, plan: Schedule) -> tuple[Observation, ...]:
+        w = cls.n_queries(params)
+        return (LastQueries(w),) if w else ()
+
+    @abstractmethod
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        """Slots that stay, (1, h_kv, target), in the order in which they lie from then on.
+
+        Of all slots there are keys (1, h_kv, n, d_h) and positions (1, h_kv, n); the last slot has the newest token.
+        """
+
+    def reorder(self, layer: int, slots: Tensor) -> None:
+        """Let what the method keeps beside K and V follow the tokens of these slots."""
+
+    def arrange(self, layer: int) -> None:
+        schedule, s, store = self.plan, self.trace.s_prompt, self.store
+        if schedule.cuts_prompt(s):
+            chosen = self.trace.once(("cut prompt", self.cut_by(), layer), lambda: self.cut_prompt(layer))
+            store.keep(layer, chosen, capacity=min(store.n_new, schedule.room_behind(s)))
+            self.reorder(layer, chosen)
+        else:
+            store.keep_until_full(layer, min(store.n_new, schedule.room(s)))
+        if w := self.n_queries(self.params):
+            store[layer].queries = QueryRing(w, self.trace.observed(LastQueries(w), layer))
+
+    def cut_by(self) -> Hashable:
+        """All that the first cut of a sample's prompt depends on."""
+        return type(self).__qualname__, self.params, self.plan
+
+    def cut_prompt(self, layer: int) -> Tensor:
+        """Positions that stay of a prompt that fills the cache, (1, h_kv, target)."""
+        keys = self.trace.keys(layer)
+        positions = torch.arange(keys.shape[2], device=keys.device).expand(1, keys.shape[1], -1)
+        return self.order(layer, keys, positions)
+
+    def after_step(self) -> None:
+        layers = self.trace.shape.attention_layers
+        held = self.store[layers[0]]
+        if not self.plan.is_due(held.n_kept + held.n_window, held.n_seen, self.trace.s_prompt):
+            return
+        for layer, slots in self.cuts(layers):
+            self.store[layer].retain(slots, self.plan.room_behind(self.trace.s_prompt))
+            self.reorder(layer, slots)
+
+    def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
+        """What stays of each layer. Lazily, so that a layer is cut before the next one is looked at."""
+        return ((at, self.order(at, self.store[at].keys(), self.store[at].positions())) for at in layers)  # type: ignore[return-value]
+
+    def queries(self, layer: int) -> Tensor:
+        """The latest queries of the layer, the current one last; before the first step the prompt's: (1, h, w, d_h)."""
+        if layer in self.store.layers:
+            ring = self.store[layer].queries
+            assert ring is not None, f"{self.title} asks no queries"
+            return ring.latest()
+        return self.trace.observed(LastQueries(self.n_queries(self.params)), layer)
+
+    def latest(self, n: int) -> Sequence[int]:
+        """Positions of the latest tokens: `n` of them and the current one, or all that there are."""
+        return range(max(0, self.n_seen() - 1 - n), self.n_seen())
+
+    def n_seen(self) -> int:
+        return self.store[self.trace.shape.attention_layers[0]].n_seen
+
+
+def best_first(scores: Tensor, n: int) -> Tensor:
+    """Slots of the `n` highest of (1, h_kv, slots), best first, the lower slot first among equals."""
+    return top_stable_ref(scores, n)
+
+
+def with_last(best: Tensor, n_slots: int, n_last: int) -> Tensor:
+    """Slots and the last ones behind them, (1, h_kv, k + n_last)."""
+    last = torch.arange(n_slots - n_last, n_slots, device=best.device)
+    return torch.cat([best, last.expand(1, best.shape[1], -1)], -1)
+
+
+def in_place(slots: Tensor) -> Tensor:
+    """Slots in the order in which they lie, so that slots stay in the order of positions."""
+    return slots.sort(-1).values

@@ -1,0 +1,70 @@
+"""H2O while decoding: what has received the most attention so far, and the latest tokens, cut every few steps.
+
+Every step adds the weights that it gave to each token, summed over the query heads of a KV head; a newcomer begins with
+its own, and the prompt with its column sums. A cut keeps the latest half of the target, and of the others those with
+the largest sums.
+
+Symbols   B = `target`, rc = `n_recent`, hh = the rest.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and a sum of 4 bytes for each. Weights
+          must leave the attention at every step, which costs time.
+Differs   - with `interval=1` it is H2O as published (`methods/dropping/h2o.py`), without sinks.
+          - R-KV's class of this name looks at the last query alone and stops at its first cut: it is no reference.
+          - of equal sums the lower position stays.
+Fails     on long answers: sums of the prompt, which all later tokens looked at, outgrow those of any newer token.
+"""
+
+from torch import Tensor
+
+from engine.observe import ColumnSums, Observation
+from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
+from methods.rules.decoding.h2o_decode import H2ODecodeRules
+from methods.rules.decoding.schedule import Schedule
+from methods.scorers import reduce_group
+
+SUM_BYTES = 4
+
+
+class H2ODecode(H2ODecodeRules, CuttingMethod):
+    wants_weights = True
+    params: H2ODecodeRules.Params
+    sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, slot by slot
+
+    def setup(self) -> None:
+        self.sums = {}
+
+    @classmethod
+    def observations(cls, params: H2ODecodeRules.Params, plan: Schedule) -> tuple[Observation, ...]:
+        return (ColumnSums(),)
+
+    @property
+    def n_recent(self) -> int:
+        return self.plan.target // 2
+
+    def arrange(self, layer: int) -> None:
+        self.sums[layer] = self.received(layer)
+        super().arrange(layer)
+
+    def received(self, layer: int) -> Tensor:
+        """Attention that every token of the prompt received, (1, h_kv, s)."""
+        return reduce_group(self.trace.observed(ColumnSums(), layer), self.trace.shape.h_kv, "sum")
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        # Slots are in the order of positions, so that the lower slot is the lower position.
+        n, n_recent = keys.shape[2], self.n_recent
+        best = best_first(self.sums[layer][..., : n - n_recent], self.plan.target - n_recent)
+        return with_last(in_place(best), n, n_recent)
+
+    def reorder(self, layer: int, slots: Tensor) -> None:
+        self.sums[layer] = self.sums[layer].gather(-1, slots)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Add up what each token got."""
+        assert weights is not None, "H2O learns from the weights"
+        scores = reduce_group(weights, self.trace.shape.h_kv, "sum")
+        scores[..., :-1] += self.sums[layer]
+        self.sums[layer] = scores
+        self.store[layer].meter.count("resident_meta_bytes", SUM_BYTES * scores.numel())
+        return out
+
+    def protected(self, layer: int) -> range:
+        return self.latest(self.n_recent)

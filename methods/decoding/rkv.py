@@ -1,0 +1,84 @@
+"""R-KV (Cai et al., 2025): while reasoning, drop what nobody looks at and what says the same as another token.
+
+Every `interval` steps the cache is cut back to the budget. A token is worth what the last queries look at it, less how
+much its key resembles the other keys in the cache. Of near duplicates the latest is spared, and the last tokens stay
+whatever they are worth.
+
+Symbols   paper B_budget, B_buffer, alpha, lambda = `target`, `interval`, `window`, `mix`; authors' code kv_budget,
+          divide_length, window_size, kernel_size, mix_lambda. I, R = `importance`, `redundancy`.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the last `window` queries, 2 * window
+          * h * d_h bytes. A cut takes 4 * (target + interval)**2 bytes beside them, one KV head after the other.
+Differs   - the paper spares the beta most recent of similar tokens, the authors' code exactly one, and so do we.
+          - `order: score` leaves kept tokens by falling score, as the code does: pooling over neighbours and "the
+            latest of the similar ones" then run over that order. `order: position` keeps them as they came, and keeps
+            other tokens.
+          - a cut falls on positions that `interval` divides, as in the code. Its counter goes on from prompt to prompt;
+            ours begins with each sample, and every prompt of at least `target` tokens is cut, not only the first.
+          - `retain_direction: first` and the two percentages of the code are not offered: the first always clears
+            column 0, the others cannot be reached.
+Fails     where an answer returns to what it has not looked at for longer than the interval.
+"""
+
+import torch
+from torch import Tensor
+
+from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
+from methods.rules.decoding.rkv import RKVRules
+from methods.scorers import pool_scores
+
+SIMILAR = 0.5  # cosine above which the code calls two keys alike
+LEAST_NORM = 1e-8
+
+
+def window_importance(q: Tensor, keys: Tensor, scale: float, w: int, kernel: int) -> Tensor:
+    """What queries (1, h, n_q, d_h) look at among keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
+
+    A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone.
+    """
+    n, scores = keys.shape[2], []
+    for queries, head in zip(q[0].float().unflatten(0, (keys.shape[1], -1)), keys[0], strict=True):
+        logits = (queries @ head[: n - w].float().mT) * scale  # (g, n_q, n - w)
+        scores.append(logits.amax(0).softmax(-1).mean(0))
+    return pool_scores(torch.stack(scores).unsqueeze(0), kernel, "max")
+
+
+def key_redundancy(keys: Tensor) -> Tensor:
+    """How much each key of (1, h_kv, n, d_h) is like the others, as shares that add up to 1: (1, h_kv, n) float32."""
+    return torch.stack([head_redundancy(head) for head in keys[0]]).unsqueeze(0)
+
+
+def head_redundancy(keys: Tensor) -> Tensor:
+    """The same of one head's keys (n, d_h): (n,)."""
+    x = keys.float()
+    x = x / (x.norm(dim=-1, keepdim=True) + LEAST_NORM)
+    similar = x @ x.mT  # (n, n)
+    similar.fill_diagonal_(0)
+    index = torch.arange(len(x), device=x.device, dtype=torch.int32)
+    latest = torch.where(similar > SIMILAR, index, 0).amax(-1, keepdim=True)  # 0 where no other is alike
+    similar.scatter_(-1, latest.long(), 0)
+    return similar.mean(0).softmax(-1)
+
+
+class RKV(RKVRules, CuttingMethod):
+    params: RKVRules.Params
+
+    @classmethod
+    def n_queries(cls, params: RKVRules.Params) -> int:
+        return params.window
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        n, w = keys.shape[2], self.params.window
+        scores = self.scores(layer, keys)
+        best = best_first(scores, self.plan.target - w)
+        return with_last(best if self.params.order == "score" else in_place(best), n, w)
+
+    def scores(self, layer: int, keys: Tensor) -> Tensor:
+        """What the tokens before the window are worth, (1, h_kv, n - window) float32."""
+        w, mix = self.params.window, float(self.params.mix)
+        importance = window_importance(self.queries(layer), keys, self.trace.scales[layer], w, self.params.kernel)
+        if mix == 1:
+            return importance
+        return mix * importance - (1 - mix) * key_redundancy(keys)[..., : keys.shape[2] - w]
+
+    def protected(self, layer: int) -> range:
+        return self.latest(self.params.window)

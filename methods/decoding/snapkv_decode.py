@@ -1,0 +1,34 @@
+"""SnapKV while decoding, as R-KV's authors compare it: keep what the last queries look at, again every few steps.
+
+Symbols   theirs kv_budget, divide_length, window_size, kernel_size = `target`, `interval`, `window`, `kernel`.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the last `window` queries.
+Differs   - it is R-KV without redundancy, and not the SnapKV of `methods/dropping/snapkv.py`: a group's logits become
+            one before the softmax, by their maximum, and the window's columns are cut off before it.
+          - max pooling makes plateaus: of equal scores the lower slot stays, where the authors leave it to topk.
+          - kvpress' form turns all of the window's queries to the current position, which no query of the model has;
+            `method=snapkv_decode_kvpress_schedule` has its schedule alone.
+Fails     as R-KV does.
+"""
+
+from torch import Tensor
+
+from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
+from methods.decoding.rkv import window_importance
+from methods.rules.decoding.snapkv_decode import SnapKVDecodeRules
+
+
+class SnapKVDecode(SnapKVDecodeRules, CuttingMethod):
+    params: SnapKVDecodeRules.Params
+
+    @classmethod
+    def n_queries(cls, params: SnapKVDecodeRules.Params) -> int:
+        return params.window
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        w, scale = self.params.window, self.trace.scales[layer]
+        scores = window_importance(self.queries(layer), keys, scale, w, self.params.kernel)
+        best = best_first(scores, self.plan.target - w)
+        return with_last(best if self.params.order == "score" else in_place(best), keys.shape[2], w)
+
+    def protected(self, layer: int) -> range:
+        return self.latest(self.params.window)

@@ -1,0 +1,27 @@
+"""StreamingLLM while decoding: the first tokens of the prompt and the latest of all, cut every few steps.
+
+Symbols   R-KV's baseline first_tokens, kv_budget = `n_sink`, `target`; it has no window of its own.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, all heads and layers alike; no metadata.
+Differs   with `interval=1` it is the rolling form of `methods/dropping/streamingllm.py`.
+          Tokens are told by their positions. kvpress' form orders equal scores as topk likes, and loses its sinks.
+Fails     on everything that an answer said before the window and needs again.
+"""
+
+import torch
+from torch import Tensor
+
+from methods.decoding.cutting import CuttingMethod, with_last
+from methods.rules.decoding.streamingllm_decode import StreamingLLMDecodeRules
+
+
+class StreamingLLMDecode(StreamingLLMDecodeRules, CuttingMethod):
+    params: StreamingLLMDecodeRules.Params
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        # Slots are in the order of positions: the prompt's are, and a cut leaves them so.
+        sinks = torch.arange(self.params.n_sink, device=keys.device).expand(1, keys.shape[1], -1)
+        return with_last(sinks, keys.shape[2], self.plan.target - self.params.n_sink)
+
+    def protected(self, layer: int) -> list[int]:
+        latest = self.latest(self.plan.target - self.params.n_sink)
+        return sorted({*range(min(self.params.n_sink, self.n_seen())), *latest})

@@ -1,0 +1,161 @@
+"""TriAttention (2026): what future queries will look at, told from keys alone by what a model's queries are like.
+
+Before rotary embedding a head's queries lie around a centre, measured once per model. The logit of such a query on a
+key is then a known sum of cosines of their distance. A key's score is its mean over distances 1, 2, 4 … into the
+future, plus a term for how far queries stray from the centre. The prompt is never dropped.
+
+Symbols   paper mu, nu = the centre and the mean of absolute values, per frequency; omega = `speeds`; B, N = `target`,
+          `interval`; `kc` of the page = `n_free`.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and 4 bytes of position for each in every
+          set that differs: h_kv sets of the model (`per_head`), one (`global`), or h_kv per layer. Of the model and not
+          of the prompt: `constant_bytes` of the report.
+Differs   - a rotated key is scored as it lies. The authors turn it back by its position first, which is the same.
+          - phases are float64; the authors' float32 is off by 1e-3 far away.
+          - statistics are means over 8,192 tokens of the embedded prose, unless `calibration_file` has others. The
+            authors read up to 32,768 of any text, and leave out a query norm, which belongs there. Tasks that use the
+            same prose see text that the statistics were measured on.
+          - of equal scores the lower position stays; the authors add noise.
+          - a budget that does not hold the prompt is refused. The authors' code then keeps the first slots, and none of
+            what was generated. `protect_prompt: false` lets prompt tokens compete; R-KV's do.
+          - ablations of the score are not offered.
+Fails     where queries of a head have no centre, and on what was said just now: the newest tokens have no window.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.observe import ModelFact, Observation
+from kernels.topk import top_stable_ref
+from methods.calibration.known import Calibrated
+from methods.calibration.queries import as_complex
+from methods.decoding.cutting import CuttingMethod
+from methods.rules.decoding.schedule import Schedule
+from methods.rules.decoding.triattention import TriAttentionRules
+
+POSITION_BYTES = 4
+LEAST_DEVIATION = 1e-6
+
+
+def offsets_up_to(farthest: int) -> list[int]:
+    """1, 2, 4 … as far as `farthest`."""
+    return [1 << i for i in range(farthest.bit_length())]
+
+
+def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, farthest: int, aggregate: str) -> Tensor:
+    """What rotated keys (1, h_kv, n, d_h) are worth to each query head once `n_seen` tokens are there: (h, n) float32.
+
+    `statistics` (h, 4, f) are those of `methods/calibration/queries.py`.
+    """
+    real, imaginary, size, speeds = statistics.double().unbind(1)  # (h, f) each
+    centre = torch.complex(real, imaginary)
+    ahead = n_seen + torch.tensor(offsets_up_to(farthest), dtype=torch.float64, device=keys.device)
+    # The mean over queries of a distance, turned to where they will stand: (offsets, h, f).
+    turned = centre * torch.exp(1j * ahead.view(-1, 1, 1) * speeds)
+    if aggregate == "mean":
+        turned = turned.mean(0, keepdim=True)
+    queries = torch.cat([turned.real, turned.imag], -1).float()  # (1 or offsets, h, d_h)
+    rotated = keys[0].float()  # (h_kv, n, d_h)
+    by_group = queries.unflatten(1, (len(rotated), -1))  # (offsets, h_kv, g, d_h)
+    cosines = (by_group @ rotated.mT).amax(0)  # (h_kv, g, n); of a mean there is one
+    strays = (size - centre.abs()).float().unflatten(0, (len(rotated), -1))  # (h_kv, g, f)
+    return (cosines + strays @ as_complex(rotated).abs().mT).flatten(0, 1)
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """Scores (…, n) with mean 0 and deviation 1 over the tokens."""
+    centred = scores - scores.mean(-1, keepdim=True)
+    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=LEAST_DEVIATION)
+
+
+def best_by_position(scores: Tensor, positions: Tensor, k: int) -> Tensor:
+    """Slots of the `k` highest of (h_kv, n) by falling score, the lower position first among equals."""
+    early = positions.argsort(-1)
+    return early.gather(-1, top_stable_ref(scores.gather(-1, early), k))
+
+
+def per_head(scores: Sequence[Tensor], h_kv: int) -> Tensor:
+    """A token's score for each KV head in all layers, (h, n) per layer -> (h_kv, n)."""
+    best = [layer.unflatten(0, (h_kv, -1)).amax(1) for layer in scores]
+    return torch.stack(best).mean(0)
+
+
+def chosen_globally(scores: Sequence[Tensor], k: int) -> Tensor:
+    """One set for the model, ascending: the best by any head, of the tokens that a head has among its own: (k,)."""
+    every = torch.cat([*scores])  # (all heads, n)
+    marked = torch.zeros_like(every, dtype=torch.bool).scatter_(-1, top_stable_ref(every, k), True).any(0)
+    return top_stable_ref(every.amax(0).masked_fill(~marked, -torch.inf), k).sort().values
+
+
+def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
+    """A token's score for each KV head of one layer, (h, n) -> (h_kv, n)."""
+    grouped = scores.unflatten(0, (h_kv, -1))
+    return grouped.amax(1) if reduce == "max" else grouped.mean(1)
+
+
+class TriAttention(TriAttentionRules, CuttingMethod):
+    params: TriAttentionRules.Params
+
+    @classmethod
+    def observations(cls, params: TriAttentionRules.Params, plan: Schedule) -> tuple[Observation, ...]:
+        return (statistics(params),)
+
+    @property
+    def n_fixed(self) -> int:
+        """Tokens at the front that never leave."""
+        return self.trace.s_prompt if self.params.protect_prompt else 0
+
+    def scores(self, layer: int, keys: Tensor) -> Tensor:
+        """What the tokens behind the fixed ones are worth to each query head: (h, n) float32."""
+        known, params = self.trace.observed(statistics(self.params), layer), self.params
+        n_seen = self.store[layer].n_seen
+        found = key_scores(known, keys[:, :, self.n_fixed :], n_seen, params.farthest, params.aggregate)
+        return standardised(found) if params.normalize else found
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        """Of a layer by itself, where no other has a say."""
+        return self.chosen([self.scores(layer, keys)], positions)
+
+    def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
+        if self.params.mode == "per_layer_head":
+            return super().cuts(layers)
+        scores = [self.scores(layer, self.store[layer].keys()) for layer in layers]
+        slots = self.chosen(scores, self.store[layers[0]].positions())
+        return [(layer, slots) for layer in layers]
+
+    def chosen(self, scores: Sequence[Tensor], positions: Tensor) -> Tensor:
+        """Slots that stay, (1, h_kv, target), by the scores (h, n) of all layers, or of the one that decides alone."""
+        h_kv, n_free = self.trace.shape.h_kv, self.plan.target - self.n_fixed
+        if self.params.mode == "global":
+            best = chosen_globally(scores, n_free).expand(h_kv, -1)
+        elif self.params.mode == "per_head":
+            best = best_by_position(per_head(scores, h_kv), positions[0, :, self.n_fixed :], n_free)
+        else:
+            of_heads = per_layer_head(scores[0], h_kv, self.params.reduce)
+            best = best_by_position(of_heads, positions[0, :, self.n_fixed :], n_free)
+        fixed = torch.arange(self.n_fixed, device=best.device).expand(h_kv, -1)
+        return torch.cat([fixed, best + self.n_fixed], -1).unsqueeze(0)
+
+    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+        """Count the positions: of all sets in the first layer, where layers share them."""
+        held, layers = self.store[layer], self.trace.shape.attention_layers
+        n_sets = 1 if self.params.mode == "global" else self.trace.shape.h_kv
+        if self.params.mode == "per_layer_head" or layer == layers[0]:
+            held.meter.count("resident_meta_bytes", POSITION_BYTES * n_sets * (held.n_kept + held.n_window))
+        return out
+
+    def protected(self, layer: int) -> list[int]:
+        return [*range(self.n_fixed), *self.latest(0)]
+
+    def report(self) -> dict[str, Any]:
+        what, shape = statistics(self.params), self.trace.shape
+        assert isinstance(what, ModelFact)
+        n_bytes = len(shape.attention_layers) * shape.h * 3 * (shape.d_h // 2) * 4
+        return {"calibration": dict(self.trace.origins.get(what, {})), "constant_bytes": n_bytes}
+
+
+def statistics(params: TriAttentionRules.Params) -> Calibrated:
+    """What the model has to be calibrated for."""
+    return Calibrated("queries", "statistics", params.calibration_file, params.calibrate == "missing")
