@@ -40,7 +40,7 @@ from tests.methods.dropping import (
     test_tova,
     test_xkv,
 )
-from tests.methods.quantising import test_kivi
+from tests.methods.quantising import test_kivi, test_turboquant
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -78,6 +78,7 @@ RUNNERS: dict[str, Runner] = {
     "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
     "kivi/*.npz": test_kivi.run_vectors,
+    "turboquant/*.npz": test_turboquant.run_vectors,
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,
