@@ -20,7 +20,7 @@ VARIANTS = [["method=full"], ["method=snapkv", "ratio=0.3"], ["method=pqcache", 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model={save_tiny(tmp_path_factory.mktemp('models') / 'tiny')}"
+    return f"model.id={save_tiny(tmp_path_factory.mktemp('models') / 'tiny')}"
 
 
 def texts(rows: list[SampleRow]) -> list[str]:
@@ -29,7 +29,7 @@ def texts(rows: list[SampleRow]) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])
 def test_every_turn_has_a_line(model: str, tmp_path: Path, mode: str) -> None:
-    done = sweep([model, *QUESTIONS, f"task.mode={mode}"], VARIANTS, tmp_path)
+    done = sweep(["model=any", model, *QUESTIONS, f"task.mode={mode}"], VARIANTS, tmp_path)
     for result, rows in done:
         assert [row.id for row in rows] == ["620-0-0/1", "620-0-0/2", "620-0-0/3"]
         assert [row.fields["turn"] for row in rows] == [1, 2, 3]
@@ -43,27 +43,30 @@ def test_every_turn_has_a_line(model: str, tmp_path: Path, mode: str) -> None:
 
 def test_a_question_does_not_depend_on_those_before_it(model: str, tmp_path: Path) -> None:
     """Independent: alone, one at a time, or beside others."""
-    together = sweep([model, *QUESTIONS], VARIANTS, tmp_path / "together")
-    one_by_one = sweep([model, *QUESTIONS, "sweep.max_variants=1"], VARIANTS, tmp_path / "one")
+    together = sweep(["model=any", model, *QUESTIONS], VARIANTS, tmp_path / "together")
+    one_by_one = sweep(["model=any", model, *QUESTIONS, "sweep.max_variants=1"], VARIANTS, tmp_path / "one")
     assert [texts(rows) for _, rows in together] == [texts(rows) for _, rows in one_by_one]
 
 
 def test_a_feed_token_by_token_is_the_same_run(model: str, tmp_path: Path) -> None:
-    one, rows = run([model, *QUESTIONS, "method=pqcache", "ratio=0.4"], tmp_path / "one")
-    other, tokenwise = run([model, *QUESTIONS, "method=pqcache", "ratio=0.4", "task.feed=tokenwise"], tmp_path / "two")
+    one, rows = run(["model=any", model, *QUESTIONS, "method=pqcache", "ratio=0.4", "comm=1/8"], tmp_path / "one")
+    other, tokenwise = run(
+        ["model=any", model, *QUESTIONS, "method=pqcache", "ratio=0.4", "comm=1/8", "task.feed=tokenwise"],
+        tmp_path / "two",
+    )
     assert texts(rows) == texts(tokenwise)
     assert [row.fields["attended_by_feed"] for row in rows] == [row.fields["attended_by_feed"] for row in tokenwise]
     assert (one.protocol, other.protocol) == ("independent", "independent, tokenwise feed")
 
 
 def test_query_aware_asks_each_question_by_itself(model: str, tmp_path: Path) -> None:
-    result, rows = run([model, *QUESTIONS, "task.mode=query_aware", "method=full"], tmp_path)
+    result, rows = run(["model=any", model, *QUESTIONS, "task.mode=query_aware", "method=full"], tmp_path)
     assert [row.id for row in rows] == ["620-0-0/1", "620-0-0/2", "620-0-0/3"]
     assert result.protocol == "query_aware"
 
 
 def test_a_run_that_was_stopped_within_a_sample_goes_on(model: str, tmp_path: Path) -> None:
-    words = [model, *QUESTIONS, "method=snapkv", "ratio=0.3"]
+    words = ["model=any", model, *QUESTIONS, "method=snapkv", "ratio=0.3"]
     _, whole = run(words, tmp_path)
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
@@ -74,7 +77,7 @@ def test_a_run_that_was_stopped_within_a_sample_goes_on(model: str, tmp_path: Pa
 
 def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> None:
     """Four turns of one sample say nothing of other samples."""
-    result, _ = run([model, *QUESTIONS, "method=full"], tmp_path)
+    result, _ = run(["model=any", model, *QUESTIONS, "method=full"], tmp_path)
     assert result.score_ci95 is None
 
 
@@ -91,7 +94,7 @@ def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> 
 )
 def test_wrong_input_is_refused_before_a_prefill(model: str, tmp_path: Path, words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        run([model, *QUESTIONS, *words], tmp_path)
+        run(["model=any", model, *QUESTIONS, *words], tmp_path)
 
 
 def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:
@@ -127,7 +130,15 @@ def test_independent_questions_stand_behind_the_context() -> None:
 
 @pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])
 def test_scbench_is_generated_and_asked(model: str, tmp_path: Path, mode: str) -> None:
-    words = [model, "task=scbench", "task.source=embedded", "task.lengths=[500]", "task.rows=1", f"task.mode={mode}"]
+    words = [
+        "model=any",
+        model,
+        "task=scbench",
+        "task.source=embedded",
+        "task.lengths=[500]",
+        "task.rows=1",
+        f"task.mode={mode}",
+    ]
     result, rows = run([*words, "task.datasets=[scbench_mf]", "task.max_new_tokens=3", "method=full"], tmp_path)
     assert [row.fields["turn"] for row in rows] == [1, 2, 3, 4, 5]
     assert result.data_source == "embedded"
@@ -138,6 +149,13 @@ def test_rows_of_scbench_without_turns_are_refused(model: str, tmp_path: Path) -
     folder = tmp_path / "data" / "scbench" / "data"
     folder.mkdir(parents=True)
     (folder / "scbench_kv.jsonl").write_text(json.dumps({"id": 0, "context": "a", "multi_turns": []}) + "\n")
-    words = [model, "task=scbench", "task.datasets=[scbench_kv]", f"data_dir={tmp_path / 'data'}", "method=full"]
+    words = [
+        "model=any",
+        model,
+        "task=scbench",
+        "task.datasets=[scbench_kv]",
+        f"data_dir={tmp_path / 'data'}",
+        "method=full",
+    ]
     with pytest.raises(ConfigError, match="no turns"):
         run(words, tmp_path / "out")
