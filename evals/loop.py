@@ -251,7 +251,8 @@ class Group:
 
         self.progress.reading(sample.id, len(prompt), len(self.model.shape.attention_layers))
         observations = [what for cell in cells for what in self.variant(cell, prompt).observations]
-        trace = prefill(self.model, prompt.context_ids, observations, build, thinning, self.first.sparsity)
+        sparsity, chunk = self.first.sparsity, self.first.settings.chunk
+        trace = prefill(self.model, prompt.context_ids, observations, build, thinning, sparsity, chunk)
         prefill_s = trace.seconds - sum(clock.seconds())
         self.probe(sample, prompt, cells, trace)
         self.decode_wave(sample, prompt, first, rows, trace, thinning, prefill_s)
@@ -321,7 +322,7 @@ class Group:
         task = cell.task
         assert isinstance(task, Latency), f"{task.name} is timed and no Latency"
         self.progress.stage(f"{sample.id}: {cell.settings.method.name}", task.n_passes)
-        timed = Timed(self.variant(cell, prompt), cell.sparsity)
+        timed = Timed(self.variant(cell, prompt), cell.sparsity, cell.settings.chunk)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.profile:
             with self.file_beside(cell, "trace", sample, "json") as path:

@@ -112,10 +112,12 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
 
 
 def conf_of(name: str) -> dict[str, Any]:
-    """The YAML of a task; a preset's is that of the task which it is named after."""
+    """The YAML of a task; of a preset, that of the task which it begins with or is named after."""
     file = CONF / f"{name}.yaml"
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content if "_target_" in content or "_" not in name else conf_of(name.rpartition("_")[0])
+    if "_target_" in content or ("defaults" not in content and "_" not in name):
+        return content
+    return conf_of(content["defaults"][0] if "defaults" in content else name.rpartition("_")[0])
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:

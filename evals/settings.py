@@ -128,6 +128,7 @@ class Settings:
     task: Choice
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
+    chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
@@ -170,6 +171,7 @@ class Settings:
             **({} if self.weights == "trained" else {"weights": self.weights}),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
+            **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
 
@@ -202,6 +204,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         task=choice("task", names["task"], tree["task"]),
         model=build(ModelSpec, tree["model"], "model"),
         prefill=prefill(names, tree["prefill"]),
+        chunk=chunk(tree["prefill"]),
         budget=BudgetRequest(
             ratio=convert(tree["ratio"], Fraction | None, "ratio"),
             tokens=convert(tree["budget"], int | None, "budget"),
@@ -349,10 +352,18 @@ def allocator(tree: Any) -> Allocator | None:
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
     """The chosen prefill; None for the exact one, which has no class and no parameters."""
-    if isinstance(tree, Mapping) and tree.get("_target_", "") is None:
-        same_names("prefill", tree, ["_target_"])
-        return None
+    if isinstance(tree, Mapping):
+        tree = {key: value for key, value in tree.items() if key != "chunk"}
+        if tree.get("_target_", "") is None:
+            same_names("prefill", tree, ["_target_"])
+            return None
     return choice("prefill", names.get("prefill", ""), tree)
+
+
+def chunk(tree: Any) -> int | None:
+    """How many tokens a prefill's MLPs read at a time, whichever prefill is chosen."""
+    given = tree.get("chunk") if isinstance(tree, Mapping) else None
+    return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:

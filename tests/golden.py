@@ -13,7 +13,16 @@ from pathlib import Path
 from tests import golden_metrics
 from tests.engine import test_budget
 from tests.engine.caches import test_blocks
-from tests.evals.tasks import test_gsm8k, test_infinitebench, test_longbench
+from tests.evals.tasks import (
+    test_gsm8k,
+    test_ifeval_system,
+    test_infinitebench,
+    test_longbench,
+    test_longbench_v2,
+    test_longproc,
+    test_reasoning,
+    test_scbench_rules,
+)
 from tests.methods.compacting import test_attention_matching
 from tests.methods.dropping import (
     test_adakv,
@@ -97,6 +106,17 @@ RUNNERS: dict[str, Runner] = {
     "metrics/infinitebench_samples.jsonl": test_infinitebench.run_samples,
     "metrics/infinitebench_totals.json": test_infinitebench.run_totals,
     "metrics/infinitebench_tricky.json": test_infinitebench.run_tricky,
+    "metrics/reasoning_answers.json": test_reasoning.run_answers,
+    "metrics/reasoning_passk.json": test_reasoning.run_passk,
+    "metrics/longproc_scores.json": test_longproc.run_vectors,
+    "metrics/scbench_samples.json": test_scbench_rules.run_samples,
+    "metrics/scbench_repoqa.json": test_scbench_rules.run_repoqa,
+    "metrics/scbench_aggregate.json": test_scbench_rules.run_aggregate,
+    "metrics/scbench_prompts.json": test_scbench_rules.run_prompts,
+    "metrics/kvzip_answers.json": test_scbench_rules.run_kvzip,
+    "metrics/longbench_v2.json": test_longbench_v2.run_vectors,
+    "metrics/ifeval.json": test_ifeval_system.run_ifeval,
+    "metrics/leakage_rouge.json": test_ifeval_system.run_leakage,
 }
 
 

@@ -35,6 +35,13 @@ EXTRAS = {  # optional packages, and what they are for
     "numba": "",
     "scikit-learn": "make bench",
 }
+GRADERS = {  # packages of the extra `tasks`, and what they are for
+    "math-verify": "math500, aime, gsm8k with thinking",
+    "langdetect": "ifeval_system",
+    "nltk": "ifeval_system, scbench",
+    **{f"tree-sitter{name}": "scbench" for name in ("", "-python", "-java", "-typescript", "-rust", "-cpp", "-go")},
+}
+ANTLR = "antlr4-python3-runtime==4.13.2"
 SHORTEST = 4096  # tokens that the main job reads at most
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -91,7 +98,7 @@ def machine() -> list[Fact]:
             Fact("Python", platform.python_version()),
             Fact("packages", f"missing: {names}", f"the packages {names} are not installed; run `make setup`"),
         ]
-    return [python(), processors(), dtype(), kernels(), triton(), flash_attn(), memory(), extras(), wandb()]
+    return [python(), processors(), dtype(), kernels(), triton(), flash_attn(), memory(), extras(), graders(), wandb()]
 
 
 def python() -> Fact:
@@ -179,6 +186,19 @@ def extras() -> Fact:
     if absent:
         text += f"; pip install -c constraints.txt: {', '.join(absent)}"
     return Fact("extras", text)
+
+
+def graders() -> Fact:
+    """What scores answers of some tasks, and the command for what is missing."""
+    runtime = import_module("evals.tasks.reasoning.judge").RUNTIME
+    absent = [f"{name} ({use})" for name, use in GRADERS.items() if not installed(name)]
+    if absent:
+        text = f"missing: {', '.join(absent)}; pip install -c constraints.txt -e '.[tasks]'"
+    else:
+        text = f"math-verify {installed('math-verify')}, langdetect, nltk, tree-sitter with six grammars"
+    if not os.path.isdir(runtime):  # noqa: PTH112 - of a closed folder too
+        text += f"; pip install --no-deps --target {shown(runtime)} {ANTLR}: without it math-verify reads no per cent"
+    return Fact("graders", text)
 
 
 def wandb() -> Fact:
@@ -309,6 +329,9 @@ def data() -> list[Fact]:
         import_module("evals.tasks.longbench.datasets").LISTS,
     )
     infinite, gsm8k = import_module("evals.tasks.infinitebench.task"), import_module("evals.tasks.gsm8k")
+    longproc, ifeval, v2 = (
+        import_module(f"evals.tasks.{name}.task") for name in ("longproc", "ifeval_system", "longbench_v2")
+    )
 
     def found(files: Sequence[str], what: str, without: str, remedy: str) -> str:
         here = [path for file in files if (path := sources.find(file, None))]
@@ -334,6 +357,17 @@ def data() -> list[Fact]:
             [infinite.file_of(name) for name in infinite.DATASETS], "datasets", generated, fetch("infinitebench")
         ),
         "gsm8k": found(tests, "files", "fetched when asked for", fetch("gsm8k")),
+        "math500": found(["math500/test.jsonl"], "files", "fetched when asked for", fetch("math500")),
+        "aime": found(
+            [f"aime/aime{year}.jsonl" for year in (24, 25)], "files", "2025 is fetched when asked for",
+            f"{fetch('aime')}; 2024 by hand, from GitHub Zefan-Cai/R-KV",
+        ),
+        "longproc": found(
+            [f"longproc/{name}/{name}_{length}.json" for name in longproc.PARTS for length in longproc.USUAL_TOKENS],
+            "files", "the others cannot be asked", by_hand(longproc.UPSTREAM),
+        ),
+        "longbench_v2": found([v2.DATA], "files", "cannot be asked", by_hand(v2.UPSTREAM)),
+        "ifeval": found([ifeval.FILE], "files", "cannot be asked", by_hand(ifeval.UPSTREAM)),
         "needle": found([needle.ESSAYS, needle.STRINGS], "files", own, by_hand(needle.UPSTREAM)),
         "ruler": found([ruler.TEMPLATES], "files", "without them own words", by_hand(ruler.TEMPLATES_SOURCE)),
         "pg19": found([pg19.FOLDER], "folders", own, by_hand(pg19.UPSTREAM)),

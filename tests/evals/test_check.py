@@ -16,6 +16,7 @@ from engine.checkpoints import header, load
 from engine.width import PASS_VALUES, SHARE
 from evals.screen import check
 from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
+from evals.tasks.reasoning import judge
 from kernels import build
 
 GB = 10**9
@@ -64,7 +65,8 @@ def test_this_machine_can_do_the_main_job(capsys: pytest.CaptureFixture[str]) ->
     assert "…" not in text.replace("hf download …", ""), "something was cut"
     for file in (ROOT / "conf" / "model").glob("*.yaml"):
         assert file.stem == "any" or file.stem in text
-    for task in ("longbench", "infinitebench", "gsm8k", "needle", "ruler", "pg19"):
+    named = ("longbench", "infinitebench", "gsm8k", "math500", "aime", "longproc", "ifeval", "needle", "ruler", "pg19")
+    for task in named:
         assert task in lines
 
 
@@ -205,6 +207,20 @@ def test_extras_that_are_missing_are_named_with_their_use(monkeypatch: pytest.Mo
     monkeypatch.setattr(check, "version", found)
     text = check.extras().text
     assert text.startswith("ray 2.50; pip install -c constraints.txt: submitit (on Slurm), ")
+
+
+def test_graders_that_are_missing_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(check, "installed", lambda name: None if name in ("langdetect", "tree-sitter-go") else "1.0")
+    text = check.graders().text
+    assert text.startswith(
+        "missing: langdetect (ifeval_system), tree-sitter-go (scbench); pip install -c constraints.txt"
+    )
+    monkeypatch.setattr(check, "installed", lambda name: "1.0")
+    monkeypatch.setattr(judge, "RUNTIME", tmp_path / "grader")
+    assert "--target" in check.graders().text and "antlr4-python3-runtime==4.13.2" in check.graders().text
+    (tmp_path / "grader").mkdir()
+    assert check.graders().text == "math-verify 1.0, langdetect, nltk, tree-sitter with six grammars"
+    assert check.ANTLR in (ROOT / "Makefile").read_text()
 
 
 def test_data_are_found_where_a_run_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

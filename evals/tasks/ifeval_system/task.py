@@ -179,7 +179,7 @@ def check_row(row: Mapping[str, Any]) -> None:
     if not kinds or len(kinds) != len(kwargs) or not all(isinstance(each, dict) for each in kwargs):
         raise BadRow("fields 'instruction_id_list' and 'kwargs' do not belong together")
     for kind, values in zip(kinds, values_of(row), strict=True):
-        if kind not in checks.CHECKS:
+        if not isinstance(kind, str) or kind not in checks.CHECKS:
             raise BadRow(f"field 'instruction_id_list' has the unknown {str(kind)[:60]!r}")
         check_values(kind, values)
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]

@@ -141,7 +141,7 @@ def is_same_formula(predicted: str, reference: str) -> bool:
     """Whether both mean the same, as far as they can be read; what cannot be read is compared as text."""
     a, b = read(predicted), read(reference)
     if not (isinstance(a, sympy.Basic) and isinstance(b, sympy.Basic)):
-        return str(a) == str(b)  # sympy would evaluate a text as Python
+        return str(a) == str(b) or (type(a) is type(b) and a == b)  # sympy would evaluate a text as Python
     tests: tuple[Callable[[], Any], ...] = (
         lambda: str(a) == str(b) or a == b,
         lambda: a.equals(b) or sympy.simplify(a - b) == 0,

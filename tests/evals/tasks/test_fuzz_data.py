@@ -15,6 +15,8 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.settings import choice, load_class
 from evals.tasks import prompt
+from evals.tasks.reasoning import grade
+from evals.tasks.reasoning.judge import Graded, Judge
 from evals.typed import build_params
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -48,6 +50,9 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
                                 {"datasets": "niah_single_1", "length": 512}),
     "gsm8k/test": ("gsm8k", {"question": "How many?", "answer": "It is 3 and 4.\n#### 7"},
                    {"prompts": "own", "max_new_tokens": 8}),
+    "math500/test": ("math500", {"problem": "What is half of 3?", "answer": "\\frac{3}{2}", "solution": "best"},
+                     {"grader": "kvpress", "max_new_tokens": 8}),
+    "aime/aime24": ("aime", {"problem": "How many?", "answer": "007"}, {"grader": "kvpress", "max_new_tokens": 8}),
     "pg19/book": ("pg19", {"text": TEXT * 9, "id": 1}, {"lengths": (32,), "targets": 4, "offsets": 1, "books": 3}),
     "mine": ("fidelity", {"prompt": TEXT * 9, "continuation": "And so on and so on.", "id": 1}, {"steps": 3}),
 }  # fmt: skip
@@ -154,6 +159,14 @@ def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
 
 
 TOKENIZER = tiny_tokenizer(None, adds_bos=False)
+
+
+@pytest.fixture(autouse=True)
+def graded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: starting one takes seconds, and there is a task per example."""
+    monkeypatch.setattr(Judge, "grade", lambda self, grader, text, gold, **more: Graded(
+        **grade.reply({"grader": grader, "text": text, "gold": gold, **more})
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("file", TASKS)

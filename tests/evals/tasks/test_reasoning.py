@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -438,7 +439,6 @@ def test_graders_agree_with_the_official_ones(name, run) -> None:
 
 
 def test_the_worker_imports_neither_torch_nor_transformers() -> None:
-    import subprocess
 
     code = (
         f"import sys, {grade.__name__} as g; g.warm_up(); assert not {{'torch', 'transformers'}} & sys.modules.keys()"
