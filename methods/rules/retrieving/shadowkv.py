@@ -75,12 +75,7 @@ class ShadowKVRules(Rules):
         s = budget.s_prompt
         if budget.attends_all and budget.memory in (None, 1):
             return ShadowKVRules.Plan(params.chunk, 0, 0, 0, 0)
-        return cls.plan_of(params, budget, chunk_of(params, budget.comm), rank_of(params, s, shape))
-
-    @classmethod
-    def plan_of(cls, params: Params, budget: Budget, chunk: int, rank: int) -> Plan:
-        """The integers for chunks and a rank that are given; `ConfigError` where the budget is too small for them."""
-        s = budget.s_prompt
+        chunk, rank = chunk_of(params, budget.comm), rank_of(params, s, shape)
         n_chunks = s // chunk - params.local_chunks
         if n_chunks < 1:
             raise ConfigError(
@@ -123,12 +118,9 @@ class ShadowKVRules(Rules):
         s, width = budget.s_prompt, shape.h_kv * shape.d_h
         rank, shortest = rank_of(params, s, shape), chunk_of(params, budget.comm)
         lowest = min(rank, max(1, width // LEAST_RANK_SHARE))
-        for chunk in range(shortest, s):
-            if s // chunk <= params.local_chunks:
-                return None
-            try:
-                plan = cls.plan_of(params, budget, chunk, lowest)
-            except ConfigError:
+        for chunk in range(shortest, s // (params.local_chunks + 1) + 1):
+            plan = divided(params, budget.tokens, s, chunk, lowest, s // chunk - params.local_chunks)
+            if plan.n_selected < 1 or plan.n_outliers > plan.n_chunks - plan.n_selected:
                 continue
             spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
             if spare >= 0:
