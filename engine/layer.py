@@ -135,6 +135,8 @@ class Layer:
             assert is_view and positions is not None, "spans are a view, with positions"
             self.n_spare = int((self.n_kept - kept.spans.counts).sum())
             self.n_hidden = meter.shape.g * self.n_spare
+        if self.bias is not None:
+            meter.beside_bytes = ELEMENT_BYTES * (meter.shape.h_kv * self.n_kept - self.n_spare)
         self.rolling: Rolling | None = None
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.is_far = host is not None and host.v.device != self.k.device  # the host is another memory
@@ -401,10 +403,6 @@ class Layer:
         """End the step: what it attended to, kept and moved."""
         if self.view is not None and self.view.spans is not None:
             self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
-        if self.bias is not None:
-            self.meter.count(
-                "resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare)
-            )
         if self.queries is not None:
             self.meter.count("resident_meta_bytes", self.queries.n_bytes(self.meter.shape))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]

@@ -57,7 +57,7 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        is_exact = budget.memory == 1 or not self.method.changes
+        is_exact = budget.memory == 1 or (budget.memory is None and not self.method.changes)
         return budget.attends_all and budget.never_evicts and is_exact
 
     @property

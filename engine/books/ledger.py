@@ -39,6 +39,7 @@ class Entry(NamedTuple):
     cache_hits: int  # lookups of (KV head, token) that found their block on the device
     cache_lookups: int
     pseudo_tokens: int = 0  # stood in attention for tokens that were not attended to, summed over the query heads
+    made_kv_bytes: int = 0  # keys of fetched tokens that were made on the device, beside what moved
 
 
 class Debt(Protocol):
@@ -96,7 +97,7 @@ class Ledger:
         """Per step the bytes of the buffer for fetched tokens, of which one serves all layers."""
         most: dict[int, int] = {}
         for entry in self.entries:
-            most[entry.step] = max(most.get(entry.step, 0), entry.moved_kv_bytes)
+            most[entry.step] = max(most.get(entry.step, 0), entry.moved_kv_bytes + entry.made_kv_bytes)
         return [most[step] for step in sorted(most)]
 
     def held(self, with_index: bool = True) -> list[int]:
