@@ -18,6 +18,7 @@ from engine.attend import attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.prefill import Trace
+from engine.sampling.draws import Draws
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -61,10 +62,11 @@ def decode(
     stop_ids: Iterable[int] = (),
     min_new_tokens: int = 0,
     feed: Sequence[int] = (),
+    draws: Draws | None = None,
     on_step: Callable[[int, int], None] | None = None,
     watch: Watch | None = None,
 ) -> Decoded:
-    """Let every row read `feed` through its compressed cache, then answer greedily.
+    """Let every row read `feed` through its compressed cache, then answer: greedily, or by its numbers in `draws`.
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
     `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens. `on_step` gets the number of
@@ -88,7 +90,8 @@ def decode(
         else:
             if stop_ids and len(answers[batch.order[0]].ids) < min_new_tokens:
                 logits = logits.index_fill(1, never, -torch.inf)
-            ids = logits.argmax(-1)
+            t = len(answers[batch.order[0]].ids)
+            ids = logits.argmax(-1) if draws is None else draws.pick(logits, batch.order, t)
             tokens = ids.tolist()  # where a GPU works, all that a step waits for
             for row, token in zip(batch.order, tokens, strict=True):
                 answers[row].ids.append(token)

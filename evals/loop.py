@@ -26,6 +26,7 @@ from engine.decode import Answer, decode
 from engine.errors import ConfigError
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
+from engine.sampling.draws import Draws
 from engine.width import room_bytes, variant_bytes, waves
 from evals.asked import naming
 from evals.cells import Cell
@@ -121,8 +122,9 @@ class Group:
         waiting = []
         for one in prompts:
             for cell in self.cells:
-                self.folders[cell.path].check_prompt(one.sample.id, one.sha)
-            if not all(self.has(cell, one.sample) for cell in self.cells):
+                for draw in cell.draws():
+                    self.folders[cell.path].check_prompt(draw.line_id(one.sample.id), one.sha)
+            if not all(self.has(draw, one.sample) for cell in self.cells for draw in cell.draws()):
                 waiting.append(one)
         return waiting
 
@@ -203,13 +205,13 @@ class Group:
         return Waiting(place, short, sample_hash(sample, prompt), *ids, prompt.frame)
 
     def has(self, cell: Cell, sample: Sample) -> bool:
-        is_elsewhere = sample.id in self.answered.get(cell.path, ())
-        return is_elsewhere or self.folders[cell.path].has(sample.id)
+        id = cell.line_id(sample.id)
+        return id in self.answered.get(cell.path, ()) or self.folders[cell.path].has(id)
 
     def ask(self, waiting: Waiting) -> None:
         """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
         sample, prompt = waiting.sample, waiting.prompt
-        todo = [cell for cell in self.cells if not self.has(cell, sample)]
+        todo = [draw for cell in self.cells for draw in cell.draws() if not self.has(draw, sample)]
         self.forced = self.forced_of(sample, prompt)
         for thinning, cells in self.by_prefill(todo, prompt).items():
             for together in [[cell] for cell in cells] if self.first.task.is_timed else [cells]:
@@ -238,7 +240,7 @@ class Group:
             reason = one_line(error)
         free_memory()
         if len(cells) == 1:
-            self.keep(cells[0], out_of_memory_line(sample, prompt, reason), None)
+            self.keep(cells[0], out_of_memory_line(sample, prompt, cells[0], reason), None)
             return
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
@@ -315,8 +317,13 @@ class Group:
         trace.settle()
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
         self.progress.answering(sample.id, len(rows), n_steps)
+        sampling = self.first.settings.sampling
+        draws = None
+        if not (sampling.is_greedy or forced):
+            seeds = [cell.seed(sample.id) for cell in cells]
+            draws = Draws(sampling, seeds, sample.max_new_tokens, trace.logits.device)
         decoded = decode(
-            self.model, trace, [*rows, *beside],
+            self.model, trace, [*rows, *beside], draws=draws,
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
@@ -387,7 +394,7 @@ class Group:
     def finish(self, cell: Cell) -> None:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
-        folder.sort(self.ids)
+        folder.sort([draw.line_id(id) for id in self.ids for draw in cell.draws()])
         result = summarise(folder.rows, facts(cell, folder.rows))
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         with folder.placing() as beside:
@@ -429,8 +436,8 @@ def is_finished(path: Path) -> bool:
 def refuse_folders(groups: Iterable[Group]) -> None:
     """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
     for group in groups:
-        shas = {one.sample.id: one.sha for one in group.prompts or ()}
         for cell in group.cells:
+            shas = {draw.line_id(one.sample.id): one.sha for one in group.prompts or () for draw in cell.draws()}
             RunFolder.refuse(cell.path, cell.config, shas)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
+from engine.books.footprint import footprint, share_of_full
 from engine.budget import Budget, find_bytes
 from engine.shapes import ModelShape
 
@@ -126,7 +127,26 @@ class Ledger:
             "cache_hit_rate": sum(self.totals("cache_hits")) / lookups if lookups else None,
             "pseudo_tokens_mean": sum(entry.pseudo_tokens for entry in self.entries) / shape.h / n,
             "within_budget": self.within(budget, shape, exempt, in_mean),
+        } | self.costs(budget, shape)
+
+    def costs(self, budget: Budget, shape: ModelShape) -> dict[str, float]:
+        """Entries that the answer took, mean over layers and heads: the most at a step, and all of them.
+
+        Of a budget that counts the answer, also at which share of the steps it was reached.
+        """
+        seen = self.totals("tokens")
+        n_layers = len(self.entries) // len(seen)
+        steps = [attended / shape.h / n_layers for attended in self.totals("attended")]
+        s_prompt = seen[0] // n_layers - 1
+        entries = footprint(s_prompt, steps)
+        found = {
+            "peak_entries": max(steps),
+            "footprint_entries": entries,
+            "footprint": share_of_full(entries, s_prompt, len(steps)),
         }
+        if budget.counts is not None:
+            found["reached_steps"] = sum(n >= budget.tokens for n in steps) / len(steps)
+        return found
 
 
 SUMMARY = (
