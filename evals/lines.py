@@ -172,5 +172,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         metric=cell.task.metric,
         prefill=EXACT if settings.prefill is None else settings.prefill.name,
         prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
+        budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
+        sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
     )

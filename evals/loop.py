@@ -43,6 +43,7 @@ from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
 from methods.base import SelectiveAttention, Variant
+from methods.rules.full import FullRules
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Group:
 
     def __init__(self, cells: Sequence[Cell], answered: Mapping[Path, frozenset[str]] = MappingProxyType({})) -> None:
         # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
-        self.cells = [replace(cell, task=cells[0].task) for cell in cells]
+        self.cells = self.every = [replace(cell, task=cells[0].task) for cell in cells]
         self.folders: Mapping[Path, RunFolder] = {}
         self.answered = answered
         self.first, self.cells_asked = self.cells[0], self.cells
@@ -395,7 +396,8 @@ class Group:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
         folder.sort([draw.line_id(id) for id in self.ids for draw in cell.draws()])
-        result = summarise(folder.rows, facts(cell, folder.rows))
+        full = next((self.folders[other.path].rows for other in self.every if other.rules is FullRules), ())
+        result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         with folder.placing() as beside:
             cell.task.artifacts(beside, [row.to_dict() for row in folder.rows], title)

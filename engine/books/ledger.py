@@ -153,5 +153,5 @@ SUMMARY = (
     "steps", "tokens_budget", "tokens_attended_mean", "effective_ratio", "bytes_resident_device", "bytes_resident_host",
     "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step",
     "bytes_filled_per_step", "bytes_released_per_step", "cache_hit_rate", "pseudo_tokens_mean",
-    "within_budget",
+    "within_budget", "peak_entries", "footprint_entries", "footprint",
 )  # fmt: skip

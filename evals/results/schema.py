@@ -271,8 +271,15 @@ class RunFacts:
     prefill: str = EXACT  # a file of conf/prefill
     prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
     allocator: str | None = None  # what divided the budget, where it was not the method itself
+    budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
 
 
+# Of answers: means over lines, null where nothing was measured.
+COSTS = (
+    *("answer_tokens_mean", "cut_off_share", "peak_entries", "footprint", "footprint_vs_full"),
+    *("reached_answers", "reached_steps"),
+)
 # Keys of result.json that only some runs have, and what the others would say; they are left out there.
 OPTIONAL_KEYS: dict[str, Any] = {
     "metric": None,
@@ -282,6 +289,10 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "allocator": None,
+    "budget_counts": None,
+    "sampling": {},
+    **dict.fromkeys(COSTS),
+    "pass_at_k": None,
     "ledger_crc32": None,
     "score_version": None,
     "scores_crc32": None,
@@ -321,6 +332,14 @@ class RunResult(RunFacts):
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
+    answer_tokens_mean: float | None = None  # generated tokens
+    cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored
+    peak_entries: float | None = None  # most entries of a KV head that a step attended to, mean over heads and layers
+    footprint: float | None = None  # entries over prefill and decode, relative to full attention of the same length
+    footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention beside it
+    reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer
+    reached_steps: float | None = None  # share of steps at which the cache was that full
+    pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`

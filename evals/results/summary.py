@@ -11,6 +11,7 @@ from fractions import Fraction
 from math import exp, fsum, log
 from typing import Any, cast
 
+from evals.results.draws import by_prompt, pass_at_k, prompt_of
 from evals.results.intervals import interval, mean_ci95
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
@@ -38,6 +39,8 @@ def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[
     kind = METRICS[metric or "score"]
     scored = [(row.score, row) for row in rows if row.score is not None]
     scores = [score for score, _ in scored]
+    if kind.weight is None and any("draw" in row.fields for _, row in scored):  # draws of a prompt are no new prompts
+        scores = [fsum(row.score or 0 for row in each) / len(each) for each in by_prompt(row for _, row in scored)]
     if len(scores) < 2:
         return None
     if kind.weight is not None:
@@ -58,8 +61,40 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
     return {name: mean(measures.get(name) for measures in each) for name in names} or None
 
 
-def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
-    """What a finished run says of itself; the order of `rows` does not matter."""
+def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, float | None]:
+    """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
+    answers = [row for row in rows if "cut_off" in row.fields]
+    reached = [row.ledger.get("reached_steps") for row in rows]
+    return {
+        "answer_tokens_mean": mean(row.generated_tokens for row in answers),
+        "cut_off_share": mean(bool(row.fields["cut_off"]) for row in answers),
+        "peak_entries": mean(row.ledger.get("peak_entries") for row in answers),
+        "footprint": mean(row.ledger.get("footprint") for row in answers),
+        "footprint_vs_full": footprint_vs_full(answers, full),
+        "reached_answers": mean(None if share is None else float(share > 0) for share in reached),
+        "reached_steps": mean(reached),
+    }
+
+
+def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> float | None:
+    """Entries of answers relative to those of full attention on the same prompt, mean over its draws."""
+    entries = {
+        prompt_of(each[0]): mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)
+    }
+    shares = []
+    for row in rows:
+        own, of_full = row.ledger.get("footprint_entries"), entries.get(prompt_of(row))
+        if own is None or not of_full:
+            return None
+        shares.append(own / of_full)
+    return mean(shares)
+
+
+def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleRow] = ()) -> RunResult:
+    """What a finished run says of itself; the order of `rows` does not matter.
+
+    `full` are the lines of the run of full attention that was asked the same, where there is one.
+    """
     ok = [row for row in rows if row.status == "ok"]
     means: dict[str, Any] = {name: mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()}
     return RunResult(
@@ -79,6 +114,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
         measures=means_of_measures(ok),
         probe_s=mean(row.fields.get("probe_s") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
+        **costs(ok, [row for row in full if row.status == "ok"]),
+        pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,
     )
 
 
@@ -92,6 +129,7 @@ def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | N
         score_ci95=combined_ci95(ok, metric),
         metric=metric,
         measures=means_of_measures(ok),
+        pass_at_k=pass_at_k(ok) if METRICS[metric or "score"].is_share else None,
         **describe(scores),
     )
 

@@ -128,9 +128,9 @@ class DecodingRules(Rules):
                 f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and "
                 f"method.interval={params.interval} more; use budget={needed} or more, or method.protect_prompt=false"
             )
-        if counts == "peak" and most > tokens:
+        if counts != "target" and most > target + params.interval:
             raise ConfigError(
-                f"budget={tokens} with budget_counts=peak is less than the {most} tokens that a step attends to behind "
+                f"budget={tokens} with budget_counts={counts} is less than the {most} tokens that a step attends to behind "
                 f"a prompt of {s_prompt}, which is not cut before the first step; use budget_counts=target"
             )
         return Budget(
