@@ -83,8 +83,9 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     assert parts, "a query must attend to something"
     n, h, _, d_h = q.shape
     done, rest = [], [part for part in parts if part.n_tokens()]
-    if any(part.idx is not None or part.spans is not None for part in rest):
-        # Where a part is places or spans of a cache, one call is for all: joining two costs more than 400 tokens.
+    if any(part.idx is not None or part.spans is not None or part.bias is not None for part in rest):
+        # Where a part is places or spans of a cache, or has a bias, one call is for all parts: joining two costs more
+        # than 400 tokens.
         tokens = [part.tokens() for part in rest if is_plain(part)]
         if tokens and native_takes(q, tokens):
             done.append(attend_parts_native(q, tokens, scale))

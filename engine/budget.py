@@ -1,13 +1,14 @@
 """From (`ratio` or `budget`, `comm`) and a prompt's length to tokens and bytes, the same way for every method.
 
-The rules are in docs/fair-budgets.md. Ratios are rationals, because floor(0.29 * 100) is 28 in floating point. Bytes
-are always counted at 16 bits an element, whatever dtype a run computes in; allocated bytes are a column of their own.
+The rules are in docs/fair-budgets.md, and in docs/byte-budget.md where `memory` is given. Ratios are rationals, because
+floor(0.29 * 100) is 28 in floating point. Bytes are always counted at 16 bits an element, whatever dtype a run computes
+in; allocated bytes are a column of their own.
 
 Not here: what one method makes of `comm` (dimensions, representatives, codes). That is in its own file and calls this.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
 
@@ -36,13 +37,23 @@ class BudgetRequest:
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
     comm: Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
+    memory: Fraction | None = None  # share of the full cache's bytes that may lie on the device behind the prompt
+    memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
     counts: str | None = None  # of COUNTS: what `tokens` count for methods that compress while they generate
 
     def __post_init__(self) -> None:
+        if self.memory is not None and not 0 < self.memory <= 1:
+            raise ConfigError(
+                f"memory={show(self.memory)} is out of range; it is a share of the full cache's bytes above 0 and at "
+                "most 1, like 1/8"
+            )
+        if self.memory is not None and self.ratio is None and self.tokens is None:
+            object.__setattr__(self, "ratio", self.memory)
+            object.__setattr__(self, "memory_alone", True)
         if self.ratio is not None and self.tokens is not None:
             raise ConfigError(f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two")
         if self.ratio is None and self.tokens is None:
-            raise ConfigError("neither ratio nor budget is given; give one of the two, for example ratio=0.2")
+            raise ConfigError("neither ratio, budget nor memory is given; give one of them, for example ratio=0.2")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise ConfigError(
                 f"ratio={show(self.ratio)} is out of range; it is a share of the prompt above 0 and at most 1"
@@ -54,9 +65,17 @@ class BudgetRequest:
                 f"comm={show(self.comm)} is out of range; it is a share of the key bytes from 0 to 1, like 1/64"
             )
 
+    @property
+    def compensates(self) -> bool:
+        """Whether dropping methods get tokens for `comm`: not where they are counted in bytes."""
+        return self.compensate and self.memory is None
+
     def label(self) -> str:
+        if self.memory_alone and self.memory is not None:
+            return f"memory={show(self.memory)}"
         of = "" if self.counts in (None, "target") else f" ({self.counts})"
-        return f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
+        attended = f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
+        return attended if self.memory is None else f"{attended} memory={show(self.memory)}"
 
 
 EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # of a method that has no budget
@@ -89,8 +108,15 @@ class Budget:
     ratio: Fraction  # the share that was asked for, before any rounding
     n_answer: int | None = None  # longest answer, where its tokens count too; None: they come on top
     frame: Frame = NO_FRAME  # of the prompt
+    memory: Fraction | None = None  # share of the full cache's bytes on the device, where that is limited
+    memory_alone: bool = False  # nothing else was given
     counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
     most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
+
+    def device_bytes(self, shape: ModelShape, t: int = 0) -> int:
+        """Bytes per layer, in the mean, that may lie on the device behind the prompt and `t` generated tokens."""
+        assert self.memory is not None, "the budget has no bytes"
+        return floor(self.memory * self.s_prompt * token_bytes(shape)) + t * token_bytes(shape)
 
     @property
     def attends_all(self) -> bool:
@@ -120,7 +146,9 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
     """Tokens for this prompt; `drops` says that the method moves nothing to find tokens and may be compensated."""
     # Tokens before they are rounded down; one of the two is given.
     share = Fraction(request.tokens or 0) if request.ratio is None else request.ratio * s_prompt
-    extra = request.comm * s_prompt / 2 if drops and request.compensate else Fraction(0)
+    if drops and request.memory is not None:
+        share = min(share, request.memory * s_prompt)
+    extra = request.comm * s_prompt / 2 if drops and request.compensates else Fraction(0)
     nominal = min(floor(share), s_prompt)
     if nominal < 1:
         raise ConfigError(
@@ -132,6 +160,8 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
         min(floor(share + extra), s_prompt),
         request.comm,
         min(share / s_prompt, Fraction(1)),
+        memory=request.memory,
+        memory_alone=request.memory_alone,
     )
 
 

@@ -209,9 +209,12 @@ class _Batch:
 
 def attend_groups(
     groups: "Sequence[tuple[type[SelectiveAttention], slice]]", rows: "Sequence[SelectiveAttention]", layer: int,
-    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h)."""
+    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
+
+    Without a `step` each row's is that of its own newest token.
+    """
     parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
     with span("attention", layer):
         out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])

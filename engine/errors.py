@@ -6,6 +6,8 @@ Not here: errors of our own making. Those are assertions, and they print a trace
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+MANY = 30  # names that a sentence can list
+
 
 class ConfigError(Exception):
     """Wrong input of a user: one sentence with what was given, what is allowed, what to do. Ends a run with code 2."""
@@ -23,7 +25,14 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
     allowed = sorted(allowed)
     near = get_close_matches(name, allowed, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return ConfigError(f"no {kind} {name!r}{hint} (all: {', '.join(allowed)})")
+    shown = allowed if len(allowed) <= MANY else [x for x in allowed if not is_preset(x, allowed)]
+    rest = f"; {len(allowed) - len(shown)} more begin with one of these" if len(shown) < len(allowed) else ""
+    return ConfigError(f"no {kind} {name!r}{hint} (all: {', '.join(shown)}{rest})")
+
+
+def is_preset(name: str, names: Iterable[str]) -> bool:
+    """Whether the name is that of another one with something behind it, as `h2o_paper` is."""
+    return any(name.startswith(f"{other}_") for other in names)
 
 
 def first_line(error: BaseException) -> str:

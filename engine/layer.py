@@ -9,13 +9,13 @@ are fetched. Without an accelerator both tiers are the same RAM, and the account
 Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
 `spans` says where. Heads that `roll` hold the latest tokens alone, while the others of the layer grow.
 
-Four things that the store does not do yet, and where each belongs:
+What is kept need not be tokens of the trace: a method may put K and V of its own making there, each with a `bias` that
+is added to its logits. The host may have values alone; then the keys of what is fetched are the method's to make.
 
-- Replaced K and V: `Layer` copies its first slots from the part `kept`, which need not be tokens of the trace; later
-  replacements are written to `k` and `v`, in the slots that `positions` names.
-- A bias per slot: a tensor beside `k` and `v`, which `resident` cuts to length like `mask` and gives to `Part.bias`,
-  and whose numbers move with their tokens.
-- K and V in different tiers: `Host` with one of the two; `fetch` returns a part whose other half its caller fills in.
+What the store does not do yet, and where it belongs:
+
+- Later replacements are written to `k` and `v`, in the slots that `positions` names.
+- A bias of tokens that are evicted later: its numbers have to move with them.
 - Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
   token weighs is `Meter.token_bytes`.
 
@@ -33,9 +33,10 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.books.meter import Meter
+from engine.budget import ELEMENT_BYTES
 from engine.caches.copies import Shelf
 from engine.caches.queries import QueryRing
-from kernels.gather import flat_rows, gather_tokens
+from kernels.gather import bring_values, flat_rows, gather_tokens
 from kernels.select_attend import Spans
 
 OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts
@@ -45,20 +46,29 @@ class Host:
     """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones behind them.
 
     As a rule it is another tier, and holds the whole prompt, which all variants share. It may hold some tokens alone,
-    numbered as they lie here, and the device may hold it: what is fetched then moves nothing.
+    numbered as they lie here, and the device may hold it: what is fetched then moves nothing. It may have values alone,
+    of the prompt's tokens: generated ones then never come here.
     """
 
     def __init__(self, k: Tensor, v: Tensor, n_new: int, positions: Tensor | None = None, near: bool = False) -> None:
         """`positions` (1, h_kv, n) are those of its tokens of the prompt; None: all, in order."""
-        self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to
+        self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to; keys that are not here have no dimensions
         self.positions, self.is_near = positions, near
+        self.has_keys = k.shape[3] > 0
         # Pinned where the prompt's are: an accelerator writes there.
-        room, pinned = (1, k.shape[1], n_new, k.shape[3]), k.is_pinned()
-        make = partial(torch.empty, room, dtype=k.dtype, device=k.device, pin_memory=pinned)
+        room, pinned = (1, v.shape[1], n_new * self.has_keys, v.shape[3]), v.is_pinned()
+        make = partial(torch.empty, room, dtype=v.dtype, device=v.device, pin_memory=pinned)
         self.late: tuple[Tensor, Tensor] = (make(), make())
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
-        """The tokens at `idx`, left where they are; `late` says that generated ones may be among them."""
+        """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.
+
+        Where the host has values alone they are brought, and the keys have no dimensions before the caller makes them.
+        """
+        if not self.has_keys:
+            assert not late and mask is None and idx.shape[1] == self.v.shape[1], (late, idx.shape)
+            v = bring_values(self.v, idx)
+            return Part(v[..., :0], v)
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
 
     def positions_of(self, idx: Tensor, s_prompt: int) -> Tensor:
@@ -98,7 +108,7 @@ class Layer:
         self.meter = meter
         self.host = host
         self.can_fetch = host is not None
-        self.n_gone = s_prompt - host.k.shape[2] if host is not None else 0  # tokens that a tier with some alone lacks
+        self.n_gone = s_prompt - host.v.shape[2] if host is not None else 0  # tokens that a tier with some alone lacks
         self.view = kept if is_view else None
         self.n_kept = kept.n_tokens()
         self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
@@ -112,6 +122,7 @@ class Layer:
         parts = [window] if is_view else [kept, window]
         self.k = slots_of([part.k for part in parts], capacity - self.n_window)
         self.v = slots_of([part.v for part in parts], capacity - self.n_window)
+        self.bias = kept.bias  # (1, h_kv, n_kept) float32, what is added to the logits of kept tokens
         self.mask = None  # (1, h, slots) bool, False on what a query head does not see
         self.n_hidden = 0  # pairs of query head and kept slot that the mask hides
         self.n_spare = 0  # pairs of KV head and kept slot that no query head sees: they hold no token
@@ -126,7 +137,7 @@ class Layer:
             self.n_hidden = meter.shape.g * self.n_spare
         self.rolling: Rolling | None = None
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
-        self.is_far = host is not None and host.k.device != self.k.device  # the host is another memory
+        self.is_far = host is not None and host.v.device != self.k.device  # the host is another memory
         self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
@@ -135,7 +146,7 @@ class Layer:
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
         slot, t = self.advance(k_new, v_new), self.n_seen - self.s_prompt
-        if self.host is not None:
+        if self.host is not None and self.host.has_keys:
             k, v = self.host.late
             k[:, :, t - 1 : t] = k_new
             v[:, :, t - 1 : t] = v_new
@@ -147,7 +158,9 @@ class Layer:
         """As `append`, but for the writing: the buffers of K and V that the token goes to, and the slot in each."""
         slot = self.advance(k_new, v_new)
         found = [] if slot < 0 else [(self.k, self.v, slot)]
-        return found if self.host is None else [*found, (*self.host.late, self.n_seen - self.s_prompt - 1)]
+        if self.host is None or not self.host.has_keys:
+            return found
+        return [*found, (*self.host.late, self.n_seen - self.s_prompt - 1)]
 
     def advance(self, k_new: Tensor, v_new: Tensor) -> int:
         """Count the current token in: the slot that it takes, -1 where the window has none."""
@@ -171,6 +184,10 @@ class Layer:
         """Kept tokens and window as parts to attend to."""
         stop = self.n_front + self.n_window
         mask = None if self.mask is None else self.mask[..., :stop]
+        if self.bias is not None:  # generated tokens have none, and stand apart
+            k, v, n = self.k, self.v, self.n_kept
+            kept = Part(k[:, :, :n], v[:, :, :n], None if mask is None else mask[..., :n], bias=self.bias)
+            return [kept, Part(k[:, :, n:stop], v[:, :, n:stop])]
         slots = Part(self.k[:, :, :stop], self.v[:, :, :stop], mask)
         if self.rolling is not None:
             assert self.view is not None and self.view.spans is not None, f"layer {self.index} has no spans"
@@ -180,7 +197,7 @@ class Layer:
 
     def kept_and_window(self) -> tuple[Part, Part]:
         """As `resident`, apart: for methods that turn the query for one of the two."""
-        assert self.view is None and self.mask is None, f"layer {self.index} is not two parts"
+        assert self.view is None and self.mask is None and self.bias is None, f"layer {self.index} is not two parts"
         stop = self.n_kept + self.n_window
         kept, window = slice(0, self.n_kept), slice(self.n_kept, stop)
         return (
@@ -273,8 +290,7 @@ class Layer:
         assert self.n_window == self.n_seen - self.start, f"layer {self.index} has a window that slid"
         positions, parts = self.positions(), self.resident()
         n, k = positions.shape[-1], slots.shape[-1]
-        tokens = [torch.cat(x, 2) if len(x) > 1 else x[0] for x in ([p.k for p in parts], [p.v for p in parts])]
-        chosen = [gather_tokens(x, slots) for x in tokens]
+        chosen = [gather_tokens(torch.cat(x, 2), slots) for x in ([p.k for p in parts], [p.v for p in parts])]
         if self.view is None and self.k.shape[2] == k + room:
             self.k[:, :, :k], self.v[:, :, :k] = chosen
         else:
@@ -286,13 +302,13 @@ class Layer:
 
     def keys(self) -> Tensor:
         """Keys of kept tokens and window, slot by slot as `positions` has them: (1, h_kv, n, d_h)."""
-        parts = [part.k for part in self.resident()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return torch.cat([part.k for part in self.resident()], 2)
 
     def _assert_drops(self) -> None:
         assert self.host is None, f"layer {self.index} has a host and drops no tokens"
         assert self.view is None or self.view.spans is None, f"layer {self.index} has heads with different counts"
         assert self.mask is None, f"layer {self.index} has tokens that some heads do not see"
+        assert self.bias is None, f"layer {self.index} has tokens with a bias"
         assert self.evictions is None, f"layer {self.index} has dropped tokens in this step"
 
     def _keep(self, positions: Tensor) -> None:
@@ -314,7 +330,7 @@ class Layer:
         if padded:
             part.mask = idx >= 0
             n_tokens = int(part.mask.sum())
-        self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_kept, self.n_host)
+        self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_ahead, self.n_host)
         return part
 
     def reach(self, idx: Tensor) -> Part:
@@ -324,13 +340,18 @@ class Layer:
         assert idx.shape[1] in (shape.h, shape.h_kv), f"idx has {idx.shape[1]} heads"
         self.fetches.append(idx)
         if self.meter.accesses is not None:
-            self.meter.note(n_generated, self.index, self.n_seen, self.n_kept, self.n_host, idx)
+            self.meter.note(n_generated, self.index, self.n_seen, self.n_ahead, self.n_host, idx)
         return self.host.tokens(idx, None, late=n_generated > self.n_window)
 
     @property
+    def n_ahead(self) -> int:
+        """Tokens in front of the first that may be fetched; none where what is kept lies among the others."""
+        return self.n_kept if self.kept_positions is None else 0
+
+    @property
     def n_host(self) -> int:
-        """Tokens that are on the host alone."""
-        return self.n_seen - self.n_gone - self.n_kept - self.n_window
+        """Tokens from there on to the window."""
+        return self.n_seen - self.n_gone - self.n_ahead - self.n_window
 
     def fetched(self) -> list[Tensor]:
         """Positions that this step fetched, (1, heads, k) each, -1 where there is no token. For checks and reports."""
@@ -366,7 +387,7 @@ class Layer:
 
     def generated(self) -> tuple[Tensor, Tensor]:
         """K and V of the generated tokens in order, the current one included, of a layer with a host tier."""
-        assert self.host is not None, f"layer {self.index} has no host tier"
+        assert self.host is not None and self.host.has_keys, f"layer {self.index} has no host tier for them"
         t = self.n_seen - self.s_prompt
         # From another memory all at once: to cut there would read what the accelerator may not have written yet.
         k, v = (x.to(self.k.device, non_blocking=True) for x in self.host.late)
@@ -378,6 +399,10 @@ class Layer:
         """End the step: what it attended to, kept and moved."""
         if self.view is not None and self.view.spans is not None:
             self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
+        if self.bias is not None:
+            self.meter.count(
+                "resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare)
+            )
         if self.queries is not None:
             self.meter.count("resident_meta_bytes", self.queries.n_bytes(self.meter.shape))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]
@@ -417,7 +442,8 @@ class Layer:
         copies = self.shelf.copies.nbytes if self.n_recent and self.shelf is not None and self.shelf.copies else 0
         near = self.host if self.host is not None and self.host.is_near else None
         beside = 0 if near is None else sum(x.nbytes for x in (near.k, near.v, *near.late))
-        return self.k.nbytes + self.v.nbytes + view + copies + beside
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.k.nbytes + self.v.nbytes + view + copies + beside + bias
 
 
 @dataclass(frozen=True)

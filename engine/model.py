@@ -101,11 +101,15 @@ class Model:
         finally:
             self.hf.set_attn_implementation(before)
 
-    def forward(self, ids: Tensor, position: int, cache: Any, session: Session) -> Tensor:
-        """Run `ids` (n, s_q) from `position` on: logits of the last token, (n, vocabulary) float32."""
-        positions = (
-            torch.arange(position, position + ids.shape[1], device=self.device).unsqueeze(0).expand(len(ids), -1)
-        )
+    def forward(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
+        """Run `ids` (n, s_q) from `position` on, or at positions (n, s_q).
+
+        Returns the logits of each row's last token, (n, vocabulary) float32.
+        """
+        if isinstance(position, Tensor):
+            positions = position
+        else:
+            positions = torch.arange(position, position + ids.shape[1], device=self.device).expand(len(ids), -1)
         with torch.inference_mode():
             out = self.hf(
                 input_ids=ids,
@@ -215,13 +219,15 @@ class Model:
         return [parts[0] for parts in modules]
 
     def speculate(self, layer: int, x: Tensor, beside: dict[str, Any]) -> Tensor:
-        """The query (n, h, 1, d_h) that a layer computes from the attention input x (n, 1, D) of any layer.
+        """The query (n, h, s_q, d_h) that a layer computes from the attention input x (n, s_q, D) of any layer.
 
-        `beside` is that of the layer's own call in this step. The layer's attention module runs, whatever the
-        architecture, with its bias, norm and rotation, and is left where it would attend. It computes key and value
-        for nothing: 2 / g of the query's cost where projections are apart.
+        `beside` is that of the layer's own call in this step, for these rows, or for any where all are at one position.
+        The layer's attention module runs, whatever the architecture, with its bias, norm and rotation, and is left
+        where it would attend. It computes key and value for nothing: 2 / g of the query's cost where projections are
+        apart.
         """
-        arguments = _of_one_row(beside)
+        ids = beside.get("position_ids")
+        arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
         arguments |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
         try:
             self.attentions[layer].forward(**arguments)  # not by its call, which is watched

@@ -70,6 +70,25 @@ class LastQueries(Observation):
         return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
 
 
+def spaced(n: int, start: int, end: int) -> range | list[int]:
+    """`n` positions at even distances from `start` to `end`, the last one included; all where there are fewer."""
+    length = end - start
+    return range(start, end) if n >= length else [start + (i + 1) * length // n - 1 for i in range(n)]
+
+
+@dataclass(frozen=True)
+class SpacedQueries(Observation):
+    """Queries of `n` positions at even distances, without the prompt's first and last ones: (1, h, n, d_h)."""
+
+    n: int
+    n_first: int = 0
+    n_last: int = 0
+
+    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        at = spaced(self.n, self.n_first, q.shape[2] - self.n_last)
+        return q.index_select(2, torch.tensor([*at], device=q.device))
+
+
 GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
 
 

@@ -47,9 +47,9 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
             part.near = copies.near
         if layer.meter.blocks is not None:
             idx = idx.int().long().cpu()  # which blocks are cached is known on the host alone: this waits
-            layer.meter.count_fetch(idx, int((idx >= 0).sum()), layer.n_seen, layer.n_kept, layer.n_host)
+            layer.meter.count_fetch(idx, int((idx >= 0).sum()), layer.n_seen, layer.n_ahead, layer.n_host)
         elif not layer.brings(idx, padded):
-            layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_kept, layer.n_host)
+            layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_ahead, layer.n_host)
         parts.append(part)
     if brought:
         bring(brought)
@@ -60,7 +60,7 @@ def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
     """Copy each KV head's distinct tokens to the device, and leave the counts there."""
     asks, far = [ask for _, ask, _ in brought], []
     for layer, _, copies in brought:
-        assert layer.host is not None
+        assert layer.host is not None and layer.host.has_keys, f"layer {layer.index} has values alone on the host"
         far.append(Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v))
     ages = max(layer.n_recent for layer, _, _ in brought)
     counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)

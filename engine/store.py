@@ -103,6 +103,30 @@ class Store:
         self._place(layer, self._part(layer, slice(n_sink)), n_window, capacity, host=host)
         self[layer].shelf = self.shelf
 
+    def offload_values(self, layer: int, chosen: Tensor, n_window: int) -> None:
+        """The `chosen` tokens (1, h_kv, n) and the last `n_window` stay; of all others the host has the values alone.
+
+        Their keys are the method's to keep in a form of its own, and to make again when they are fetched. Generated
+        tokens stay on the device.
+        """
+        self.trace.offload(layer)
+        prompt = self._part(layer, slice(None))
+        kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen))
+        values = self.trace.host(layer)[1]
+        host = Host(values[..., :0], values, self.n_new)
+        self._place(layer, kept, n_window, None, chosen, host=host)
+        meter = self[layer].meter
+        meter.far_bytes = meter.token_bytes // 2
+        meter.host_meta_bytes = self.shape.h_kv * chosen.shape[-1] * meter.far_bytes  # values of what is in both tiers
+
+    def replace(self, layer: int, made: Part, positions: Tensor) -> None:
+        """K and V that a method has made stand for the prompt's, with a bias each; generated tokens come on top.
+
+        `made` has h_kv heads, in the model's dtype, and a mask where a head has fewer; the tokens count as those at
+        `positions` (1, h_kv, n), -1 where there is none.
+        """
+        self._place(layer, made, 0, None, positions)
+
     def keep_searchable(self, layer: int, chosen: Tensor | None, on_device: bool) -> None:
         """Only the `chosen` positions (1, h_kv, n) stay (None: all), and a step attends to what it fetches of them.
 
@@ -160,10 +184,10 @@ class Store:
 
     # The books.
 
-    def close(self, layer: int, step: int) -> None:
-        """End the layer's step: its entry goes into the ledger."""
+    def close(self, layer: int, step: int | None = None) -> None:
+        """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
         at = self.layers[layer]
-        self.ledger.written.append(at.close(step))
+        self.ledger.written.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
             self.owe(at.meter)
 

@@ -81,6 +81,14 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
             f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
             "question; use full_prompt"
         )
+    if task.asking is not None:
+        with naming(settings):
+            task.asking.check(rules)
+        if settings.scope != "full_prompt":
+            raise ConfigError(
+                f"compression_scope={settings.scope} has no meaning for task={task.name} with several turns, where "
+                "task.mode says what is compressed; leave it away"
+            )
     model = (settings.model, settings.weights)
     if model not in shapes:
         shapes[model] = early_shape(settings)
@@ -107,7 +115,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
     shortest = task.shortest_prompt()
     if shortest is not None:
         with naming(settings):
-            rules.plan_for(asked.params, rules.budget_with(asked.params, settings.budget, shortest), shape)
+            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache)
 
 
 def refuse_counts(settings: Settings, rules: type[Rules]) -> None:

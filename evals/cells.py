@@ -86,7 +86,7 @@ class Cell:
         """Cells with equal groups can share a prefill."""
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
-            *("allocator", "budget_counts"),
+            *("memory", "allocator", "budget_counts"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 

@@ -47,10 +47,11 @@ def answer_line(
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
     in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
-    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), in_mean)
+    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), in_mean, with_index=not row.drops)
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
+    score, measures = cell.task.verdict_now(sample, text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=cell.line_id(sample.id),
         prompt_sha256=sample_hash(sample, prompt),
@@ -59,7 +60,7 @@ def answer_line(
         generated_tokens=len(answer.ids),
         prediction=text,
         references=list(sample.references),
-        score=cell.task.score_now(sample, text) if outcome is None else outcome.score,
+        score=score,
         status="ok",
         error=None,
         prefill_s=prefill_s,
@@ -70,6 +71,7 @@ def answer_line(
         fields=own_columns(sample)
         | draw_columns(sample, cell)
         | ({} if outcome is not None else {"cut_off": not answer.stopped})
+        | ({"measures": measures} if measures else {})
         | ({} if probe_s is None else {"probe_s": probe_s})
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
@@ -124,12 +126,13 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
     """Whose answer a line is, where a prompt has several."""
-    return {} if cell.draw is None else {"prompt_id": sample.id, "draw": cell.draw}
+    return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:
     """Of what is read and what is fed."""
-    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ())])
+    feeds = [id for feed in getattr(prompt, "feeds", ()) for id in feed]
+    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ()), *feeds])
 
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
@@ -163,7 +166,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
         comm_exact=exact(settings.budget.comm),
-        protocol=settings.scope,
+        protocol=settings.scope if cell.task.asking is None else cell.task.asking.label,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],
         git_sha=environment()["git_sha"],
@@ -175,4 +178,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
+        memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
+        simulated=cell.rules.simulated,
     )

@@ -6,10 +6,9 @@ share one prefill and decode as rows of one batch. A cell's folder holds the sam
 Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`), how a row decodes (`engine`).
 """
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import process_time
@@ -23,10 +22,10 @@ from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
 from engine.decode import Answer, decode
-from engine.errors import ConfigError
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.sampling.draws import Draws
+from engine.sampling.spec import draw_id
 from engine.width import room_bytes, variant_bytes, waves
 from evals.asked import naming
 from evals.cells import Cell
@@ -34,40 +33,20 @@ from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, sho
 from evals.models import Models, tokenizer_of
 from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
-from evals.screen.estimate import Estimate, Load, bends_of
+from evals.screen.estimate import Estimate, bends_of
 from evals.screen.expect import expect, is_worth_while
 from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
+from evals.tasks.conversation import line_ids
 from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
+from evals.turns.converse import converse
+from evals.turns.encode import TalkPrompt, encode_talk
+from evals.turns.waiting import Waiting, check_window
 from methods.base import SelectiveAttention, Variant
 from methods.rules.full import FullRules
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A sample that some cell has not answered: checked and encoded.
-
-    Tokens are packed, because tuples take nine times as much memory and all of a task's prompts may wait at once; for
-    the same reason only the ends of its texts are left.
-    """
-
-    place: int  # in the task's order
-    sample: Sample
-    sha: str  # of the prompt
-    context_ids: "array[int]"
-    question_ids: "array[int]"
-    frame: Frame
-
-    @property
-    def prompt(self) -> Prompt:
-        return Prompt(tuple(self.context_ids), tuple(self.question_ids), self.frame)
-
-    @property
-    def load(self) -> Load:
-        return Load(len(self.context_ids), len(self.question_ids) + self.sample.max_new_tokens)
 
 
 class Group:
@@ -123,8 +102,8 @@ class Group:
         waiting = []
         for one in prompts:
             for cell in self.cells:
-                for draw in cell.draws():
-                    self.folders[cell.path].check_prompt(draw.line_id(one.sample.id), one.sha)
+                for id in line_ids_of(one, cell):
+                    self.folders[cell.path].check_prompt(id, one.sha)
             if not all(self.has(draw, one.sample) for cell in self.cells for draw in cell.draws()):
                 waiting.append(one)
         return waiting
@@ -181,6 +160,10 @@ class Group:
         settings = self.first.settings
         if sample.ids is not None:
             return Prompt(sample.ids, ())
+        if sample.conversation is not None:
+            return encode_talk(
+                self.tokenizer, sample, chat=settings.model.chat, system_prompt=settings.model.system_prompt
+            )
         return encode(
             self.tokenizer,
             sample,
@@ -192,22 +175,21 @@ class Group:
     def check_sample(self, place: int, sample: Sample) -> Waiting:
         """The sample's prompt; raises `ConfigError` where a cell cannot answer it."""
         prompt = self.encode(sample)
-        longest = len(prompt) + sample.max_new_tokens
-        if longest > self.first.shape.window:
-            raise ConfigError(
-                f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to "
-                f"{sample.max_new_tokens}, more than the {self.first.shape.window} of model "
-                f"{self.first.settings.model.name!r}; use a shorter task or a longer model"
-            )
+        check_window(self.first, sample, prompt)
         for cell in self.cells_asked:
             self.variant(cell, prompt)
-        ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
         short = shortened(sample, prompt, self.tokenizer)
-        return Waiting(place, short, sample_hash(sample, prompt), *ids, prompt.frame)
+        return Waiting.of(place, short, sample_hash(sample, prompt), prompt)
 
     def has(self, cell: Cell, sample: Sample) -> bool:
-        id = cell.line_id(sample.id)
-        return id in self.answered.get(cell.path, ()) or self.folders[cell.path].has(id)
+        return not self.missing_lines(cell, sample)
+
+    def missing_lines(self, cell: Cell, sample: Sample) -> list[str]:
+        """The ids of the sample's lines that are not there yet: its own, or one for each turn."""
+        n_turns = 0 if sample.conversation is None else len(sample.conversation.turns)
+        elsewhere, folder = self.answered.get(cell.path, ()), self.folders[cell.path]
+        ids = line_ids(cell.line_id(sample.id), n_turns)
+        return [id for id in ids if id not in elsewhere and not folder.has(id)]
 
     def ask(self, waiting: Waiting) -> None:
         """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
@@ -241,7 +223,8 @@ class Group:
             reason = one_line(error)
         free_memory()
         if len(cells) == 1:
-            self.keep(cells[0], out_of_memory_line(sample, prompt, cells[0], reason), None)
+            for id in self.missing_lines(cells[0], sample):
+                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, cells[0], reason), id=id), None)
             return
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
@@ -254,6 +237,8 @@ class Group:
     def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """One prefill, one line per cell; one batch for all cells, or one per wave of those that fit into memory."""
         n_new = len(prompt.question_ids) + sample.max_new_tokens
+        if isinstance(prompt, TalkPrompt):
+            n_new = prompt.n_new
         first, *others = self.waves(cells, prompt, n_new)
         rows: list[SelectiveAttention] = []
         clock = Clock()  # of what the variants build beside the prefill
@@ -316,6 +301,8 @@ class Group:
             beside = forced.beside(trace, is_plain)
             feed, watch = forced.feed, forced.task.probe(sample, forced, rows)
         trace.settle()
+        if isinstance(prompt, TalkPrompt):
+            return converse(self, sample, prompt, cells, rows, trace, prefill_s)
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
         self.progress.answering(sample.id, len(rows), n_steps)
         sampling = self.first.settings.sampling
@@ -395,7 +382,7 @@ class Group:
     def finish(self, cell: Cell) -> None:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
-        folder.sort([draw.line_id(id) for id in self.ids for draw in cell.draws()])
+        folder.sort([id for one in self.prompts or () for id in line_ids_of(one, cell)])
         full = next((self.folders[other.path].rows for other in self.every if other.rules is FullRules), ())
         result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
@@ -410,6 +397,11 @@ class Group:
                 "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
+
+
+def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
+    """What the lines of a sample are called: one, or one for each turn, for each draw."""
+    return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]
 
 
 def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
@@ -439,7 +431,7 @@ def refuse_folders(groups: Iterable[Group]) -> None:
     """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
     for group in groups:
         for cell in group.cells:
-            shas = {draw.line_id(one.sample.id): one.sha for one in group.prompts or () for draw in cell.draws()}
+            shas = {id: one.sha for one in group.prompts or () for id in line_ids_of(one, cell)}
             RunFolder.refuse(cell.path, cell.config, shas)
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from evals.foreign import printable
-from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
+from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
 from evals.results.scores import Score, Scores, crc_of_answer
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
@@ -100,15 +100,22 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
-        target = yaml.safe_load((CONF / f"{name.partition('_')[0]}.yaml").read_text(encoding="utf-8"))["_target_"]
-        kind: Any = load_class(Choice("task", name, target, params))
+        defaults = conf_of(name)
+        kind: Any = load_class(Choice("task", name, defaults.pop("_target_"), params))
         if not (kind.is_forced or kind.is_timed):
             task = object.__new__(kind)  # without its __init__, which looks for data
-            task.params = build_params(kind, params, "task")
+            task.params = build_params(kind, defaults | params, "task")  # a run from before a key existed
             return task, config
     except DAMAGE as error:
         raise unreadable(folder, error) from None
     raise ConfigError(f"task={name} scores what it saw while it decoded; its folder has no answers to judge")
+
+
+def conf_of(name: str) -> dict[str, Any]:
+    """The YAML of a task; a preset's is that of the task which it is named after."""
+    file = CONF / f"{name}.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return content if "_target_" in content or "_" not in name else conf_of(name.rpartition("_")[0])
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:
@@ -122,6 +129,9 @@ def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
 def title(result: RunResult) -> str:
     """Of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
+    if result.memory_exact is not None:
+        said = f"memory={shown_fraction(result.memory_exact)}"
+        budget = said if result.memory_exact == result.ratio_exact else f"{budget} {said}"
     return f"{result.method_label}, {budget}, {result.model}"
 
 

@@ -33,6 +33,8 @@ from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Parameters that came later, and what says the same as a run without them: such runs keep their names.
+LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "evals.tasks.base.Task",
@@ -40,7 +42,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "comm", "compensate", "cache"),
+    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
     *("budget_counts", "temperature", "top_p", "top_k", "n_answers"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
@@ -149,7 +151,8 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
-        ratio, prefill = self.budget.ratio, self.prefill
+        ratio, memory, prefill = self.budget.ratio, self.budget.memory, self.prefill
+        ratio = None if self.budget.memory_alone else ratio
         return {
             "method": identity(self.method),
             "task": identity(self.task),
@@ -170,6 +173,7 @@ class Settings:
             **({} if self.weights == "trained" else {"weights": self.weights}),
             **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
             **self.sampling.identity(),
+            **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
@@ -177,7 +181,9 @@ class Settings:
 
 def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
-    known = {"name": choice.name, "params": dict(choice.params)}
+    later = LATER.get(choice.group, {})
+    params = {key: value for key, value in choice.params.items() if key not in later or value != later[key]}
+    known = {"name": choice.name, "params": params}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 
@@ -207,6 +213,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
             counts=budget_counts(tree["budget_counts"]),
+            memory=convert(tree["memory"], Fraction | None, "memory"),
         ),
         sampling=Sampling(
             temperature=convert(tree["temperature"], float, "temperature"),
@@ -384,9 +391,9 @@ def unless(given: Any, default: Any) -> Any:
     return default if given is None else None
 
 
-def default_comm(target: str) -> str:
-    """`${default_comm:${method._target_}}`: nothing is moved where prompt and answer are compressed together."""
-    return "0" if target.startswith("methods.decoding.") else "1/64"
+def default_comm(*, _root_: DictConfig) -> str:
+    """`${default_comm:}`: nothing is moved where prompt and answer are compressed together."""
+    return "0" if f"{OmegaConf.select(_root_, 'method._target_')}".startswith("methods.decoding.") else "1/64"
 
 
 def model_name(model_id: str) -> str:

@@ -179,7 +179,8 @@ class Watch:
         """Samples that all cells have answered since the last call."""
         for path, tail in self.tails:
             self.rows[path].update((row.id, row) for row in tail.rows())
-        done = [id for id in self.open if all(id in rows for rows in self.rows.values())]
+        answered = [{row.sample_id for row in rows.values()} for rows in self.rows.values()]
+        done = [id for id in self.open if all(id in ids for ids in answered)]
         self.open = [id for id in self.open if id not in set(done)]
         return done
 

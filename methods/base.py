@@ -19,7 +19,7 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
@@ -35,6 +35,7 @@ from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
+from engine.turns.state import Mark, fork_of
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 
@@ -56,7 +57,8 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        return budget.attends_all and budget.never_evicts and not self.method.changes
+        is_exact = budget.memory == 1 or not self.method.changes
+        return budget.attends_all and budget.never_evicts and is_exact
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -106,9 +108,9 @@ class SelectiveAttention(Rules, ABC):
 
         Without an `allocator` a scorer's budget is divided as the method itself does.
         """
-        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
+        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        return Variant(cls, params, budget, cls.plan_for(params, budget, shape), cache, divided)
+        return Variant(cls, params, budget, plan, cache, divided)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
@@ -174,6 +176,10 @@ class SelectiveAttention(Rules, ABC):
         """What is added to the scaled logits of the tokens that `select` just named, in its shape, float32."""
         return None
 
+    def made_keys(self, layer: int, idx: Tensor) -> Tensor:
+        """Keys (1, h_kv, k, d_h) of the tokens that `select` just named, where the host has their values alone."""
+        raise AssertionError(f"{self.title} sends values alone to the host and makes no keys")
+
     def stand_ins(self, layer: int) -> list[Part]:
         """Pseudo-tokens that stand for tokens which `select` just left out; counted as `pseudo_tokens`."""
         return []
@@ -204,7 +210,9 @@ class SelectiveAttention(Rules, ABC):
             if asking:
                 with span("fetch", layer):
                     found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
-                for (i, _), part in zip(asking, found, strict=True):
+                for (i, idx), part in zip(asking, found, strict=True):
+                    if part.k.shape[-1] == 0:
+                        part.k = rows[i].made_keys(layer, idx)
                     part.bias = rows[i].log_weights(layer)
                     parts[i] = [*parts[i], part]
             for i in fetching:
@@ -227,6 +235,28 @@ class SelectiveAttention(Rules, ABC):
             corrected = row.after_attention(layer, given, weights[i])
             if corrected is not given:
                 given.copy_(corrected)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether a step only adds its token to what is resident: then several tokens may be read at once."""
+        kind, usual = type(self), SelectiveAttention
+        hooks, classwide = ("after_attention", "resident", "stand_ins"), ("step_rows", "after_rows")
+        return self.variant.is_full or (
+            all(getattr(kind, name) is getattr(usual, name) for name in hooks)
+            and all(getattr(kind, name).__func__ is getattr(usual, name).__func__ for name in classwide)
+        )
+
+    def mark(self) -> Mark:
+        """This moment, to go back to."""
+        return Mark(self)
+
+    def reset(self, mark: Mark) -> None:
+        """Go back to where the mark was made, as if nothing had been read since; the ledger begins anew."""
+        mark.restore(self)
+
+    def fork(self) -> "SelectiveAttention":
+        """A second row that goes on from here."""
+        return fork_of(self)
 
     def after_step(self) -> None:
         """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""

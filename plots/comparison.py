@@ -84,7 +84,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
 def is_comparable(results: Sequence[RunResult]) -> bool:
     """Whether one table can hold them: alike but for task, method and budget, full attention and another per task."""
     shared = {(r.model, r.dtype, r.device, r.seed, r.protocol, r.prefill) for r in results}
-    variants = [(r.task, r.method_label, r.ratio_exact, r.budget) for r in results]
+    variants = [(r.task, r.method_label, r.ratio_exact, r.budget, r.memory_exact) for r in results]
     with_full = {r.task for r in results if r.method == "full"}
     return len(shared) == 1 and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
 

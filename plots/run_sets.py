@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from evals.results import METRICS, SampleRow, combined, combined_ci95, shown_fraction
+from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget
 
 # Parameters that say which rows a task takes, not how it makes prompts of them.
@@ -176,8 +176,7 @@ def by_dataset(dataset: str) -> Callable[[Run], Rows]:
 
 def asked(run: Run) -> str:
     """The budget in words, as people give it: a ratio is no number of tokens."""
-    result = run.result
-    return f"ratio {shown_fraction(result.ratio_exact or '1')}" if result.budget is None else f"{result.budget} tokens"
+    return run.result.asked
 
 
 def other_setting(run_set: RunSet) -> Callable[[Run], str]:

@@ -53,6 +53,8 @@ BESIDE = 4  # methods that a method answers beside, full attention apart
 FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "infllm": ["method.block_len=16"],
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
+    "attention_matching": ["method.first_ids=[7,5,9]"],
+    "shadowkv": ["method.local_chunks=1"],
     "rkv": ["method.interval=4", "method.window=3"],
     "snapkv_decode": ["method.interval=4", "method.window=3"],
     "streamingllm_decode": ["method.interval=4"],
@@ -61,7 +63,7 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "triattention": ["method.interval=4", "method.protect_prompt=false"],
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
-FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8"}  # to so few dimensions
+FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions
 
 
 class Refused(Exception):

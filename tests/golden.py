@@ -14,6 +14,7 @@ from tests import golden_metrics
 from tests.engine import test_budget, test_footprint
 from tests.engine.caches import test_blocks
 from tests.evals.tasks import test_gsm8k, test_infinitebench, test_longbench
+from tests.methods.compacting import test_attention_matching
 from tests.methods.decoding import test_rkv, test_schedule, test_triattention
 from tests.methods.dropping import (
     test_adakv,
@@ -43,6 +44,7 @@ from tests.methods.retrieving import (
     test_quest,
     test_retroinfer,
     test_rocketkv,
+    test_shadowkv,
     test_sparq,
 )
 from tests.vectors import Check
@@ -73,6 +75,8 @@ RUNNERS: dict[str, Runner] = {
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,
+    "attention_matching/*.npz": test_attention_matching.run_vectors,
+    "shadowkv/*.npz": test_shadowkv.run_vectors,
     "magicpig/*.npz": test_magicpig.run_vectors,
     "retroinfer/*.npz": test_retroinfer.run_vectors,
     "infllm/*.npz": test_infllm.run_vectors,

@@ -1,24 +1,78 @@
-"""What an answer costs in entries of a KV cache, summed over every query of prefill and decode.
+"""What a method holds on the device right behind the prompt, in bytes, and the largest plan that fits a byte budget.
 
-An entry is a token that a KV head of a layer holds for a query, mean over heads and layers. Full attention takes the
-whole causal triangle, T * (T + 1) / 2 for T tokens.
+Counted like the ledger counts: K and V in whatever form, scales and zero points, codes, centroids, bounds, and the
+buffer for fetched tokens, of which one serves all layers. What could ship with the model is a constant and not here.
 
-Not here: entries of one step (`engine/books/ledger.py`).
+Not here: any method's numbers (`methods/rules`), the check at every step (`engine/books/ledger.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from engine.budget import Budget, show, token_bytes
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+
+DIGITS = 10_000  # a smallest share is named in so many parts, rounded up
 
 
-def triangle(n: int) -> float:
-    """Entries of full attention over `n` tokens."""
-    return n * (n + 1) / 2
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a layer that the method compresses, and how many layers it leaves whole."""
+
+    kv_bytes: int  # exact tokens and codes, with their scales
+    index_bytes: int = 0  # whatever tokens are found with
+    buffer_bytes: int = 0  # K and V that a step fetches into a layer at most
+    n_whole: int = 0  # layers that keep every token
+
+    def total(self, shape: ModelShape, s_prompt: int) -> int:
+        """Bytes over all layers."""
+        n_layers = len(shape.attention_layers)
+        whole = self.n_whole * s_prompt * token_bytes(shape)
+        return whole + (n_layers - self.n_whole) * (self.kv_bytes + self.index_bytes) + self.buffer_bytes
+
+    def fits(self, budget: Budget, shape: ModelShape) -> bool:
+        """Whether the mean over layers is at most what the budget has."""
+        return self.total(shape, budget.s_prompt) <= self.room(budget, shape)
+
+    def spare(self, budget: Budget, shape: ModelShape) -> int:
+        """Bytes that are left for each layer that is compressed."""
+        n_layers = len(shape.attention_layers) - self.n_whole
+        return (self.room(budget, shape) - self.total(shape, budget.s_prompt)) // max(1, n_layers)
+
+    def share(self, shape: ModelShape, s_prompt: int) -> Fraction:
+        """Of the full cache."""
+        return Fraction(self.total(shape, s_prompt), len(shape.attention_layers) * s_prompt * token_bytes(shape))
+
+    @staticmethod
+    def room(budget: Budget, shape: ModelShape) -> int:
+        return len(shape.attention_layers) * budget.device_bytes(shape)
 
 
-def footprint(s_prompt: int, steps: Sequence[float], of_prompt: float | None = None) -> float:
-    """Entries of a prompt and of what is attended to at each step behind it; a dense prefill unless `of_prompt`."""
-    return (triangle(s_prompt) if of_prompt is None else of_prompt) + sum(steps)
+def held(
+    budget: Budget, shape: ModelShape, tokens: int, index_bytes: int = 0, fetched: int = 0, n_whole: int = 0
+) -> Footprint:
+    """Of a retrieving method: exact `tokens` of a KV head, an index, and as many `fetched` at most."""
+    of_token, s = token_bytes(shape), budget.s_prompt
+    return Footprint(min(tokens, s) * of_token, index_bytes, min(fetched, s) * of_token, n_whole)
 
 
-def share_of_full(entries: float, s_prompt: int, n_steps: int) -> float:
-    """A footprint relative to full attention over the same tokens."""
-    return entries / triangle(s_prompt + n_steps)
+def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> ConfigError:
+    """The error where no plan fits: it names the smallest share that does."""
+    assert budget.memory is not None
+    named = Fraction(ceil(smallest * DIGITS), DIGITS)
+    use = f"use memory={float(named)} or more" if named < 1 else "use memory=1, which is full attention"
+    return ConfigError(
+        f"memory={show(budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} needs; "
+        f"{use}{instead}"
+    )
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from `low` to `high` that fits, where all below one that fits do; `low - 1` without any."""
+    while low <= high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(middle) else (low, middle - 1)
+    return high

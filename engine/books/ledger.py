@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from engine.books.footprint import footprint, share_of_full
-from engine.budget import Budget, find_bytes
+from engine.books.entries import footprint, share_of_full
+from engine.budget import Budget, find_bytes, token_bytes
 from engine.shapes import ModelShape
 
 MEAN_MARGIN = Fraction(1, 20)  # by which the mean of random selections may exceed the budget that they expect to hold
@@ -93,9 +93,33 @@ class Ledger:
             return all(sum(used) <= (1 + MEAN_MARGIN) * sum(allowed) for used, allowed in (tokens, moved))
         return all(x <= y for used, allowed in (tokens, moved) for x, y in zip(used, allowed, strict=True))
 
+    def buffers(self) -> list[int]:
+        """Per step the bytes of the buffer for fetched tokens, of which one serves all layers."""
+        most: dict[int, int] = {}
+        for entry in self.entries:
+            most[entry.step] = max(most.get(entry.step, 0), entry.moved_kv_bytes)
+        return [most[step] for step in sorted(most)]
+
+    def held(self, with_index: bool = True) -> list[int]:
+        """Per step the bytes on the device, summed over layers, the buffer included."""
+        index = self.totals("resident_meta_bytes") if with_index else [0] * len(self.buffers())
+        return [sum(each) for each in zip(self.totals("resident_kv_bytes"), index, self.buffers(), strict=True)]
+
+    def within_memory(self, budget: Budget, shape: ModelShape, with_index: bool) -> bool:
+        """Whether the mean over all layers stayed within the bytes of every step, where the budget has any.
+
+        A dropping method's scores and offsets are not weighed against its tokens: it gets none for `comm` either.
+        """
+        if budget.memory is None:
+            return True
+        n_layers, steps = len({entry.layer for entry in self.entries}), sorted({entry.step for entry in self.entries})
+        allowed = (budget.device_bytes(shape, step) * n_layers for step in steps)
+        return all(used <= most for used, most in zip(self.held(with_index), allowed, strict=True))
+
     def summary(
-        self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False
-    ) -> dict[str, float | int | bool | None]:
+        self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False,
+        with_index: bool = True,
+    ) -> dict[str, float | int | bool | None]:  # fmt: skip
         """What a line of samples.jsonl says of the ledger; None where no step was decoded or nothing was looked up."""
         n = len(self.entries)
         if n == 0:
@@ -111,6 +135,8 @@ class Ledger:
             for kv, meta in zip(self.totals("resident_kv_bytes"), self.totals("resident_meta_bytes"), strict=True)
         ]
         lookups = sum(self.totals("cache_lookups"))
+        moved = sum(sum(self.totals(field)) for field in MOVED)
+        is_within = self.within(budget, shape, exempt, in_mean) and self.within_memory(budget, shape, with_index)
         return {
             "steps": steps,
             "tokens_budget": budget.tokens,
@@ -126,7 +152,10 @@ class Ledger:
             "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,
             "cache_hit_rate": sum(self.totals("cache_hits")) / lookups if lookups else None,
             "pseudo_tokens_mean": sum(entry.pseudo_tokens for entry in self.entries) / shape.h / n,
-            "within_budget": self.within(budget, shape, exempt, in_mean),
+            "resident_share": sum(self.held()) / (token_bytes(shape) * sum(entry.tokens for entry in self.entries)),
+            "bytes_buffer": max(self.buffers()),
+            "moved_bytes_per_step": moved / steps,
+            "within_budget": is_within,
         } | self.costs(budget, shape)
 
     def costs(self, budget: Budget, shape: ModelShape) -> dict[str, float]:
@@ -149,9 +178,13 @@ class Ledger:
         return found
 
 
+MOVED = ("moved_kv_bytes", "moved_meta_bytes", "filled_bytes", "released_bytes")  # between the tiers
+
+
 SUMMARY = (
     "steps", "tokens_budget", "tokens_attended_mean", "effective_ratio", "bytes_resident_device", "bytes_resident_host",
     "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step",
     "bytes_filled_per_step", "bytes_released_per_step", "cache_hit_rate", "pseudo_tokens_mean",
-    "within_budget", "peak_entries", "footprint_entries", "footprint",
+    "resident_share", "bytes_buffer", "moved_bytes_per_step", "within_budget",
+    "peak_entries", "footprint_entries", "footprint",
 )  # fmt: skip

@@ -67,10 +67,11 @@ class Meter:
     ) -> None:
         self.shape = shape
         self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
+        self.far_bytes = self.token_bytes  # of them what can be fetched; half where the host has values alone
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.moves = True  # False: what can be fetched lies on the device
-        self.host_meta_bytes = 0  # on the host, whatever a method keeps there in order to find tokens
+        self.host_meta_bytes = 0  # on the host beside tokens that are there alone
         self.accesses = accesses  # a list: every fetch is noted in it
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
@@ -110,8 +111,8 @@ class Meter:
             counts["cache_hits"] += hits
             counts["cache_lookups"] += n_distinct
         counts["attended"] += n_tokens * (self.shape.h // heads)
-        counts["moved_kv_bytes"] += (n_distinct - hits) * self.token_bytes
-        counts["moved_kv_heads_bytes"] += (n_tokens - hits_of_heads) * self.token_bytes
+        counts["moved_kv_bytes"] += (n_distinct - hits) * self.far_bytes
+        counts["moved_kv_heads_bytes"] += (n_tokens - hits_of_heads) * self.far_bytes
 
     def _access_blocks(
         self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
@@ -124,7 +125,7 @@ class Meter:
             distinct = distinct_tokens(idx, self.shape.h_kv, n_seen)
             hits_of_heads = blocks.count_hits(blocks.count_blocks(tokens - n_kept))
         hits, filled = blocks.access(distinct - n_kept, n_complete=n_host // block_len)
-        self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.token_bytes
+        self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.far_bytes
         return len(distinct), hits, hits if hits_of_heads is None else hits_of_heads
 
     @property
@@ -145,8 +146,8 @@ class Meter:
         """Bytes of the device cache: the room of a cache of blocks, full or not, or the recent tokens."""
         if self.blocks is not None:
             n_tokens = self.blocks.capacity * self.blocks.spec.block_len
-            return n_tokens * self.shape.h_kv * self.token_bytes
-        return 0 if self.recent is None else self.recent.n_held * self.token_bytes
+            return n_tokens * self.shape.h_kv * self.far_bytes
+        return 0 if self.recent is None else self.recent.n_held * self.far_bytes
 
     def close(
         self,
@@ -169,7 +170,7 @@ class Meter:
         kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes
         if self.has_cache:
             kv_bytes += self.cached_bytes()
-        host_bytes = n_host * self.shape.h_kv * self.token_bytes + self.host_meta_bytes
+        host_bytes = n_host * self.shape.h_kv * self.far_bytes + self.host_meta_bytes
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
@@ -183,9 +184,9 @@ class Meter:
         hits = sum(by_age[:n_recent])
         return entry._replace(
             attended=entry.attended + n_tokens * (self.shape.h // heads),
-            resident_kv_bytes=entry.resident_kv_bytes + sum(self.came[-n_recent:]) * self.token_bytes * self.has_cache,
-            moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.token_bytes,
-            moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.token_bytes,
+            resident_kv_bytes=entry.resident_kv_bytes + sum(self.came[-n_recent:]) * self.far_bytes * self.has_cache,
+            moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.far_bytes,
+            moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
             cache_hits=entry.cache_hits + hits,
             cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
         )

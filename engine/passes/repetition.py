@@ -1,9 +1,10 @@
-"""The repetition of a context: the most attention that each of its tokens gets while the model is made to repeat it.
+"""The repetition of a context: what its tokens get, and what queries ask, while the model is made to repeat it.
 
-The context is cut into chunks. Each is asked for in words and then fed, so that its tokens are read as an answer is,
-behind the full cache. A token's number is its largest weight from any of these queries, request included, over the
-prompt's prefix, the chunk itself and what was fed. Chunks of other places take part in the pass and not in this
-softmax, so that numbers of different chunks mean the same.
+`Repetition` notes the most attention that each token gets. The context is cut into chunks. Each is asked for in words
+and then fed, so that its tokens are read as an answer is, behind the full cache. A token's number is its largest weight
+from any of these queries, request included, over the prompt's prefix, the chunk itself and what was fed. Chunks of
+other places take part in the pass and not in this softmax, so that numbers of different chunks mean the same.
+`RepeatedQueries` notes some of the queries themselves.
 
 Not here: the pass itself (`engine/passes/probe.py`), what is kept (`methods/dropping/kvzip.py`).
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.budget import Frame
 from engine.errors import ConfigError
-from engine.observe import at_once
+from engine.observe import at_once, spaced
 from engine.passes.probe import Pass, Probe
 
 if TYPE_CHECKING:
@@ -56,6 +57,27 @@ class Repetition(Probe):
 
     def join(self, found: Sequence[Tensor]) -> Tensor:
         return torch.cat([*found], -1)
+
+
+@dataclass(frozen=True)
+class RepeatedQueries(Probe):
+    """Queries of `n` tokens at even distances while the context is repeated in one pass: (1, h, n, d_h)."""
+
+    n: int
+    frame: Frame
+    first_ids: tuple[int, ...] | None = None  # in place of the words of `FIRST`
+
+    def passes(self, model: "Model", ids: Sequence[int]) -> list[Pass]:
+        n_context = len(ids) - self.frame.n_prefix - self.frame.n_suffix
+        return Repetition(n_context, 0, self.frame, self.first_ids, self.first_ids).passes(model, ids)
+
+    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
+        places = spaced(self.n, len(at.ids) - len(at.near[-1]), len(at.ids))
+        return q.index_select(2, torch.tensor([*places], device=q.device))
+
+    def join(self, found: Sequence[Tensor]) -> Tensor:
+        (queries,) = found
+        return queries
 
 
 def words_of(model: "Model", text: str) -> tuple[int, ...]:

@@ -9,16 +9,11 @@ from math import comb, fsum
 from evals.results.schema import SampleRow
 
 
-def prompt_of(row: SampleRow) -> str:
-    """The prompt that a line answers."""
-    return str(row.fields.get("prompt_id", row.id))
-
-
 def by_prompt(rows: Iterable[SampleRow]) -> list[list[SampleRow]]:
     """Lines of one prompt together."""
     found: dict[str, list[SampleRow]] = {}
     for row in rows:
-        found.setdefault(prompt_of(row), []).append(row)
+        found.setdefault(row.sample_id, []).append(row)
     return list(found.values())
 
 

@@ -205,6 +205,12 @@ class SampleRow:
         if clash := ROW_KEYS.intersection(self.fields):
             raise ValueError(f"key {min(clash)!r} is a task's, and also one that every sample has")
 
+    @property
+    def sample_id(self) -> str:
+        """The sample that the line is of; a sample with several turns or draws has a line for each."""
+        has_more = "turn" in self.fields or "draw" in self.fields
+        return str(self.fields.get("sample", self.id)) if has_more else self.id
+
     def to_dict(self) -> dict[str, Any]:
         """The row as it stands in samples.jsonl."""
         columns = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -273,6 +279,8 @@ class RunFacts:
     allocator: str | None = None  # what divided the budget, where it was not the method itself
     budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
+    memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
+    simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
 
 
 # Of answers: means over lines, null where nothing was measured.
@@ -293,6 +301,10 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "sampling": {},
     **dict.fromkeys(COSTS),
     "pass_at_k": None,
+    "memory_exact": None,
+    "simulated": False,
+    "resident_share": None,
+    "moved_bytes_per_step": None,
     "ledger_crc32": None,
     "score_version": None,
     "scores_crc32": None,
@@ -340,6 +352,8 @@ class RunResult(RunFacts):
     reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer
     reached_steps: float | None = None  # share of steps at which the cache was that full
     pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
+    resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
+    moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
@@ -352,6 +366,16 @@ class RunResult(RunFacts):
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:
             check_choice("metric", self.metric, tuple(METRICS))
+
+    @property
+    def asked(self) -> str:
+        """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
+        said = "" if self.memory_exact is None else f"memory {shown_fraction(self.memory_exact)}"
+        if self.budget is not None:
+            return f"{self.budget} tokens {said}".rstrip()
+        if said and self.ratio_exact == self.memory_exact:
+            return said
+        return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()
 
     @property
     def waits_for_scores(self) -> bool:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import exp, fsum, log
 from typing import Any, cast
 
-from evals.results.draws import by_prompt, pass_at_k, prompt_of
+from evals.results.draws import by_prompt, pass_at_k
 from evals.results.intervals import interval, mean_ci95
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
@@ -35,14 +35,21 @@ def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | No
 
 
 def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
-    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score."""
+    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score.
+
+    Turns of one sample are not independent: of samples with turns, samples are drawn.
+    """
     kind = METRICS[metric or "score"]
     scored = [(row.score, row) for row in rows if row.score is not None]
     scores = [score for score, _ in scored]
-    if kind.weight is None and any("draw" in row.fields for _, row in scored):  # draws of a prompt are no new prompts
-        scores = [fsum(row.score or 0 for row in each) / len(each) for each in by_prompt(row for _, row in scored)]
-    if len(scores) < 2:
+    samples: dict[str, list[float]] = {}
+    for score, row in scored:
+        samples.setdefault(row.sample_id, []).append(score)
+    if len(samples) < 2:
         return None
+    if len(samples) < len(scores) and kind.weight is None:
+        each = samples.values()
+        return mean_ci95([fsum(one) / len(one) for one in each], [len(one) for one in each], kind.bounds)
     if kind.weight is not None:
         low, high = kind.bounds
         losses, counts = [log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored]
@@ -78,12 +85,10 @@ def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, flo
 
 def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> float | None:
     """Entries of answers relative to those of full attention on the same prompt, mean over its draws."""
-    entries = {
-        prompt_of(each[0]): mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)
-    }
+    entries = {each[0].sample_id: mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)}
     shares = []
     for row in rows:
-        own, of_full = row.ledger.get("footprint_entries"), entries.get(prompt_of(row))
+        own, of_full = row.ledger.get("footprint_entries"), entries.get(row.sample_id)
         if own is None or not of_full:
             return None
         shares.append(own / of_full)
@@ -113,6 +118,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         batch_rows_mean=mean(row.batch_rows for row in ok),
         measures=means_of_measures(ok),
         probe_s=mean(row.fields.get("probe_s") for row in ok),
+        resident_share=mean(row.ledger.get("resident_share") for row in ok),
+        moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
         **costs(ok, [row for row in full if row.status == "ok"]),
         pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,

@@ -139,7 +139,7 @@ def parameters(result: RunResult) -> dict[str, Any]:
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
     task = f"{result.task} {result.dataset}".strip()
-    budget = f"{result.budget} tokens" if result.ratio_exact is None else f"ratio {shown_fraction(result.ratio_exact)}"
+    budget = result.asked
     comm = f"comm {shown_fraction(result.comm_exact)}"
     if attends_all(result):
         budget, comm = NO_MATTER, NO_MATTER

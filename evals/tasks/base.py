@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.shapes import ModelShape
+from evals.tasks.conversation import Asking, Conversation
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class Sample:
     min_new_tokens: int = 0  # no token ends an answer before it has so many
     system_prompt: str = ""  # the task's own system turn; one that the user sets for the model takes its place
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
+    thinks: bool = False  # whether a chat template that can switch thinking on does so
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
+    conversation: Conversation | None = None  # several turns on the context, in place of one question
     forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds behind the prompt
 
 
@@ -49,6 +52,7 @@ class Task(ABC):
     data_digest: str | None = None  # hash of the files that were read; part of a run's identity
     notes: Sequence[str] = ()  # what a reader of the result must know: own wording, excerpts, …
     metric: ClassVar[str | None] = None  # what a score is, by its name in METRICS of evals/results/schema.py
+    asking: Asking | None = None  # how its conversations are asked, in a task whose samples have several turns
     is_timed: ClassVar[bool] = False  # cells are timed one after another; such a task is a `Latency`
     is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
     scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
@@ -73,9 +77,9 @@ class Task(ABC):
         """The score, and other figures by name that the same look at the answer gives; the run averages both."""
         return self.score(sample, prediction), {}
 
-    def score_now(self, sample: Sample, prediction: str) -> float | None:
-        """The score of an answer that was just given; None where it is given later."""
-        return None if self.scores_later else self.score(sample, prediction)
+    def verdict_now(self, sample: Sample, prediction: str) -> tuple[float | None, dict[str, float | None]]:
+        """The verdict on an answer that was just given; no score where it is given later."""
+        return (None, {}) if self.scores_later else self.verdict(sample, prediction)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
         """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.

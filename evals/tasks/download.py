@@ -69,6 +69,8 @@ INFINITEBENCH_FILES = {
 }
 GSM8K_CODE = "3101c7d5072418e28b9008a6636bde82a006892c"
 PQCACHE_CODE = "151ce6ba10cf2e28c9e293f71f5d5e725541f093"
+MATH500_REVISION = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
+AIME25_REVISION = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
 
 SOURCES: dict[str, tuple[Piece, ...]] = {
     "longbench": (
@@ -118,6 +120,8 @@ SOURCES: dict[str, tuple[Piece, ...]] = {
             sha256="840c910d893478051921f2cc46461522157930646af523c97c350746046f0989",
         ),
     ),
+    "math500": (Piece("HuggingFaceH4/MATH-500", MATH500_REVISION, "test.jsonl", "math500/test.jsonl"),),
+    "aime": (Piece("math-ai/aime25", AIME25_REVISION, "test.jsonl", "aime/aime25.jsonl"),),
 }  # fmt: skip
 
 

@@ -15,13 +15,18 @@ Scores      `cot`: the last number before the next invented question equals the 
             read: -5 equals 5. `hash4`: the text behind `#### ` equals the reference's, for fine-tuned models.
             A finished run's gsm8k.json has both, and the length of the answers after the cut.
 
+Thinking    with `task.thinking=true` another task on the same rows: no exemplars, the prompt of
+            `evals/tasks/reasoning`, long answers, and its graders on the last box or number. Its numbers are never
+            those of the few-shot task, and its dataset is called `test/think-plain`.
+
 Not here: verifiers, several samples per question, and the training rows.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,17 @@ from evals.foreign import read_text
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts
+from evals.tasks.reasoning.answers import (
+    PARTS,
+    TEMPLATES,
+    Grading,
+    Room,
+    check_grader,
+    fitted,
+    grader_notes,
+    question_text,
+    refuse_template,
+)
 from evals.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
 from evals.tasks.texts import digest
 
@@ -43,6 +59,7 @@ NUMBER = re.compile(r"\d*\.?\d+")
 HASH4 = re.compile(r"#### (-?[0-9.,]+)")
 INVALID = "[invalid]"
 LONGEST = 100_000  # characters of a question or an answer; the longest published one has 1,228
+USUAL_TOKENS = {False: 256, True: 8192}  # of an answer, without and with thinking
 SLACK = 2  # tokens; a prompt in two parts (compression_scope=context_only) can have one more at the seam
 
 OWN_EXEMPLARS = (
@@ -179,14 +196,31 @@ def has_number(row: Mapping[str, Any]) -> None:
         raise BadRow(f"field 'answer' holds no number: {row['answer'][-60:]!r}")
 
 
+def final_number(answer: str) -> str:
+    """The reference without its worked solution: what stands behind the last `####`, without commas."""
+    return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def has_final_number(row: Mapping[str, Any]) -> None:
+    """As `has_number`, and the reference ends with a whole number."""
+    has_number(row)
+    if "####" not in row["answer"] or not re.fullmatch(r"-?\d+(\.\d+)?", final_number(row["answer"])):
+        raise BadRow(f"field 'answer' has no number behind ####: {row['answer'][-60:]!r}")
+
+
 @dataclass(frozen=True)
 class Params:
     source: str  # where the questions come from
     prompts: str  # auto: the official exemplars if they are there
     exemplars: int | None  # the first so many; None: as many as fit
     max_prompt_tokens: int | None  # None: what the window leaves beside the answer
-    max_new_tokens: int
+    max_new_tokens: int | None  # None: 256; with thinking 8,192, or what the window leaves
     extraction: str
+    thinking: bool  # zero-shot with long answers; the four below are for it alone
+    template: str
+    grader: str
+    answer_part: str
+    max_total_tokens: int | None
     on_bad_row: str
 
     def __post_init__(self) -> None:
@@ -195,9 +229,17 @@ class Params:
             source=("auto", "hub", "local"),
             prompts=("auto", "official", "own"),
             extraction=EXTRACTIONS,
+            template=TEMPLATES,
+            grader=("math_verify", "rkv"),
+            answer_part=PARTS,
             on_bad_row=ON_BAD_ROW,
         )
-        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens")
+        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens", "max_total_tokens")
+
+    @property
+    def new_tokens(self) -> int:
+        """The longest answer."""
+        return self.max_new_tokens or USUAL_TOKENS[self.thinking]
 
 
 class Gsm8k(Task):
@@ -211,11 +253,15 @@ class Gsm8k(Task):
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn
         self.data_source = "hub" if params.source == "hub" else "local"
-        self.dataset = "test"
+        self.dataset = f"test/think-{params.template}" if params.thinking else "test"
         self.rows: Rows | None = None
         self.prompt_room: int | None = None
+        self.window = 0
 
     def check(self, shape: ModelShape) -> None:
+        if self.params.thinking:
+            self._check_thinking(shape)
+            return
         official = self._exemplar_file()
         self.is_own = official is None
         self.solved = own_exemplars() if official is None else split_exemplars(official)
@@ -223,17 +269,30 @@ class Gsm8k(Task):
             raise ConfigError(
                 f"task.exemplars={self.params.exemplars} is more than there are; give {len(self.solved)} or fewer"
             )
-        room = shape.window - self.params.max_new_tokens
+        room = shape.window - self.params.new_tokens
         if room < 1 or (self.params.max_prompt_tokens or 0) > room:
             raise ConfigError(
                 f"task.max_prompt_tokens={self.params.max_prompt_tokens} and task.max_new_tokens="
-                f"{self.params.max_new_tokens} do not fit the window of {shape.name}, "
+                f"{self.params.new_tokens} do not fit the window of {shape.name}, "
                 f"{shape.window} tokens; make them smaller"
             )
         self.prompt_room = self.params.max_prompt_tokens or room
         (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
         self.data_digest = digest([path] if official is None else [path, official])
         self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
+
+    def _check_thinking(self, shape: ModelShape) -> None:
+        """As `check`, of the task without exemplars."""
+        check_grader(self.params.grader)
+        given, self.window = self.params.max_new_tokens, shape.window
+        if given is not None and given >= shape.window:
+            raise ConfigError(
+                f"task.max_new_tokens={given} does not fit the window of {shape.name}, {shape.window} tokens; give less"
+            )
+        (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
+        self.data_digest = digest([path])
+        self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_final_number)
+        self.notes = [*grader_notes(self.params.grader, self.params.answer_part), *self.rows.notes]
 
     def _exemplar_file(self) -> Path | None:
         """The official exemplars; None where ours stand in."""
@@ -247,6 +306,8 @@ class Gsm8k(Task):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         assert self.rows is not None, "check was not called"
         self.tokenizer = tokenizer
+        if self.params.thinking:
+            return self._thinking_samples(tokenizer)
         fitting = self._as_many_as_fit()
         n = self.params.exemplars or fitting
         if n > fitting:
@@ -261,13 +322,34 @@ class Gsm8k(Task):
         context = "\n\n".join(self.solved[:n])
         return [self._sample(line, row, context, n) for line, row in self.rows.rows]
 
+    def _thinking_samples(self, tokenizer: Any) -> Sequence[Sample]:
+        assert self.rows is not None
+        params = self.params
+        refuse_template(params.template, tokenizer)
+        room = Room(USUAL_TOKENS[True], params.max_new_tokens, params.max_total_tokens, self.window)
+        asked = [self._thinking_sample(line, row) for line, row in self.rows.rows]
+        samples, notes = fitted(tokenizer, asked, room, lambda sample, n: replace(sample, max_new_tokens=n))
+        self.notes = [*(note for note in self.notes if note not in notes), *notes]
+        return samples
+
+    def _thinking_sample(self, line: int, row: Mapping[str, Any]) -> Sample:
+        return Sample(
+            id=f"test-{line}",
+            context=question_text(row["question"], self.params.template),
+            question="",
+            references=(row["answer"],),
+            use_chat=self.params.template == "chat",
+            thinks=True,
+            fields={"template": self.params.template},
+        )
+
     def _sample(self, line: int, row: Mapping[str, Any], context: str, n: int) -> Sample:
         return Sample(
             id=f"test-{line}",
             context=context,
             question=f"{NEXT_QUESTION}{row['question']}\n",
             references=(row["answer"],),
-            max_new_tokens=self.params.max_new_tokens,
+            max_new_tokens=self.params.new_tokens,
             use_chat=False,
             fields={"exemplars": n, "prompts": "own" if self.is_own else "official"},
         )
@@ -290,9 +372,21 @@ class Gsm8k(Task):
         return len(self.tokenizer.encode(text))
 
     def score(self, sample: Sample, prediction: str) -> float:
-        return EXTRACTIONS[self.params.extraction](prediction, sample.references[0])
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        answer = sample.references[0]
+        if self.params.thinking:
+            return self.grading.verdict(prediction, final_number(answer))
+        return EXTRACTIONS[self.params.extraction](prediction, answer), {}
+
+    @cached_property
+    def grading(self) -> Grading:
+        return Grading(self.params.grader, self.params.answer_part)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        if self.params.thinking:
+            return  # what it measures is in result.json
         scored = [row for row in rows if row["score"] is not None]
         encode = None if self.tokenizer is None else self.tokenizer.encode
         lengths = [len(encode(cut(row["prediction"]), add_special_tokens=False)) for row in scored] if encode else []

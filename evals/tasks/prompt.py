@@ -47,7 +47,7 @@ class Prompt:
         return len(self.context_ids) + len(self.question_ids)
 
 
-def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+def middle_truncate(tokenizer: Any, text: str, limit: int, *, odd_to_end: bool = False) -> tuple[str, int, int]:
     """Cut the middle out of `text`; returns it with its token counts before and after.
 
     Applied to the filled template, before the chat wrapper. The string that comes back may be a few
@@ -66,9 +66,10 @@ def middle_truncate(tokenizer: Any, text: str, limit: int) -> tuple[str, int, in
         return text, len(ids), len(ids)  # untouched: a round trip could change it
     pieces = (middle[at : at + PIECE] for at in range(0, len(middle), PIECE))
     n_middle = sum(len(tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces)
-    half = limit // 2  # an odd limit loses one token
+    half = limit // 2  # an odd limit loses one token, or the end keeps it
+    n_tail = limit - half if odd_to_end else half
     head = tokenizer.decode(ids[:half], skip_special_tokens=True)
-    tail = tokenizer.decode(ids[len(ids) - half :], skip_special_tokens=True)
+    tail = tokenizer.decode(ids[len(ids) - n_tail :], skip_special_tokens=True)
     return head + tail, len(ids) + n_middle, len(tokenizer.encode(head + tail))
 
 
@@ -90,15 +91,15 @@ def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str
         own = f"{sample.system_prompt}\n\n" if sample.system_prompt else ""
         return BRACKETS[0] + own, BRACKETS[1]
     if system_prompt or not sample.system_prompt:
-        return chat_wrapper(tokenizer, system_prompt)
+        return chat_wrapper(tokenizer, system_prompt, sample.thinks)
     try:
-        return chat_wrapper(tokenizer, sample.system_prompt)
+        return chat_wrapper(tokenizer, sample.system_prompt, sample.thinks)
     except ConfigError:
-        head, tail = chat_wrapper(tokenizer, "")
+        head, tail = chat_wrapper(tokenizer, "", sample.thinks)
         return f"{head}{sample.system_prompt}\n\n", tail
 
 
-def chat_wrapper(tokenizer: Any, system_prompt: str) -> tuple[str, str]:
+def chat_wrapper(tokenizer: Any, system_prompt: str, thinks: bool = False) -> tuple[str, str]:
     """What the chat template puts before and behind the words of a single user turn."""
     turns = [{"role": "user", "content": SENTINEL}]
     if system_prompt:
@@ -109,7 +110,7 @@ def chat_wrapper(tokenizer: Any, system_prompt: str) -> tuple[str, str]:
             tokenize=False,
             add_generation_prompt=True,
             date_string="26 Jul 2024",  # Llama 3's own default; some templates print today's date
-            enable_thinking=False,  # answers are 30 to 500 tokens long; Qwen 3 would think longer
+            enable_thinking=thinks,  # most answers are 30 to 500 tokens long; Qwen 3 would think longer
         )
     except TemplateError as error:
         if not system_prompt:
@@ -133,13 +134,13 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
         head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
     context = head + sample.context
     question = sample.question + tail + sample.answer_prefix
-    first, last, postfix = _first_ids(tokenizer, head), tail + sample.answer_prefix, _ids(tokenizer, tail)
+    first, last, postfix = first_ids(tokenizer, head), tail + sample.answer_prefix, token_ids(tokenizer, tail)
     if scope == "full_prompt":
-        ids = _first_ids(tokenizer, context + question)
-        n_prefix, n_suffix = n_alike(first, ids), n_alike(_ids(tokenizer, last)[::-1], ids[::-1])
+        ids = first_ids(tokenizer, context + question)
+        n_prefix, n_suffix = n_alike(first, ids), n_alike(token_ids(tokenizer, last)[::-1], ids[::-1])
         return Prompt(ids, (), Frame(n_prefix, min(n_suffix, len(ids) - n_prefix), postfix))
-    ids = _first_ids(tokenizer, context)
-    return Prompt(ids, _ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
+    ids = first_ids(tokenizer, context)
+    return Prompt(ids, token_ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
 
 
 def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
@@ -148,12 +149,12 @@ def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
-def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+def token_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a text that stands behind another."""
     return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
-def _first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+def first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a text that opens a prompt: no second BOS where the text already begins with one."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))

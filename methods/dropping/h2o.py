@@ -84,6 +84,10 @@ class H2O(H2ORules, ScoringMethod):
         store.keep(layer, kept, capacity=room)
         self.sums[layer] = self.received(layer).gather(-1, kept)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or self.params.generated == "on_top"
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""
         if self.variant.is_full or self.params.generated == "on_top":

@@ -91,6 +91,10 @@ class KeyDiff(KeyDiffRules, ScoringMethod):
         room = self.store.n_new
         self.store.keep(layer, best, capacity=min(room, 1) if self.params.evict == "always" else room)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or self.params.evict != "always"
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `evict: always` the key that is most like the average leaves each head."""
         if self.params.evict == "always" and not self.variant.is_full:

@@ -70,6 +70,10 @@ class Knorm(KnormRules, ScoringMethod):
             room = min(room, self.params.every)
         self.store.keep(layer, best, capacity=room)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or not self.prunes
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `every`, once so many tokens came: the longest keys of all leave."""
         at = self.store[layer]

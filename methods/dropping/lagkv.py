@@ -155,6 +155,10 @@ class LagKV(LagKVRules, ScoringMethod):
         self.base[layer] = self.plan.base
         return self.store.keep(layer, kept, capacity=self.plan.peak(n, n_new) - n)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or not self.cuts
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `evict: always`, once a partition and its reference are complete: the partition keeps its best."""
         if not self.cuts:

@@ -128,6 +128,10 @@ class PyramidInfer(PyramidInferRules, SelectiveAttention):
             n_stay = n_of_block(BLOCK, BLOCK_SHARE, BLOCK_DECAY, layer, self.plan.n_layers)
             self.generated[layer] = Generated(weights, weights.shape[1], BLOCK, n_stay, self.plan.distance_weight)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or not self.wants_weights
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None or self.plan is None:
             return out

@@ -39,6 +39,10 @@ class StreamingLLM(StreamingLLMRules, SelectiveAttention):
             return range(n)
         return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, n - self.plan.n_recent), n)]
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or self.params.position == "original"
+
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         parts = self.store[layer].resident()
         if self.params.position == "original" or self.variant.is_full:

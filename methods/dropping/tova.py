@@ -60,6 +60,10 @@ class TOVA(TOVARules, ScoringMethod):
         room = min(self.store.n_new, self.plan.tokens + 1 - best.shape[-1])
         return self.store.keep(layer, best, capacity=room)
 
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or not self.wants_weights
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Once there are more than `tokens`, the one that this step looked at least leaves every head."""
         if self.wants_weights:

@@ -6,10 +6,12 @@ from it, so that a method in one file writes all of this into its own class.
 Not here: what a method does with tokens (`methods/base.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine.budget import Budget, BudgetRequest, resolve
+from engine.books.footprint import Footprint, largest, too_small
+from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -34,12 +36,14 @@ class Rules:
     has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
+    simulated: ClassVar[bool] = False  # True: its codes are counted in bytes, but numbers are kept
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
     is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
+    rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
@@ -85,6 +89,79 @@ class Rules:
         return None
 
     @classmethod
+    def planned(
+        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int,
+        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME,
+    ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
+        """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
+        if budget.memory is None or (budget.memory == 1 and budget.attends_all):
+            return budget, cls.plan_for(params, budget, shape), cache
+        budget, plan = cls.fit(params, budget, shape)
+        if cache is not None and cache.tokens:
+            spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
+            n_blocks = min(cache.tokens, spare // token_bytes(shape)) // cache.block_len
+            cache = replace(cache, tokens=n_blocks * cache.block_len)
+        return budget, plan, cache
+
+    @classmethod
+    def fit(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:
+        """Budget and integers that `budget.memory` pays for: those of as many tokens as fit, and the budget's at most.
+
+        A method whose bytes depend on more than tokens has its own order of what it tries.
+        """
+
+        def with_tokens(n: int) -> Budget:
+            if n == budget.tokens:
+                return budget
+            return replace(budget, tokens=n, nominal_tokens=n, ratio=Fraction(n, budget.s_prompt))
+
+        def held(n: int) -> Footprint | None:
+            """What so many tokens take; None where they are too few for a plan."""
+            try:
+                plan = cls.plan_for(params, with_tokens(n), shape)
+            except ConfigError:
+                return None
+            return cls.footprint(params, plan, with_tokens(n), shape)
+
+        def fits(n: int) -> bool:
+            bytes_of = held(n)
+            return bytes_of is None or bytes_of.fits(budget, shape)
+
+        n = budget.tokens if fits(budget.tokens) else largest(1, budget.tokens, fits)
+        if n < 1 or held(n) is None:
+            s = budget.s_prompt
+            # One token less than the fewest that make a plan is the most that make none.
+            fewest = largest(1, s, lambda n: held(n) is None) + 1
+            least = held(min(fewest, s))
+            if least is None:
+                cls.plan_for(params, budget, shape)  # says what else is wrong
+                raise too_small(budget, cls.title, Fraction(1))
+            raise too_small(budget, cls.title, max(Fraction(fewest, s), least.share(shape, s)))
+        return with_tokens(n), cls.plan_for(params, with_tokens(n), shape)
+
+    @classmethod
+    def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
+        """What lies on the device right behind the prompt; `ConfigError` where nothing can be moved away from there."""
+        if not cls.drops:
+            raise ConfigError(
+                f"memory={show(budget.memory or Fraction(1))} needs a tier to move to, and {cls.title} says of none "
+                "what is left on the device; use ratio, or memory=1"
+            )
+        wide = shape.g if cls.is_query_wide(params) else 1
+        return Footprint(budget.tokens * wide * token_bytes(shape), n_whole=cls.n_whole(params, shape))
+
+    @classmethod
+    def is_query_wide(cls, params: Any) -> bool:
+        """Whether every query head of a dropping method may keep tokens of its own, so that a KV head holds more."""
+        return "query_head" in (getattr(params, "reduce", None), getattr(params, "index_scope", None))
+
+    @classmethod
+    def n_whole(cls, params: Any, shape: ModelShape) -> int:
+        """Layers that the method leaves whole on purpose."""
+        return sum(layer < params.full_layers for layer in shape.attention_layers) if cls.skips else 0
+
+    @classmethod
     def own_allocator(cls, params: Any) -> "Allocator | None":
         """How the method itself divides its budget over layers and heads; None: all alike."""
         return None
@@ -97,5 +174,5 @@ class Rules:
     @classmethod
     def label(cls, params: Any, request: BudgetRequest) -> str:
         """The method's name in tables; "(C)" says that a dropping method was compensated for `comm`."""
-        compensated = cls.drops and request.compensate and request.comm > 0
+        compensated = cls.drops and request.compensates and request.comm > 0
         return f"{cls.title} (C)" if compensated else cls.title

@@ -43,7 +43,9 @@ def shown_share(text: str) -> str:
 def budget_words(run: Run) -> str:
     if run.is_full:
         return ANY
-    return f"{run.result.budget} tokens" if run.result.budget else f"ratio {shown_share(run.result.ratio_exact or '1')}"
+    if run.result.budget or run.result.memory_exact:
+        return run.result.asked
+    return f"ratio {shown_share(run.result.ratio_exact or '1')}"
 
 
 KEYS: dict[str, Callable[[Run], str]] = {

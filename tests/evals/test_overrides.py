@@ -80,8 +80,17 @@ def test_what_is_misspelt_is_named_with_near_misses(argv: list[str], begins: str
 
 
 def test_near_misses_are_followed_by_everything_allowed() -> None:
-    methods = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
-    assert f"(all: {', '.join(methods)})" in refused("method=streamlingllm")
+    tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
+    assert f"(all: {', '.join(tasks)})" in refused("task=longbnch")
+
+
+def test_a_long_list_leaves_presets_out_and_says_how_many() -> None:
+    names = {file.stem for file in (CONF / "method").glob("*.yaml")}
+    families = sorted(name for name in names if not any(name.startswith(f"{other}_") for other in names))
+    said = refused("method=h2o_papr")
+    assert said.startswith("no method 'h2o_papr'; did you mean 'h2o_paper'")
+    assert f"(all: {', '.join(families)}; {len(names) - len(families)} more begin with one of these)" in said
+    assert "h2o_pqcache" not in said.split("(all: ")[1] and len(families) < len(names)
 
 
 def test_flags_come_first_because_hydra_reads_no_override_behind_one() -> None:

@@ -59,7 +59,7 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["ratio=true"], "ratio=true is not a number"),
         (["ratio=1/0"], "ratio=1/0 is not a number"),
         (["ratio="], "ratio= is not a number"),
-        (["ratio=null"], "neither ratio nor budget is given"),
+        (["ratio=null"], "neither ratio, budget nor memory is given"),
         (["ratio=0.1", "budget=3"], "both given"),
         (["budget=0"], "budget=0 is out of range"),
         (["budget=abc"], "budget=abc is not a whole number"),

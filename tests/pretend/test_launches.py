@@ -7,9 +7,8 @@ from benchmarks.pretend.cuda import Machine
 from evals.overrides import CONF
 from plots.looks import known
 
-# A kind each: nothing dropped, one set for all heads, heads with counts of their own, heads that roll. The others take
-# the interpreter up to half a minute each.
-QUICK = ("full", "snapkv", "adakv", "duo_attention")
+# Nothing dropped, and heads with counts of their own. The interpreter takes up to half a minute for each of the others.
+QUICK = ("full", "adakv")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["model=any", f"model.id={folder}", "model.name=tiny"]
 
 
-@pytest.mark.parametrize("task", TASKS)
+QUICK = ("needle", "latency")
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task in QUICK else pytest.mark.slow) for task in TASKS]
+)
 def test_a_task_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Path, task: str) -> None:
     words = [*model, "method=oracle", "ratio=0.5", f"task={task}", *TASKS[task]]
     (_, (ours,)), (_, (cpu,)) = (run(words, tmp_path / device, device) for device in ("cuda", "cpu"))

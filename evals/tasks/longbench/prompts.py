@@ -84,9 +84,11 @@ def takes_question_first(dataset: str) -> bool:
     return facts_of(dataset).use_chat
 
 
-def shortened(tokenizer: Any, before: str, after: str, limit: int) -> tuple[str, str, int, int]:
+def shortened(
+    tokenizer: Any, before: str, after: str, limit: int, *, odd_to_end: bool = False
+) -> tuple[str, str, int, int]:
     """The prompt cut by `middle_truncate`, in its two parts again, and its token counts before and after."""
-    text, n_before, n_after = middle_truncate(tokenizer, before + after, limit)
+    text, n_before, n_after = middle_truncate(tokenizer, before + after, limit, odd_to_end=odd_to_end)
     if n_before <= limit or text.endswith(after):
         cut = len(text) - len(after)
     elif text.startswith(before):  # the question is what was cut

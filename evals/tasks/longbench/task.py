@@ -35,6 +35,7 @@ from evals.foreign import read_json, write_csv
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
+from evals.tasks.conversation import Turn
 from evals.tasks.lazy import LazySamples, in_turns
 from evals.tasks.longbench import embedded
 from evals.tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, base_name, facts_of
@@ -50,6 +51,8 @@ from evals.tasks.longbench.scores import (
     row_score,
     segmenter,
 )
+from evals.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
+from evals.tasks.questions import QueryAware, QuestionParams, asked
 from evals.tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from evals.tasks.texts import digest
 
@@ -92,7 +95,7 @@ def check_row(dataset: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(QuestionParams):
     source: str  # auto: files if all are there, else embedded
     datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16 or embedded
     rows: int | None  # of each dataset; None: all, or six embedded ones
@@ -115,6 +118,7 @@ class Params:
             on_bad_row=ON_BAD_ROW,
         )
         check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
+        super().__post_init__()
         if self.extra_new_tokens < 0:
             raise ConfigError(f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more")
         check_datasets(self.names, NAMES, LISTS)
@@ -123,6 +127,20 @@ class Params:
                 f"task.datasets={list(self.names)} mixes embedded datasets with published ones; run them apart"
             )
         self._check_source()
+        self._check_questions()
+
+    def _check_questions(self) -> None:
+        if self.questions > 1 and self.question_position != "after":
+            raise ConfigError(
+                f"task.question_position={self.question_position} puts a question into the context that "
+                f"task.questions={self.questions} share; use after"
+            )
+        without = [name for name in self.names if not has_questions(name)]
+        if self.questions > 1 and self.datasets is not None and without:
+            raise ConfigError(
+                f"{', '.join(without)} has one question for each context, not task.questions={self.questions}; use "
+                f"others, such as {', '.join(WITH_QUESTIONS)}"
+            )
 
     def _check_source(self) -> None:
         is_embedded = self.names[0] in EMBEDDED
@@ -150,7 +168,7 @@ class LongBench(Task):
     Params = Params
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir = params, data_dir
+        self.params, self.data_dir, self.asking = params, data_dir, params.asking
         self.names, self.paths = self._choose()
         self.notes: list[str] = []
         self.word_files: list[Path] = []  # upstream's configuration, as far as it is used
@@ -163,6 +181,7 @@ class LongBench(Task):
         if params.question_position != "after":
             self.dataset += f"/question-{params.question_position}"
         self.rows: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        self.grouped: dict[str, list[list[Mapping[str, Any]]]] = {}
         self.window = 0
 
     # -- what is asked --
@@ -192,6 +211,9 @@ class LongBench(Task):
 
     def _leave_out(self) -> None:
         """Drop the datasets whose question cannot be moved."""
+        if self.params.questions > 1:
+            self.names = tuple(name for name in self.names if has_questions(name))
+            self.paths = {n: p for n, p in self.paths.items() if n in self.names}
         if self.params.question_position == "after":
             return
         kept = tuple(name for name in self.names if takes_question_first(name))
@@ -255,22 +277,48 @@ class LongBench(Task):
     # -- samples --
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return InTurns(self, tokenizer)
+        rows = InTurns(self, tokenizer)
+        if self.asking is None or self.asking.mode != "query_aware":
+            return rows
+        return QueryAware(rows, [len(self.contexts(name)[i]) for name, i in rows.places])
+
+    def contexts(self, name: str) -> list[list[Mapping[str, Any]]]:
+        """The rows of a dataset that are asked on each of its contexts."""
+        if name not in self.grouped:
+            self.grouped[name] = by_context(name, self.rows[name], self.params.questions)
+        return self.grouped[name]
 
     def n_rows(self, name: str) -> int:
         """How many rows of a dataset are asked."""
         most = self.params.rows
         if most is None and self.data_source == "embedded":
             most = EMBEDDED_ROWS
-        there = len(self.rows[name])
+        there = len(self.rows[name]) if self.asking is None else len(self.contexts(name))
         return there if most is None else min(most, there)
 
-    def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any]) -> Sample:
-        """One row in its prompt, cut to the longest that is allowed."""
+    def conversation(self, tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
+        """Several rows with one context, which is cut for the longest of their questions."""
+        assert self.asking is not None, name
+        samples = [self.sample(tokenizer, name, row, len(rows)) for row in rows]
+        first = min(samples, key=lambda sample: len(sample.context))
+        turns = [
+            Turn(
+                question=sample.question,
+                references=sample.references,
+                max_new_tokens=sample.max_new_tokens,
+                history=history_of(name, sample.references[0]),
+                fields={"all_classes": sample.fields["all_classes"]},
+            )
+            for sample in samples
+        ]
+        return asked(first, turns, self.asking)
+
+    def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any], n_turns: int = 1) -> Sample:
+        """One row in its prompt, cut to the longest that is allowed beside as many turns of its kind."""
         facts, new_tokens = facts_of(name), self.new_tokens[name]
         position = self.params.question_position
         parts = parts_of(name, self.templates[base_name(name)], row, position)
-        limit = self.params.max_prompt_tokens or prompt_room(self.window, new_tokens)
+        limit = self.params.max_prompt_tokens or prompt_room(self.window, (2 * n_turns - 1) * new_tokens)
         context, question, n_before, n_after = shortened(tokenizer, *parts, limit)
         return Sample(
             id=f"{name}-{row['_id']}",
@@ -334,6 +382,8 @@ class InTurns(LazySamples):
 
     def sample(self, i: int) -> Sample:
         name, number = self.places[i]
+        if self.task.asking is not None:
+            return self.task.conversation(self.tokenizer, name, self.task.contexts(name)[number])
         return self.task.sample(self.tokenizer, name, self.task.rows[name][number])
 
 

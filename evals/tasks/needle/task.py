@@ -28,9 +28,11 @@ from evals.foreign import read_text
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts
+from evals.tasks.conversation import Turn
 from evals.tasks.lazy import LazySamples
 from evals.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.tasks.needle.heatmap import draw_heatmap, pivot, write_table
+from evals.tasks.questions import QueryAware, QuestionParams, asked
 from evals.tasks.texts import digest
 from methods.calibration import prose
 
@@ -108,6 +110,7 @@ class Ask:
     answer_prefix: str
     values: tuple[str, ...]  # one expected answer per needle
     system: str = ""
+    turns: tuple[Turn, ...] = ()  # the questions one by one, where there are several
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,10 @@ WORDS = {  # what strings.json must hold
 
 
 def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask:
-    """Our own needles: random phone numbers of offices in random cities, or their directors' random names."""
+    """Our own needles: random phone numbers of offices in random cities, or their directors' random names.
+
+    They are asked for together, and `turns` ask for each by itself.
+    """
     cities = rng.sample(CITIES, n_needles)
     if of == "phone number":
         question_word = "What"
@@ -149,7 +155,7 @@ def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask
         what, verb = f"{of} of the {cities[0]} office", "is"
     else:
         what, verb = f"{of}s of the {_listed(cities)} offices", "are"
-    return Ask(
+    ask = Ask(
         needles=tuple(
             f"\nThe {of} of the {city} office is {value}.\n" for city, value in zip(cities, values, strict=True)
         ),
@@ -157,6 +163,22 @@ def ask_own(rng: random.Random, n_needles: int, of: str = "phone number") -> Ask
         question=f"\n\nQuestion: {question_word} {verb} the {what}?\n",
         answer_prefix=f"Answer: The {what} {verb}",
         values=values,
+    )
+    return replace(ask, turns=each_of(ask, cities, of))
+
+
+def each_of(ask: Ask, cities: Sequence[str], of: str) -> tuple[Turn, ...]:
+    """A question for each of our own needles by itself."""
+    word = "Who" if of == "director" else "What"
+    return tuple(
+        Turn(
+            question=f"\n\nQuestion: {word} is the {of} of the {city} office?\n",
+            references=(value,),
+            max_new_tokens=16,
+            answer_prefix=f"Answer: The {of} of the {city} office is",
+            history=f" {value}.",
+        )
+        for city, value in zip(cities, ask.values, strict=True)
     )
 
 
@@ -193,7 +215,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(QuestionParams):
     source: str  # where the haystack comes from; auto: the essays if they are there
     style: str  # auto: own
     grid: str  # a preset of lengths and depths
@@ -218,8 +240,16 @@ class Params:
             snap=("period", "none"),
         )
         check_counts(self, "seeds", "needles", "max_new_tokens")
-        if self.needles > len(CITIES):
-            raise ConfigError(f"task.needles={self.needles} is more than there are cities; give {len(CITIES)} or fewer")
+        super().__post_init__()
+        if self.questions > 1 and (self.needles > 1 or not self.style_name.startswith("own")):
+            raise ConfigError(
+                f"task.questions={self.questions} hides a needle for each question; use task.needles=1 and "
+                "task.style=own or own_name with it"
+            )
+        if self.n_needles > len(CITIES):
+            raise ConfigError(
+                f"task.needles={self.n_needles} is more than there are cities; give {len(CITIES)} or fewer"
+            )
         if self.buffer is not None and self.buffer < 0:
             raise ConfigError(f"task.buffer={self.buffer} is negative; give 0 or more tokens")
         self._check_grid()
@@ -232,7 +262,7 @@ class Params:
         if not follows_window and min(self.cells().lengths, default=0) < self.shortest:
             raise ConfigError(
                 f"task.lengths={list(self.cells().lengths)} leaves no haystack beside "
-                f"{self.needles} needle(s) and task.buffer={self.reserve}; give lengths of "
+                f"{self.n_needles} needle(s) and task.buffer={self.reserve}; give lengths of "
                 f"{self.shortest} or more"
             )
         for name, values in (("lengths", self.cells().lengths), ("depths", self.cells().depths)):
@@ -254,6 +284,11 @@ class Params:
                     f"task.{name}={value} needs a needle with a random value, which "
                     f"task.style={self.style} has not; use 1, or style own, own_name or magic_number"
                 )
+
+    @property
+    def n_needles(self) -> int:
+        """Needles in a text."""
+        return max(self.needles, self.questions)
 
     @property
     def style_name(self) -> str:
@@ -280,7 +315,7 @@ class Params:
     @property
     def shortest(self) -> int:
         """The shortest length that has room for its needles, in tokens."""
-        return self.reserve + NEEDLE_ROOM * self.needles
+        return self.reserve + NEEDLE_ROOM * self.n_needles
 
     @property
     def answer_tokens(self) -> int:
@@ -310,6 +345,7 @@ class Needle(Task):
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.grid = params.cells()
+        self.asking = params.asking
         self.essays = self._essays()
         # A folder that the user names must hold the data; the others may.
         is_named = params.source == "local" or (params.source == "auto" and data_dir is not None)
@@ -355,7 +391,10 @@ class Needle(Task):
         return min(self.grid.lengths) if self.params.reserve >= PROMPT_ROOM else None
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Cells(self, tokenizer)
+        cells = Cells(self, tokenizer)
+        if self.asking is None or self.asking.mode != "query_aware":
+            return cells
+        return QueryAware(cells, [self.params.questions] * len(cells))
 
     def haystack(self) -> str:
         """One pass over the corpus."""
@@ -365,7 +404,7 @@ class Needle(Task):
 
     def ask(self, length: int, depth: float, seed_index: int) -> Ask:
         """The words of one cell; they depend on the cell and the run's seed, not on the grid."""
-        style, n_needles = self.params.style_name, self.params.needles
+        style, n_needles = self.params.style_name, self.params.n_needles
         rng = random.Random(f"needle {self.seed} {length} {float(depth)} {seed_index}")
         if style == "own":
             return ask_own(rng, n_needles)
@@ -432,7 +471,7 @@ class Cells(LazySamples):
         assert room > 0, f"{needles} leave no room in {length} tokens"
         ids, starts = hide(self._cut(length)[:room], needles, depth, self.stops)
         uses_needle = params.scorer_name.startswith("rouge")  # the whole sentence is the target
-        return Sample(
+        sample = Sample(
             id=f"{length}-{depth:g}-{seed_index}",
             context=ask.head + self.tokenizer.decode(ids),
             question=ask.question,
@@ -451,3 +490,8 @@ class Cells(LazySamples):
                 "version": self.task.version,
             },
         )
+        if self.task.asking is None:
+            return sample
+        most = params.max_new_tokens
+        turns = [turn if most is None else replace(turn, max_new_tokens=most) for turn in ask.turns]
+        return asked(sample, turns, self.task.asking)

@@ -5,7 +5,8 @@ Not here: the method (`methods/retrieving/clusterkv.py`).
 
 from dataclasses import dataclass
 
-from engine.budget import Budget, BudgetRequest
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
@@ -86,3 +87,11 @@ class ClusterKVRules(Rules):
         return ClusterKVRules.Plan(
             n_sink, budget.tokens - n_sink, min(n, max(1, params.num_clusters or n_clusters)), decode
         )
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        index = shape.h_kv * (plan.n_clusters * (ELEMENT_BYTES * shape.d_h + 8) + 4 * (budget.s_prompt - plan.n_sink))
+        wide = shape.g if params.agg == "query_head" else 1
+        fetched = min(plan.k * wide, budget.s_prompt - plan.n_sink)
+        recent = min(params.cache_steps * fetched, budget.s_prompt - plan.n_sink)
+        return held(budget, shape, plan.n_sink + recent, index, fetched, cls.n_whole(params, shape))

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import floor
 from pathlib import Path
 
+from engine.books.footprint import Footprint, held
 from engine.budget import Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
@@ -100,6 +101,17 @@ class DoubleSparsityRules(Rules):
         notes += [] if params.label_bits == WHOLE_BITS else [f"{params.label_bits} bits"]
         notes += [] if params.channel == "q" else [params.channel]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        overhead = 0 if params.label_bits == WHOLE_BITS else SCALE_BITS
+        if plan.per_head and params.label_bits == WHOLE_BITS:  # a group stores each channel once
+            most = min(shape.g * plan.n_labels, shape.d_h) if plan.n_read is None else min(plan.n_read, shape.d_h)
+            bits = shape.h_kv * most * WHOLE_BITS
+        else:
+            bits = (shape.h if plan.per_head else shape.h_kv) * (plan.n_labels * params.label_bits + overhead)
+        fetched = plan.k * (shape.g if plan.per_head else 1)
+        return held(budget, shape, 0, -(-bits * budget.s_prompt // 8), fetched, cls.n_whole(params, shape))
 
 
 def labels_for(params: DoubleSparsityRules.Params, comm: Fraction, shape: ModelShape) -> tuple[int, bool, int | None]:

@@ -6,7 +6,8 @@ Not here: the method (`methods/retrieving/infinigen.py`).
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.budget import Budget, BudgetRequest, show
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -83,3 +84,11 @@ class InfiniGenRules(Rules):
         notes += [] if params.alpha is None else [f"alpha={params.alpha:g}"]
         notes += [] if params.lookahead else ["lookahead=0"]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        elements = shape.h_kv * budget.s_prompt * plan.n_channels
+        elements += shape.h * plan.n_channels * shape.d_model if params.lookahead else 0
+        elements += shape.h_kv * shape.d_h**2 if params.skew else 0
+        fetched = plan.k_most * (shape.g if params.agg == "query_head" else 1)
+        return held(budget, shape, 0, ELEMENT_BYTES * elements, fetched, cls.n_whole(params, shape))

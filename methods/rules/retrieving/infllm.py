@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 
-from engine.budget import Budget, BudgetRequest, show, split
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
 from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -74,6 +75,16 @@ class InfLLMRules(Rules):
         n_repr = n_representatives(params, budget.comm)
         divide = fair_layout if params.budget_rule == "fair" else official_layout
         return divide(params, budget, n_repr)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        n_blocks = plan.n_blocks(budget.s_prompt)
+        heads = shape.h_kv if params.repr_granularity == "kv_head" else shape.h
+        wide = shape.g if params.per_head else 1
+        return held(
+            budget, shape, budget.s_prompt - n_blocks * plan.block_len,
+            heads * n_blocks * shape.d_h * ELEMENT_BYTES, min(plan.k, n_blocks) * plan.block_len * wide,
+        )  # fmt: skip
 
 
 def n_representatives(params: InfLLMRules.Params, comm: Fraction) -> int:

@@ -8,7 +8,8 @@ from fractions import Fraction
 from math import floor
 from pathlib import Path
 
-from engine.budget import Budget, BudgetRequest, show
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -91,6 +92,12 @@ class LokiRules(Rules):
         notes += [] if params.granularity == "query_head" else ["KV head"]
         notes += [] if params.top_r == "auto" else [f"r={params.top_r}"]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        n_components = shape.d_h if plan.r is None else plan.r  # as many as the variance takes: at most all
+        index = shape.h_kv * n_components * ELEMENT_BYTES * budget.s_prompt
+        return held(budget, shape, 0, index, plan.k * (shape.g if params.granularity == "query_head" else 1))
 
 
 def components_for(params: LokiRules.Params, comm: Fraction, shape: ModelShape) -> tuple[int | None, Fraction | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+from engine.books.footprint import Footprint, held
 from engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show
 from engine.checks import whole_numbers
 from engine.errors import ConfigError
@@ -84,6 +85,16 @@ class MagicPIGRules(Rules):
                 f"of {s} tokens; use comm={enough} or more, or more method.bits"
             )
         return plan
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        return held(
+            budget, shape, plan.n_sink + plan.window, fetched=plan.k * shape.g, n_whole=cls.n_whole(params, shape)
+        )
+
+    @classmethod
+    def n_whole(cls, params: Params, shape: ModelShape) -> int:
+        return len(dense_layers(params, shape.attention_layers))
 
 
 def dense_layers(params: MagicPIGRules.Params, layers: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ Not here: the method (`methods/retrieving/oracle.py`).
 from dataclasses import dataclass
 from fractions import Fraction
 
+from engine.books.footprint import Footprint, held
 from engine.budget import Budget, split
 from engine.checks import each_one_of, share, tokens
 from engine.shapes import ModelShape
@@ -58,3 +59,8 @@ class OracleRules(Rules):
         besides = int((budget.s_prompt - n_sink) * float(budget.ratio))
         k = int(besides * float(1 - params.local_share))
         return OracleRules.Plan(n_sink, max(1, besides - k), k)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        wide = shape.g if params.agg == "query_head" else 1
+        return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k * wide)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
-from engine.budget import Budget, BudgetRequest, find_bytes, show, split
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
@@ -108,6 +109,12 @@ class PQCacheRules(Rules):
         notes += [f"{params.m}x{params.b}"] if len(given) == 2 else [f"{x}={y}" for x, y in given]
         notes += [] if params.group_merge == "softmax_sum" else [params.group_merge]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        n_centroids = min(1 << plan.b, budget.s_prompt - plan.n_sink) if plan.k else 0
+        index = shape.h_kv * n_centroids * shape.d_h * ELEMENT_BYTES
+        return held(budget, shape, plan.n_sink + plan.n_local, index, plan.k)
 
 
 def code_shape(params: PQCacheRules.Params, comm: Fraction, d_h: int) -> tuple[int, int]:

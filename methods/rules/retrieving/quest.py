@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
-from engine.budget import Budget, BudgetRequest, show
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -74,6 +75,13 @@ class QuestRules(Rules):
         if params.variant == "harness" and not budget.attends_all:
             refuse_unaffordable(plan, budget)
         return plan
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        s, started = budget.s_prompt, budget.s_prompt % plan.page_len if params.page_generated else 0
+        bounds = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES * ceil(s / plan.page_len)
+        fetched = plan.k(s, params.variant) * plan.page_len * (shape.g if params.agg == "query_head" else 1)
+        return held(budget, shape, started, bounds, fetched, cls.n_whole(params, shape))
 
 
 def matched_page_len(budget: Budget) -> int:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import count
 from math import ceil, floor, lcm
 
+from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, key_bytes, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
@@ -123,6 +124,11 @@ class RetroInferRules(Rules):
         n_update = min(params.update, max(params.update // t // STEP * STEP, STEP))
         n_updates = None if paid is None else (paid - c) // n_update
         return RetroInferRules.Plan(n_sink, window, k, c, n_segments, n_retrieved, n_estimated, n_update, n_updates)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        of_cluster = 2 * shape.d_h * ELEMENT_BYTES + SIZE_BYTES + OFFSET_BYTES  # centroid, sum of values
+        return held(budget, shape, plan.n_sink + plan.window, shape.h_kv * plan.n_clusters * of_cluster, plan.k)
 
 
 def ends(params: RetroInferRules.Params, tokens: int) -> tuple[int, int]:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, isqrt, log2
 
-from engine.budget import Budget, BudgetRequest, show
+from engine.books.footprint import Footprint, held
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.rules.base import Rules
 
 TIERS = ("device", "host")
+USUAL_ANSWER = 256  # tokens whose chunks a byte budget pays for, where no length of answers is given
 
 
 class RocketKVRules(Rules):
@@ -84,6 +86,14 @@ class RocketKVRules(Rules):
                 f"keeps; use comm={least_comm(n_kept, s, d_h)} or more"
             )
         return RocketKVRules.Plan(n_kept, params.window, chunk, r, budget.tokens, n_paid=n_paid)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        # Chunks of generated tokens come on top of what a generated token may take, and are paid for beforehand.
+        n_chunks = ceil(Fraction(plan.n_kept + (params.longest_answer or USUAL_ANSWER), plan.chunk))
+        index = 2 * shape.h_kv * n_chunks * shape.d_h * ELEMENT_BYTES
+        near = params.tier == "device"
+        return held(budget, shape, plan.n_kept if near else 0, index, 0 if near else plan.k)
 
 
 def chunk_and_channels(c2: Fraction | float, d_h: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
+from engine.books.footprint import Footprint, held
 from engine.budget import Budget, BudgetRequest, show, split
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
@@ -63,6 +64,10 @@ class SparQRules(Rules):
         n_local = int(share * float(params.local_share))
         n_sink = min(params.n_sink, budget.s_prompt)
         return SparQRules.Plan(n_sink, n_local + 1, int(share) - n_local, r)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k)
 
 
 def n_components(comm: Fraction, d_h: int) -> int:

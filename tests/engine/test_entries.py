@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.books.footprint import footprint, share_of_full, triangle
+from engine.books.entries import footprint, share_of_full, triangle
 from engine.books.ledger import Entry, Ledger
 from engine.budget import Budget, Fraction
 from engine.shapes import ModelShape
@@ -87,5 +87,6 @@ def test_the_ledger_says_what_an_answer_cost() -> None:
     costs = ledger.summary(budget, shape)
     assert costs["peak_entries"] == 11
     assert costs["footprint_entries"] == triangle(10) + 10 + 11 + 6
+    assert costs["footprint_entries"] is not None
     assert costs["footprint"] == costs["footprint_entries"] / triangle(13)
     assert costs["reached_steps"] == 1 / 3

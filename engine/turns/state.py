@@ -1,0 +1,191 @@
+"""Copies of what a variant knows of a sample, so that it can go back to a moment: `fork_of`, `Mark`.
+
+What the trace holds is shared by all variants and never written to, so that copies share it too. All the rest is
+copied: slots, windows, rings, tails, caches, counters, scores, codes, generators. Tensors that share memory share it in
+the copy as well. The books are not part of it: a copy begins a ledger of its own.
+
+A method needs to do nothing for this as long as its state is made of tensors, numbers, containers, plain objects and
+generators. One whose state lies elsewhere says `rolls_back = False`.
+
+Not here: when a row goes back (`evals/turns`).
+"""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Mapping, Set
+from concurrent.futures import Future
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.books.ledger import Ledger
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from methods.base import SelectiveAttention
+
+T = TypeVar("T")
+PLAIN = (str, bytes, int, float, complex, bool, type(None), range, slice)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+class Mark:
+    """A moment of a row. It may be gone back to any number of times."""
+
+    def __init__(self, row: "SelectiveAttention") -> None:
+        self.frozen = fork_of(row)
+
+    def restore(self, row: "SelectiveAttention") -> None:
+        """Let the row be as it was; its ledger begins anew."""
+        row.__dict__.clear()
+        row.__dict__.update(fork_of(self.frozen).__dict__)
+
+
+def fork_of(row: "SelectiveAttention") -> "SelectiveAttention":
+    """A second row that goes on from here, whatever becomes of the first."""
+    if not row.rolls_back:
+        raise ConfigError(
+            f"{row.title} cannot be put back to where it was, as it says with rolls_back=False; use "
+            "task.mode=dialogue with it, or another method"
+        )
+    with torch.inference_mode():
+        return _Copier(row).copy_row()
+
+
+class _Copier:
+    """Copies a graph of objects, each once, but for what the trace holds."""
+
+    def __init__(self, row: "SelectiveAttention") -> None:
+        self.row = row
+        self.copies: dict[int, Any] = {}  # by the original's id
+        self.originals: list[Any] = []  # kept, so that no id is used twice
+        self.memory: dict[int, Tensor | None] = {}  # bytes, by where the original's begin; None: shared
+        for part in (row.trace, row.variant, row.params, row.plan, row.budget, row.trace.shape):
+            self.share(part)
+
+    def copy_row(self) -> "SelectiveAttention":
+        store = self.row.store
+        _ = store.ledger.entries  # what an accelerator owes is paid before
+        if self.row.trace.device.type == "cuda":  # other streams may be writing what is copied
+            torch.cuda.synchronize(self.row.trace.device)
+        self.copies[id(store.ledger)] = Ledger()
+        return cast("SelectiveAttention", self.copy(self.row))
+
+    def share(self, thing: Any) -> None:
+        """What can be reached from here stands in the copy as it is."""
+        left = [thing]
+        while left:
+            one = left.pop()
+            if isinstance(one, PLAIN) or id(one) in self.copies:
+                continue
+            self.copies[id(one)] = one
+            if isinstance(one, Tensor):
+                self.memory[one.untyped_storage().data_ptr()] = None
+            elif isinstance(one, Future):
+                if one.done() and not one.cancelled() and one.exception() is None:
+                    left.append(one.result())
+            else:
+                left += parts_of(one)
+
+    def copy(self, thing: T) -> T:
+        """The thing's copy: itself where it cannot change or is shared."""
+        if isinstance(thing, PLAIN):
+            return thing
+        if id(thing) in self.copies:
+            return self.copies[id(thing)]
+        self.originals.append(thing)
+        made = self.make(thing)
+        self.copies[id(thing)] = made
+        return made
+
+    def make(self, thing: Any) -> Any:
+        if isinstance(thing, Tensor):
+            return self.tensor(thing)
+        if isinstance(thing, torch.Generator):
+            return thing.clone_state()
+        if isinstance(thing, Future):  # of a thread that works for this row alone
+            made = Future[Any]()
+            made.set_result(self.copy(thing.result()))
+            return made
+        if isinstance(thing, np.ndarray | np.random.Generator | random.Random):
+            return copy.deepcopy(thing)
+        if isinstance(thing, CONTAINERS):
+            return self.container(thing)
+        if isinstance(thing, MethodType):
+            return MethodType(thing.__func__, self.copy(thing.__self__))
+        if isinstance(thing, partial):
+            given = {key: self.copy(value) for key, value in thing.keywords.items()}
+            return partial(thing.func, *(self.copy(value) for value in thing.args), **given)
+        names = attributes(thing)
+        return self.object(thing, names) if names else thing  # functions, classes, threads, streams
+
+    def container(self, thing: Any) -> Any:
+        if isinstance(thing, dict):
+            made = copy.copy(thing)
+            self.copies[id(thing)] = made
+            for key, value in thing.items():
+                made[key] = self.copy(value)
+            return made
+        if isinstance(thing, tuple | frozenset):
+            parts = [self.copy(part) for part in thing]
+            if all(one is other for one, other in zip(parts, thing, strict=True)):
+                return thing
+            return tuple.__new__(type(thing), parts) if isinstance(thing, tuple) else type(thing)(parts)
+        made = copy.copy(thing)
+        self.copies[id(thing)] = made
+        parts = [self.copy(part) for part in thing]
+        made.clear()
+        (made.update if isinstance(made, set) else made.extend)(parts)
+        return made
+
+    def object(self, thing: Any, names: list[str]) -> Any:
+        made = object.__new__(type(thing))
+        self.copies[id(thing)] = made
+        for name in names:
+            object.__setattr__(made, name, self.copy(getattr(thing, name)))
+        return made
+
+    def tensor(self, x: Tensor) -> Tensor:
+        """The same view of copied memory."""
+        if x.layout != torch.strided or x.numel() == 0:
+            return x.clone()
+        where = x.untyped_storage()
+        if where.data_ptr() not in self.memory:
+            flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(where)
+            made = torch.empty(flat.shape, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
+            self.memory[where.data_ptr()] = made.copy_(flat)
+            self.originals.append(x)
+        flat = self.memory[where.data_ptr()]
+        if flat is None:
+            return x
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return made.set_(flat.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
+def parts_of(thing: Any) -> list[Any]:
+    """What an object or a container holds."""
+    if isinstance(thing, Mapping):
+        return [*thing.keys(), *thing.values()]
+    if isinstance(thing, list | tuple | deque | Set):
+        return [*thing]
+    return [getattr(thing, name) for name in attributes(thing)]
+
+
+def attributes(thing: Any) -> list[str]:
+    """The names of an object's own attributes; none of what is no plain object."""
+    if isinstance(thing, type) or type(thing).__module__.split(".")[0] in FOREIGN:
+        return []
+    names = list(getattr(thing, "__dict__", ()))
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if hasattr(thing, name)]
+
+
+# Their objects are handles and immutable values: to functions, threads, streams, fractions, paths.
+FOREIGN = {"builtins", "torch", "threading", "concurrent", "fractions", "pathlib", "functools", "types", "_thread"}

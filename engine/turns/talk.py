@@ -1,0 +1,216 @@
+"""Rows that read feeds of several tokens and answer after each: `Talk`.
+
+A feed goes through the model in one pass over all rows, each with tokens of its own: shorter feeds are padded in front.
+Within a layer a row takes its tokens one after the other, as it would step by step, so that every token sees what the
+method offers for it and the tokens before it in the feed. Rows that only add tokens to what is resident take them all
+at once (`engine/turns/at_once.py`).
+
+Not here: one token at a time (`engine/decode.py`), going back (`engine/turns/state.py`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.books.clock import Clock
+from engine.books.spans import span
+from engine.decode import Answer, attend_groups, attend_own
+from engine.prefill import Trace
+from engine.turns.at_once import read_at_once, takes_at_once
+
+if TYPE_CHECKING:
+    from engine.model import Call, Model
+    from methods.base import SelectiveAttention
+
+FEEDS = ("compressed", "tokenwise", "dense")
+
+
+class Talk:
+    """Rows on one trace, each at a position of its own; stands in the model's attention while they read.
+
+    Layers that the model keeps to itself want rows of equal feeds and answers: `has_own_layers` says so.
+    """
+
+    def __init__(self, model: "Model", trace: Trace, rows: Sequence["SelectiveAttention"], cache: Any = None) -> None:
+        """`cache` is the model's own of its layers that nobody compresses, by default that behind the prompt."""
+        self.model, self.trace, self.rows = model, trace, list(rows)
+        self.cache = model.fork_cache(trace.rest, len(rows)) if cache is None else cache
+        self.has_own_layers = len(trace.shape.attention_layers) < trace.shape.n_layers
+        self.compressed = frozenset(trace.shape.attention_layers)
+        # Rows of one class stand together, so that a class can work on all of its rows at once that are at one
+        # position. In all passes rows have this order, which is that of the cache.
+        self.order = sorted(range(len(rows)), key=lambda i: name_of(type(rows[i])))
+        self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
+        self.clock = Clock()
+        self.calls: dict[int, Call] = {}
+
+    def fork(self) -> "Talk":
+        """The same rows a second time, to go on from here."""
+        rows = [row.fork() for row in self.rows]
+        talk = Talk(self.model, self.trace, rows, self.model.fork_cache(self.cache, 1))
+        talk.positions = list(self.positions)
+        return talk
+
+    def read(self, feeds: Sequence[Sequence[int]], feed: str = "compressed") -> Tensor:
+        """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32."""
+        assert len(feeds) == len(self.rows) and all(feeds), [len(each) for each in feeds]
+        longest = max(map(len, feeds))
+        pads = [longest - len(each) for each in feeds]
+        ids = torch.tensor([[*[0] * pad, *each] for pad, each in zip(pads, feeds, strict=True)])
+        ids = ids.to(self.model.device)
+        if feed != "tokenwise":
+            return self.step(self.order, ids, pads)
+        logits = None
+        for j in range(longest):
+            reading = [i for i in self.order if pads[i] <= j]
+            logits = self.step(reading, ids[:, j : j + 1], [0] * len(pads))
+        assert logits is not None
+        return logits  # all rows read the last token
+
+    def answer(
+        self, logits: Tensor, max_new_tokens: Sequence[int], stop_ids: Iterable[int] = (), min_new_tokens: int = 0,
+        on_step: Callable[[], None] | None = None,
+    ) -> list[Answer]:  # fmt: skip
+        """Every row answers greedily; `logits` (n, vocabulary) are those of its first token.
+
+        Its last token is not read: whoever goes on with this row has it read with the next feed.
+        """
+        stop_ids = frozenset(stop_ids)
+        never = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
+        answers = [Answer() for _ in self.rows]
+        speaking, logits = self.order, logits[self.order]
+        given = torch.zeros(len(self.rows), 1, dtype=torch.long, device=logits.device)
+        while True:
+            n_said = len(answers[speaking[0]].ids)
+            if stop_ids and n_said < min_new_tokens:
+                logits = logits.index_fill(1, never, -torch.inf)
+            ids = logits.argmax(-1)
+            for i, token in zip(speaking, ids.tolist(), strict=True):
+                answers[i].ids.append(token)
+                answers[i].stopped = token in stop_ids
+            keep = [
+                at
+                for at, i in enumerate(speaking)
+                if not answers[i].stopped and len(answers[i].ids) < max_new_tokens[i]
+            ]
+            if not keep:
+                return answers
+            if len(keep) < len(speaking):
+                speaking, ids = [speaking[at] for at in keep], ids[keep]
+                if self.has_own_layers:
+                    self.model.select_rows(self.cache, keep)
+            given[speaking, 0] = ids
+            logits = self.step(speaking, given, [0] * len(self.rows))[speaking]
+            if on_step is not None:
+                on_step()
+
+    def seconds(self) -> list[float]:
+        """Of every pass so far."""
+        return self.clock.seconds()
+
+    # A pass of the model.
+
+    def step(self, which: Sequence[int], ids: Tensor, pads: Sequence[int]) -> Tensor:
+        """The rows `which`, in their order, read their ids of (n, m), of which the first `pads` are none.
+
+        Returns the logits of the next token, (n, vocabulary) float32; of other rows they are undefined.
+        """
+        assert not (self.has_own_layers and any(pads)), "layers that the model keeps to itself read feeds of one length"
+        self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
+        m, which = ids.shape[1], list(which)
+        self.starts = [self.positions[i] - pads[i] for i in which]
+        starts = torch.tensor(self.starts, device=ids.device)
+        places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
+        self.plans: dict[tuple[int, ...], list[tuple[type[SelectiveAttention], slice]]] = {}
+        looks_ahead = any(row.wants_lookahead for row in self.active)
+        watching = self.model.watched(self.calls) if looks_ahead else nullcontext()
+        with self.clock.running(self.model.device), span("step"), watching, torch.inference_mode():
+            logits = self.model.forward(ids[which], places, self.cache, self)
+        for i in which:
+            self.positions[i] += m - pads[i]
+        found = logits.new_empty(len(self.rows), logits.shape[1])
+        found[which] = logits
+        return found
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        m = q.shape[2]
+        if layer not in self.compressed:
+            return attend_own(q, k, v, scale, window) if m == 1 else attend_own_past(q, k, v, scale, window)
+        rows, out = self.active, q.new_zeros(q.shape)
+        with span("attention", layer):
+            left = []
+            for i, row in enumerate(rows):
+                if m > 1 and takes_at_once(row, layer, m - self.pads[i]):
+                    at = slice(self.pads[i], m)
+                    out[i : i + 1, :, at] = read_at_once(
+                        row, layer, q[i : i + 1, :, at], k[i : i + 1, :, at], v[i : i + 1, :, at], scale
+                    )
+                else:
+                    left.append(i)
+        ahead = self.look_ahead(layer, left)
+        for j in range(m):
+            live = [i for i in left if self.pads[i] <= j]
+            if not live:
+                continue
+            for i in live:
+                if i in ahead:
+                    rows[i].q_ahead = ahead[i][:, :, j : j + 1]
+            whole = len(live) == len(rows)
+            at_j = [x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v)]
+            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, *at_j, scale)
+            if whole:
+                out[:, :, j : j + 1] = found
+            else:
+                out[live, :, j : j + 1] = found
+        return out
+
+    def groups(self, live: Sequence[int]) -> "list[tuple[type[SelectiveAttention], slice]]":
+        """Runs of rows of one class at one position among these, as slices: such rows can be worked on together."""
+        key = tuple(live)
+        if key not in self.plans:
+            self.plans[key] = [*runs([self.active[i] for i in live], [self.starts[i] for i in live])]
+        return self.plans[key]
+
+    def look_ahead(self, layer: int, which: Sequence[int]) -> dict[int, Tensor]:
+        """The queries that the layer below foretells, of the rows that want them: (1, h, m, d_h) each."""
+        looking = [i for i in which if self.active[i].wants_lookahead and self.active[i].store[layer].can_fetch]
+        if not looking:
+            return {}
+        beside = {key: rows_of(value, looking) for key, value in self.calls[layer].beside.items()}
+        queries = self.model.speculate(layer, self.calls[layer - 1].x[looking], beside)
+        return dict(zip(looking, queries.split(1), strict=True))
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def runs(
+    rows: "Sequence[SelectiveAttention]", positions: Sequence[int]
+) -> "Iterator[tuple[type[SelectiveAttention], slice]]":
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or type(rows[i]) is not type(rows[start]) or positions[i] != positions[start]:
+            yield type(rows[start]), slice(start, i)
+            start = i
+
+
+def rows_of(value: Any, which: Sequence[int]) -> Any:
+    """These rows of a call's argument, where it has rows."""
+    if isinstance(value, Tensor) and value.ndim > 1:
+        return value[list(which)] if len(value) > 1 else value
+    if isinstance(value, tuple) and value and all(isinstance(x, Tensor) for x in value):
+        return tuple(rows_of(x, which) for x in value)
+    return value
+
+
+def attend_own_past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of several tokens in a layer that is left as it is: its cache ends with their own keys."""
+    m, s = q.shape[2], k.shape[2]
+    grouped = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)]
+    distance = torch.arange(s - m, s, device=q.device).unsqueeze(1) - torch.arange(s, device=q.device)
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=scale)

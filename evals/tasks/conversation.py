@@ -1,0 +1,91 @@
+"""`Conversation`: several turns on one context, and how they are asked.
+
+A turn is a feed and its answer. In mode `independent` every question is asked behind the context alone; in `golden`
+behind the earlier questions and their references, in `dialogue` behind the earlier questions and the model's own
+answers. In the last two the first question is part of what is compressed.
+
+Not here: how turns become tokens (`evals/turns/encode.py`), how they are asked (`evals/turns/ask.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ConfigError, unknown_name
+from methods.rules.base import Rules
+
+MODES = ("independent", "golden", "dialogue", "query_aware")
+FEEDS = ("compressed", "tokenwise", "dense")
+BASES = ("context",)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a task's conversations are asked."""
+
+    mode: str = "independent"
+    feed: str = "compressed"  # what a feed's own tokens attend to, and whether they are read in one pass
+    budget_base: str = "context"  # what a ratio is a share of
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("mode", MODES), ("feed", FEEDS), ("budget_base", BASES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise unknown_name(f"task.{name}", str(value), allowed)
+
+    def check(self, rules: type[Rules]) -> None:
+        """Raise `ConfigError` where a method cannot be asked like this."""
+        if not rules.rolls_back and self.mode in ("independent", "golden"):
+            raise ConfigError(
+                f"task.mode={self.mode} takes back what was read, which this method cannot (rolls_back=False); use "
+                "task.mode=dialogue or task.mode=query_aware with it"
+            )
+        if self.feed == "dense" and (rules.drops or rules.thins):
+            raise ConfigError(
+                "task.feed=dense reads questions through the whole context, which this method no longer holds; use "
+                "compressed or tokenwise"
+            )
+
+    @property
+    def label(self) -> str:
+        """As tables print it: the mode, and the feed where it is not the usual one."""
+        return self.mode if self.feed == "compressed" else f"{self.mode}, {self.feed} feed"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question of a conversation."""
+
+    question: str  # as it stands behind the context, or behind an earlier answer
+    references: tuple[str, ...]
+    max_new_tokens: int
+    answer_prefix: str = ""  # a cue behind the user's turn
+    history: str | None = None  # what later turns find as its answer in `golden`; None: the first reference
+    fields: Mapping[str, Any] = field(default_factory=dict)  # columns of the turn's own line
+
+    @property
+    def golden(self) -> str:
+        return self.history if self.history is not None else (self.references or ("",))[0]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a sample."""
+
+    turns: tuple[Turn, ...]
+    asking: Asking
+    is_rendered: bool = False  # context and questions hold all that stands around them, template and history included
+    joint: str = "\n\n"  # between an answer and the next question where no chat template separates them
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            raise ConfigError("a conversation has no turns; give each sample at least one question")
+
+
+def line_id(sample_id: str, turn: int) -> str:
+    """The id of a turn's line; turns count from 1."""
+    return f"{sample_id}/{turn}"
+
+
+def line_ids(sample_id: str, n_turns: int) -> list[str]:
+    """The ids of a sample's lines: its own, or one for each turn."""
+    return [line_id(sample_id, i) for i in range(1, n_turns + 1)] if n_turns else [sample_id]

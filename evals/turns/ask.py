@@ -1,0 +1,144 @@
+"""Asks a conversation: every variant answers every turn, as rows of as few batches as memory allows.
+
+independent   each variant is copied once per question, and all copies read and answer side by side.
+golden        all variants read the next feed, copies of them answer, and are dropped.
+dialogue      all variants read the next feed and answer; each goes on with its own answer.
+
+The last token of an answer that stays is read with the next feed.
+
+Not here: the prefill and the lines' files (`evals/loop.py`), tokens (`evals/turns/encode.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.books.ledger import Entry, Ledger
+from engine.decode import Answer
+from engine.model import Model
+from engine.prefill import Trace
+from engine.turns.talk import Talk
+from evals.tasks.conversation import Asking
+from evals.turns.encode import TalkPrompt
+from methods.base import SelectiveAttention
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one variant answered in one turn."""
+
+    turn: int  # from 0
+    variant: int  # its place among the rows
+    row: SelectiveAttention  # as it is after the answer, with the turn's ledger
+    answer: Answer
+    feed_ids: tuple[int, ...]  # read in this turn, the last token of an earlier answer included
+    feed_s: float  # of the pass over the feed, shared by all rows of its batch
+    step_s: list[float]  # of the answer's steps
+    n_rows: int  # of the batch
+    n_fed: int  # entries' steps that are the feed's
+
+
+class Asker:
+    """A conversation with built rows."""
+
+    def __init__(
+        self, model: Model, trace: Trace, rows: Sequence[SelectiveAttention], prompt: TalkPrompt, asking: Asking,
+        max_new_tokens: Sequence[int], stop_ids: frozenset[int], end_ids: Sequence[int], n_rows: int,
+        on_step: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`n_rows` may be decoded at once; `end_ids` are those of a turn's end, where a chat template has one."""
+        self.model, self.trace, self.rows, self.prompt, self.asking = model, trace, rows, prompt, asking
+        self.max_new, self.stop_ids, self.end_ids = list(max_new_tokens), stop_ids, tuple(end_ids)
+        self.n_rows, self.on_step = n_rows, on_step
+        self.apart = len(trace.shape.attention_layers) < trace.shape.n_layers  # rows whose lengths differ
+
+    def ask(self) -> Iterator[Said]:
+        """Each turn's answers, in the order in which they are there."""
+        if self.asking.mode == "independent":
+            yield from self.independent()
+        elif self.asking.mode == "golden":
+            yield from self.golden(Talk(self.model, self.trace, self.rows))
+        else:
+            for rows in [[i] for i in range(len(self.rows))] if self.apart else [[*range(len(self.rows))]]:
+                yield from self.dialogue(rows)
+
+    def independent(self) -> Iterator[Said]:
+        n, at_once = len(self.prompt.feeds), max(1, self.n_rows // len(self.rows))
+        at_once = 1 if self.apart else at_once
+        for start in range(0, n, at_once):
+            pairs = [(i, v) for i in range(start, min(n, start + at_once)) for v in range(len(self.rows))]
+            talk = Talk(self.model, self.trace, [self.rows[v].fork() for _, v in pairs])
+            feeds = [self.prompt.feeds[i] for i, _ in pairs]
+            logits = talk.read(feeds, self.asking.feed)
+            n_passes = len(talk.clock.stretches)
+            answers = talk.answer(logits, [self.max_new[i] for i, _ in pairs], self.stop_ids, on_step=self.on_step)
+            seconds = talk.seconds()
+            for at, (i, v) in enumerate(pairs):
+                yield self.said(i, v, talk.rows[at], answers[at], feeds[at], seconds, n_passes, len(pairs))
+
+    def golden(self, talk: Talk) -> Iterator[Said]:
+        assert self.trace.logits is not None, "the trace has no logits"
+        logits = self.trace.logits.expand(len(self.rows), -1)
+        for i, feed in enumerate(self.prompt.feeds):
+            before = len(talk.clock.stretches)
+            if feed:
+                logits = talk.read([feed] * len(self.rows), self.asking.feed)
+            read_s = talk.seconds()[before:]
+            fed = [take_entries(row) for row in talk.rows]
+            fork = talk.fork()
+            answers = fork.answer(logits, [self.max_new[i]] * len(self.rows), self.stop_ids, on_step=self.on_step)
+            for v, row in enumerate(fork.rows):
+                give_entries(row, fed[v])
+                seconds = [*read_s, *fork.seconds()]
+                yield self.said(i, v, row, answers[v], feed, seconds, len(read_s), len(self.rows))
+
+    def dialogue(self, which: Sequence[int]) -> Iterator[Said]:
+        assert self.trace.logits is not None, "the trace has no logits"
+        talk = Talk(self.model, self.trace, [self.rows[v] for v in which])
+        logits = self.trace.logits.expand(len(which), -1)
+        answers: list[Answer] = []
+        for i, feed in enumerate(self.prompt.feeds):
+            before = len(talk.clock.stretches)
+            feeds = [self.after(answer, feed) for answer in answers] or [feed] * len(which)
+            if all(feeds):
+                logits = talk.read(feeds, self.asking.feed)
+            n_passes = len(talk.clock.stretches) - before
+            answers = talk.answer(logits, [self.max_new[i]] * len(which), self.stop_ids, on_step=self.on_step)
+            seconds = talk.seconds()[before:]
+            for at, v in enumerate(which):
+                row = talk.rows[at]
+                yield self.said(i, v, row, answers[at], feeds[at], seconds, n_passes, len(which))
+                take_entries(row)
+
+    def after(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
+        """The next feed, behind the answer's last token; the turn's end stands there once."""
+        n_end = len(self.end_ids)
+        has_end = n_end > 0 and feed[:n_end] == self.end_ids
+        if answer.stopped and has_end and answer.ids[-1] == self.end_ids[0]:
+            return (answer.ids[-1], *feed[n_end:])
+        if self.prompt.end_id is not None and not answer.stopped:
+            return (answer.ids[-1], self.prompt.end_id, *feed)
+        return (answer.ids[-1], *feed)
+
+    def said(
+        self, turn: int, variant: int, row: SelectiveAttention, answer: Answer, feed: tuple[int, ...],
+        seconds: Sequence[float], n_passes: int, n_rows: int,
+    ) -> Said:  # fmt: skip
+        n_steps = len(answer.ids) - 1
+        steps = [*seconds[n_passes : n_passes + n_steps]]
+        return Said(
+            turn, variant, row, answer, feed, sum(seconds[:n_passes]), steps, n_rows, len(feed)
+        )  # fmt: skip
+
+
+def take_entries(row: SelectiveAttention) -> list[Entry]:
+    """The entries of the row's ledger, which begins anew."""
+    entries = row.store.ledger.entries
+    row.store.ledger = Ledger()
+    return entries
+
+
+def give_entries(row: SelectiveAttention, entries: Sequence[Entry]) -> None:
+    """Put entries in front of those that the row has."""
+    ledger = Ledger()
+    ledger.written = [*entries, *row.store.ledger.entries]
+    row.store.ledger = ledger

@@ -1,0 +1,87 @@
+"""A conversation as tokens: what is compressed, and the feed of each turn.
+
+Pieces are tokenised separately, so that every mode has the same tokens at the same places. Where the model has a chat
+template, what stands between an answer and the next question is taken from a rendering of two turns.
+
+Not here: the prompt of a single question (`evals/tasks/prompt.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.budget import Frame
+from evals.tasks.base import Sample
+from evals.tasks.conversation import Conversation
+from evals.tasks.prompt import SENTINEL, Prompt, first_ids, n_alike, sample_wrapper, token_ids, uses_chat
+
+SENTINELS = (SENTINEL, "<<what the model answers>>", "<<what the user asks then>>")
+
+
+@dataclass(frozen=True)
+class TalkPrompt(Prompt):
+    """The context and the feeds of a conversation."""
+
+    feeds: tuple[tuple[int, ...], ...] = ()  # of each turn; empty where the context ends with its question
+    n_new: int = 0  # tokens that may follow the context at once
+    change_ids: tuple[int, ...] = ()  # what the template puts between an answer and the next question
+    end_id: int | None = None  # put behind an answer that did not end by itself, where no template separates turns
+
+    def __len__(self) -> int:
+        """Tokens of context and feeds."""
+        return len(self.context_ids) + sum(map(len, self.feeds))
+
+    def end_ids(self, stop_ids: frozenset[int]) -> tuple[int, ...]:
+        """The token that ends a turn in the chat template, where it has one that also ends an answer."""
+        return self.change_ids[:1] if self.change_ids and self.change_ids[0] in stop_ids else ()
+
+
+def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str) -> TalkPrompt:
+    """The tokens of a sample with turns."""
+    talk = sample.conversation
+    assert talk is not None, f"sample {sample.id!r} has no turns"
+    head, tail, between = f"{sample.system_prompt}\n\n" if sample.system_prompt else "", "", talk.joint
+    if talk.is_rendered:
+        head, between = "", ""
+    elif uses_chat(tokenizer, sample, chat):
+        head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
+        between = turn_change(tokenizer, head, tail) if chat != "inst" else tail
+    first, turns = first_ids(tokenizer, head), talk.turns
+    context, feeds = head + sample.context, [
+        f"{turn.question}{tail}{turn.answer_prefix}" for turn in turns
+    ]  # fmt: skip
+    suffix = 0
+    if talk.asking.mode != "independent":
+        context, feeds[0] = context + feeds[0], ""
+        for i in range(1, 1 if talk.is_rendered else len(turns)):
+            before = turns[i - 1].golden if talk.asking.mode == "golden" else ""
+            feeds[i] = f"{before}{between}{feeds[i]}"
+    ids = first_ids(tokenizer, context)
+    if talk.asking.mode != "independent":
+        suffix = n_alike(token_ids(tokenizer, tail + turns[0].answer_prefix)[::-1], ids[::-1])
+    n_prefix = n_alike(first, ids)
+    frame = Frame(n_prefix, min(suffix, len(ids) - n_prefix), token_ids(tokenizer, tail))
+    each = tuple(token_ids(tokenizer, text) for text in feeds)
+    change = token_ids(tokenizer, between)
+    end = tokenizer.eos_token_id if talk.is_rendered else None
+    return TalkPrompt(ids, (), frame, each, n_new(talk, [len(feed) for feed in each]), change, end)
+
+
+def n_new(talk: Conversation, feeds: Sequence[int]) -> int:
+    """How many tokens may stand behind the context at once, for feeds of these lengths."""
+    answers = [turn.max_new_tokens for turn in talk.turns]
+    if talk.asking.mode == "independent":
+        return max(feed + answer for feed, answer in zip(feeds, answers, strict=True))
+    if talk.asking.mode == "golden":
+        return max(sum(feeds[: i + 1]) + answer for i, answer in enumerate(answers))
+    return sum(feeds) + sum(answers) + len(answers)  # a turn's end may be put behind an answer
+
+
+def turn_change(tokenizer: Any, head: str, tail: str) -> str:
+    """What the chat template puts between an answer and the user's next words."""
+    roles = ("user", "assistant", "user")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, SENTINELS, strict=True)]
+    text = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024", enable_thinking=False
+    )
+    return text.partition(SENTINELS[1])[2].partition(SENTINELS[2])[0]

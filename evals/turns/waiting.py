@@ -1,0 +1,78 @@
+"""`Waiting`: a sample that was checked and encoded, and has not been asked.
+
+Not here: who asks it (`evals/loop.py`).
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Self
+
+from engine.budget import Frame
+from engine.errors import ConfigError
+from evals.cells import Cell
+from evals.screen.estimate import Load
+from evals.tasks.base import Sample
+from evals.tasks.conversation import line_ids
+from evals.tasks.prompt import Prompt
+from evals.turns.encode import TalkPrompt
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A sample that some cell has not answered: checked and encoded.
+
+    Tokens are packed, because tuples take nine times as much memory and all of a task's prompts may wait at once; for
+    the same reason only the ends of its texts are left.
+    """
+
+    place: int  # in the task's order
+    sample: Sample
+    sha: str  # of the prompt
+    context_ids: "array[int]"
+    question_ids: "array[int]"
+    frame: Frame
+    feeds: "tuple[array[int], ...]" = ()  # of a sample with turns
+    n_new: int = 0  # tokens that may follow its context at once
+    change_ids: tuple[int, ...] = ()  # between an answer and the next question
+    end_id: int | None = None  # behind an answer
+
+    @classmethod
+    def of(cls, place: int, sample: Sample, sha: str, prompt: Prompt) -> Self:
+        ids = array("i", prompt.context_ids), array("i", prompt.question_ids)
+        if not isinstance(prompt, TalkPrompt):
+            return cls(place, sample, sha, *ids, prompt.frame)
+        feeds = tuple(array("i", feed) for feed in prompt.feeds)
+        return cls(place, sample, sha, *ids, prompt.frame, feeds, prompt.n_new, prompt.change_ids, prompt.end_id)
+
+    @property
+    def prompt(self) -> Prompt:
+        parts = tuple(self.context_ids), tuple(self.question_ids), self.frame
+        if not self.feeds:
+            return Prompt(*parts)
+        return TalkPrompt(*parts, tuple(tuple(feed) for feed in self.feeds), self.n_new, self.change_ids, self.end_id)
+
+    @property
+    def line_ids(self) -> list[str]:
+        return line_ids(self.sample.id, len(self.feeds))
+
+    @property
+    def load(self) -> Load:
+        n_new = self.n_new or len(self.question_ids) + self.sample.max_new_tokens
+        return Load(len(self.context_ids), n_new)
+
+
+def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
+    """Raise `ConfigError` where the model's window does not hold prompt and answer, or a whole conversation."""
+    window, model = cell.shape.window, cell.settings.model.name
+    if isinstance(prompt, TalkPrompt):
+        if len(prompt.context_ids) + prompt.n_new > window:
+            raise ConfigError(
+                f"sample {sample.id!r} has a context of {len(prompt.context_ids)} tokens, and its turns "
+                f"put up to {prompt.n_new} behind it, more than the {window} of model {model!r}; use fewer questions, "
+                "a shorter context or a longer model"
+            )
+    elif len(prompt) + sample.max_new_tokens > window:
+        raise ConfigError(
+            f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to {sample.max_new_tokens}, more than "
+            f"the {window} of model {model!r}; use a shorter task or a longer model"
+        )

@@ -1,0 +1,148 @@
+"""Attention Matching's two least-squares problems: a few keys with biases and values that stand for many.
+
+For reference queries the few keys are to give the same sum of exponentials as all keys, their mass, and the same
+attention output. All in float32 for one KV head, whose query heads' queries are rows of one matrix.
+
+Shapes    q (n, d_h), keys and values (s, d_h); idx (t,) positions of the kept keys, biases (t,), new values (t, d_h).
+
+Not here: which queries, how many keys (`methods/compacting/attention_matching.py`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POWER_STEPS = 3  # of the power iteration for a step size
+DROP_ROUNDS = 3  # in which keys of next to no mass make room for others
+RIDGE = 1e-6  # of the second attempt, where plain least squares gives values that 16 bits cannot hold
+LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
+
+
+class Target(NamedTuple):
+    """What all keys give to the reference queries."""
+
+    exps: Tensor  # (n, s), exponentials of logits less their row's largest
+    mass: Tensor  # (n,), their sums
+
+    @property
+    def weights(self) -> Tensor:
+        return self.exps / self.mass.unsqueeze(1)
+
+
+class BiasRule(NamedTuple):
+    """How the weights exp(bias) of kept keys are fitted: projected gradients behind clamped least squares."""
+
+    lowest: float  # bounds of the weights
+    highest: float
+    n_steps: int
+
+
+def target(q: Tensor, keys: Tensor, scale: float) -> Target:
+    """No mask: queries are matched against all keys, later ones included."""
+    logits = (q @ keys.mT).mul_(scale)
+    exps = logits.sub_(logits.amax(1, keepdim=True)).exp_()
+    return Target(exps, exps.sum(1))
+
+
+def highest_keys(weights: Tensor, t: int, score: str) -> Tensor:
+    """The `t` keys with the most attention by weights (n, s), most first; of equal ones the lower position."""
+    if score == "rms":
+        scores = weights.square().mean(0).sqrt()
+    else:
+        scores = weights.mean(0) if score == "mean" else weights.amax(0)
+    return scores.sort(descending=True, stable=True).indices[:t]
+
+
+def fit_weights(columns: Tensor, mass: Tensor, rule: BiasRule, start: Tensor) -> Tensor:
+    """Weights (t,) within bounds with which columns (n, t) add up to the mass (n,); a power iteration has `start`."""
+    weights = least_squares(columns, mass.unsqueeze(1)).squeeze(1).clamp_(rule.lowest, rule.highest)
+    if rule.n_steps:
+        step = 1 / squared_norm(columns, start)
+        for _ in range(rule.n_steps):
+            gradient = columns.mT @ (columns @ weights - mass)
+            weights = (weights - step * gradient).clamp_(rule.lowest, rule.highest)
+    return weights
+
+
+def squared_norm(x: Tensor, start: Tensor) -> Tensor:
+    """The largest squared singular value of x (n, t), as a few steps from `start` (t,) have it."""
+    direction = start / start.norm()
+    for _ in range(POWER_STEPS):
+        direction = x.mT @ (x @ direction)
+        direction = direction / direction.norm().clamp(min=1e-12)
+    return (x @ direction).square().sum().clamp(min=1e-12)
+
+
+def least_squares(x: Tensor, y: Tensor) -> Tensor:
+    """Plain least squares of x (n, t) for the columns of y (n, c): (t, c)."""
+    found = torch.linalg.lstsq(x, y, driver="gels").solution
+    return found if bool(found.isfinite().all()) else ridged(x, y, torch.tensor(RIDGE, device=x.device))
+
+
+def ridged(x: Tensor, y: Tensor, penalty: Tensor) -> Tensor:
+    """Least squares with this penalty on squared results, in float64: (t, c)."""
+    wide = x.double()
+    gram = wide.mT @ wide
+    gram.diagonal().add_(penalty.double())
+    factor = torch.linalg.cholesky_ex(gram).L
+    return torch.cholesky_solve(wide.mT @ y.double(), factor).to(x.dtype)
+
+
+def spectral(x: Tensor) -> Tensor:
+    """The largest squared singular value of x (n, t)."""
+    wide = x.double()
+    return torch.linalg.eigvalsh(wide.mT @ wide)[-1]
+
+
+def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple[Tensor, bool]:
+    """New values (t, d_h) with which weights x (n, t) give the outputs wanted (n, d_h).
+
+    Whether they had to be made again with a ridge, because some were far above `largest`, the old values' largest.
+    """
+    if ridge:
+        return ridged(x, wanted, ridge * spectral(x)), False
+    found = torch.linalg.lstsq(x, wanted, driver="gels").solution
+    if bool((found.abs().amax() <= LARGEST_GROWTH * largest).logical_and(found.isfinite().all())):
+        return found, False
+    return ridged(x, wanted, RIDGE * spectral(x)), True
+
+
+class Pursuit(NamedTuple):
+    """How orthogonal matching pursuit goes on."""
+
+    n_each: int  # keys that are taken at a time
+    interval: int  # of the rounds in which weights are fitted
+    drop_below: float  # biases below it make room
+
+
+def pursue(goal: Target, t: int, how: Pursuit, rule: BiasRule) -> tuple[Tensor, Tensor]:
+    """Keys that best explain what is left of the mass, one after the other: positions and weights, `t` at most."""
+    exps, mass = goal
+    fit: Callable[[list[int]], Tensor] = lambda chosen: fit_weights(exps[:, chosen], mass, rule, mass)  # noqa: E731
+    chosen: list[int] = []
+    weights, rest = mass.new_empty(0), mass
+    open_keys = torch.ones(exps.shape[1], dtype=torch.bool, device=mass.device)
+    for n_drops in range(DROP_ROUNDS + 1):
+        n_round = 0
+        while len(chosen) < t and bool(open_keys.any()):
+            match = (exps.mT @ rest).masked_fill_(~open_keys, -torch.inf)
+            n_new = min(how.n_each, t - len(chosen), int(open_keys.sum()))
+            new = match.sort(descending=True, stable=True).indices[:n_new]
+            open_keys[new] = False
+            chosen += new.tolist()
+            if n_round % how.interval == 0:
+                weights = fit(chosen)
+            else:
+                weights = torch.cat([weights, weights.new_full((n_new,), rule.lowest)])
+            rest = mass - exps[:, chosen] @ weights
+            n_round += 1
+        weights = fit(chosen)
+        weak = weights.log() < how.drop_below
+        if n_drops == DROP_ROUNDS or not bool(weak.any()):
+            break
+        chosen = [key for key, is_weak in zip(chosen, weak.tolist(), strict=True) if not is_weak]
+        weights = fit(chosen)
+        rest = mass - exps[:, chosen] @ weights
+    return torch.tensor(chosen, device=mass.device), weights

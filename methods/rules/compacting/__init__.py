@@ -1,0 +1,4 @@
+"""Rules of compacting methods.
+
+Not here: the methods (`methods/compacting`).
+"""

@@ -1,0 +1,124 @@
+"""What ShadowKV may be asked for, and what it makes of a budget: arithmetic, without torch.
+
+Not here: the method (`methods/retrieving/shadowkv.py`).
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.checks import one_of, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from methods.rules.base import Rules
+
+OUTLIER_SHARE = 8  # a budget of so many chunks pays for one outlier
+
+
+class ShadowKVRules(Rules):
+    title = "ShadowKV"
+    drops = False
+
+    @dataclass(frozen=True)
+    class Params:
+        chunk: int
+        rank_share: Fraction
+        outlier_chunks: int
+        local_chunks: int
+        native: bool
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            whole_numbers("method", self, chunk=1, outlier_chunks=0, local_chunks=0)
+            one_of("method.budget_rule", self.budget_rule, ("harness", "official"))
+            if not 0 < self.rank_share <= 1:
+                raise ConfigError(
+                    f"method.rank_share={show(self.rank_share)} is out of range; it is a share of the numbers in all "
+                    "keys of a token, above 0 and at most 1"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        chunk: int
+        rank: int
+        n_chunks: int  # in front of the local tokens, outliers included
+        n_outliers: int
+        n_selected: int
+
+        def n_local(self, s_prompt: int) -> int:
+            """The prompt's last tokens, which stay as they are."""
+            return s_prompt - self.n_chunks * self.chunk
+
+        def meta_bytes(self, s_prompt: int, shape: ModelShape) -> tuple[int, int]:
+            """Bytes per layer of the factors of the keys, and of the landmarks."""
+            width = shape.h_kv * shape.d_h
+            factors = self.rank * (s_prompt + width) * ELEMENT_BYTES
+            return factors, (self.n_chunks - self.n_outliers) * width * ELEMENT_BYTES
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        if request.ratio != 1 and request.comm == 0 and not params.native:
+            raise ConfigError("comm=0 pays for no landmark; use comm=1/8 or another share, or method.native=true")
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        if params.native:
+            return f"{cls.title} (native)" if request.comm * params.chunk < 1 else cls.title
+        chunk = chunk_of(params, request.comm)
+        return cls.title if chunk == params.chunk else f"{cls.title} (chunks of {chunk})"
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        s = budget.s_prompt
+        if budget.attends_all:
+            return ShadowKVRules.Plan(params.chunk, 0, 0, 0, 0)
+        chunk, rank = chunk_of(params, budget.comm), rank_of(params, s, shape)
+        n_chunks = s // chunk - params.local_chunks
+        if n_chunks < 1:
+            raise ConfigError(
+                f"a prompt of {s} tokens has no chunk of {chunk} in front of method.local_chunks={params.local_chunks} "
+                "of them; use a smaller method.local_chunks, more comm, or method.native=true"
+            )
+        plan = divided(params, budget.tokens, s, chunk, rank, n_chunks)
+        if plan.n_selected < 1:
+            least = next(n for n in range(1, s + 1) if divided(params, n, s, chunk, rank, n_chunks).n_selected > 0)
+            raise ConfigError(
+                f"a budget of {budget.tokens} tokens for a prompt of {s} selects no chunk of {chunk} beside outliers "
+                f"and {plan.n_local(s)} local tokens; use ratio={ceil(Fraction(1000 * least, s)) / 1000} or more "
+                f"(budget={least}), a smaller method.local_chunks, or more comm"
+            )
+        if plan.n_outliers > plan.n_chunks - plan.n_selected:
+            raise ConfigError(
+                f"method.outlier_chunks={params.outlier_chunks} and {plan.n_selected} selected chunks are more than "
+                f"the {n_chunks} chunks of a prompt of {s} tokens; use fewer, a smaller budget, or longer prompts"
+            )
+        return plan
+
+
+def chunk_of(params: ShadowKVRules.Params, comm: Fraction) -> int:
+    """Tokens of a chunk: one landmark each is what `comm` pays for, unless the chunk is native."""
+    return params.chunk if params.native or comm == 0 else max(params.chunk, ceil(1 / comm))
+
+
+def rank_of(params: ShadowKVRules.Params, s: int, shape: ModelShape) -> int:
+    width = shape.h_kv * shape.d_h
+    rank = round(params.rank_share * width)
+    if not 1 <= rank <= min(s, width):
+        raise ConfigError(
+            f"method.rank_share={show(params.rank_share)} makes a rank of {rank} for keys of {width} numbers and a "
+            f"prompt of {s} tokens; it is from 1 to {min(s, width)}"
+        )
+    return rank
+
+
+def divided(
+    params: ShadowKVRules.Params, tokens: int, s: int, chunk: int, rank: int, n_chunks: int
+) -> ShadowKVRules.Plan:
+    """Outliers and selected chunks of a budget, which pays for local tokens too, unless all that comes on top."""
+    if params.budget_rule == "official":
+        n_outliers, n_selected = params.outlier_chunks, tokens // chunk
+    else:
+        n_outliers = min(params.outlier_chunks, tokens // (OUTLIER_SHARE * chunk))
+        n_selected = (tokens - (s - n_chunks * chunk) - n_outliers * chunk) // chunk
+    return ShadowKVRules.Plan(chunk, rank, n_chunks, n_outliers, max(0, n_selected))

@@ -1,0 +1,119 @@
+"""`memory`: what every method makes of a byte budget, for every file in conf/method that is a method's own."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from engine.budget import BudgetRequest, token_bytes
+from engine.caches.blocks import BlockCacheSpec
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from methods.base import Variant
+from plots.looks import known
+from tests.conformance import METHODS, S, Subject, answers, model, ours
+
+OWN = [name for name in METHODS if known(name) == name and name != "full"]
+LLAMA = ModelShape("llama", 32, 32, 8, 128, 1 << 20, tuple(range(32)), 4096)
+
+
+def asked(memory: str, ratio: str | None = None, comm: str = "1/16") -> BudgetRequest:
+    exact = None if ratio is None else Fraction(ratio)
+    return BudgetRequest(exact, None, Fraction(comm), memory=Fraction(memory))
+
+
+def variant(one: Subject, request: BudgetRequest) -> Variant:
+    one.kind.check(one.params, request, model().shape)
+    return one.kind.variant_for(one.params, request, model().shape, S)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_whole_memory_is_full_attention(name: str) -> None:
+    full = variant(ours("full"), BudgetRequest(Fraction(1), None, Fraction(0)))
+    one = variant(ours(name), asked("1", comm="0"))
+    assert one.is_full
+    said, reference = answers([one, full])
+    assert said.ids == reference.ids
+    assert [step.n_read for step in said.steps] == [step.n_read for step in reference.steps]
+
+
+@pytest.mark.parametrize("memory", ["1/2", "3/8"])
+@pytest.mark.parametrize("name", OWN)
+def test_every_step_stays_within_the_bytes(name: str, memory: str) -> None:
+    subject = ours(name)
+    try:
+        one = variant(subject, asked(memory, comm=subject.comm))
+    except ConfigError as error:
+        pytest.skip(f"{name} refuses memory={memory} on so short a prompt: {error}")
+    (said,) = answers([one])
+    ledger, shape, budget, kind = said.row.store.ledger, model().shape, one.budget, subject.kind
+    assert ledger.within_memory(budget, shape, with_index=not kind.drops)
+    measured = ledger.held(with_index=not kind.drops)[0] - len(shape.attention_layers) * token_bytes(shape)
+    expected = kind.footprint(one.params, one.plan, budget, shape).total(shape, S)
+    assert measured <= expected
+    summary = ledger.summary(budget, shape, said.row.skipped_layers(), kind.keeps_budget_in == "mean", not kind.drops)
+    assert summary["within_budget"]
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if ours(name).kind.drops])
+def test_a_dropping_method_keeps_as_many_tokens_as_at_that_ratio(name: str) -> None:
+    subject = ours(name)
+    if subject.kind.n_whole(subject.params, model().shape) or subject.kind.is_query_wide(subject.params):
+        pytest.skip("layers that stay whole, and copies for query heads, count as bytes")
+    try:
+        in_bytes = variant(subject, asked("2/5"))
+    except ConfigError as error:
+        pytest.skip(f"{name} refuses 2/5 of so short a prompt: {error}")
+    in_tokens = variant(subject, BudgetRequest(Fraction(2, 5), None, Fraction(1, 16), compensate=False))
+    assert (in_bytes.plan, in_bytes.budget.tokens) == (in_tokens.plan, in_tokens.budget.tokens)
+    a, b = answers([in_bytes])[0], answers([in_tokens])[0]
+    assert a.ids == b.ids
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_more_memory_never_gives_fewer_tokens(name: str) -> None:
+    subject, found = ours(name), list[int]()
+    for percent in range(2, 100, 3):
+        try:
+            budget, _, _ = subject.kind.planned(subject.params, asked(f"{percent}/100", comm="1/8"), LLAMA, 4000)
+        except ConfigError:
+            assert not found, f"{percent} % is refused, and less was not"
+            continue
+        found.append(budget.tokens)
+    assert found == sorted(found) and len(found) > 10
+
+
+@pytest.mark.parametrize("name", ["pqcache", "infllm", "quest"])
+def test_the_error_names_the_smallest_share_that_works(name: str) -> None:
+    subject = ours(name)
+    with pytest.raises(ConfigError, match=r"use memory=0\.\d+ or more$") as caught:
+        subject.kind.planned(subject.params, asked("1/2000", comm="1/8"), LLAMA, 4000)
+    least = str(caught.value).rpartition("memory=")[2].split()[0]
+    subject.kind.planned(subject.params, asked(least, comm="1/8"), LLAMA, 4000)
+    with pytest.raises(ConfigError):
+        subject.kind.planned(subject.params, asked(str(Fraction(least) - Fraction(2, 10_000)), comm="1/8"), LLAMA, 4000)
+
+
+def test_both_are_the_smaller_of_the_two() -> None:
+    snapkv, oracle = ours("snapkv"), ours("oracle")
+    few = snapkv.kind.planned(snapkv.params, asked("1/4", "1/10"), LLAMA, 4000)[0]
+    assert few.tokens == 400
+    less = snapkv.kind.planned(snapkv.params, asked("1/10", "1/4"), LLAMA, 4000)[0]
+    assert less.tokens == 400
+    reaching = oracle.kind.planned(oracle.params, asked("1/4", "2/5"), LLAMA, 4000)[0]
+    assert reaching.tokens == 1600  # of which half are fetched
+
+
+def test_the_block_cache_gets_what_is_left() -> None:
+    pqcache, spec = ours("pqcache"), BlockCacheSpec(4096, 128, 32, "lfu")
+    budget, plan, cache = pqcache.kind.planned(pqcache.params, asked("1/4", "1/10"), LLAMA, 8000, spec)
+    assert cache is not None
+    held = pqcache.kind.footprint(pqcache.params, plan, budget, LLAMA)
+    n_blocks = (2000 - -(-held.total(LLAMA, 8000) // (32 * token_bytes(LLAMA)))) // 128
+    assert cache == replace(spec, tokens=128 * n_blocks)
+
+
+def test_shares_beyond_the_cache_are_refused() -> None:
+    for memory in ("0", "9/8"):
+        with pytest.raises(ConfigError, match=f"memory={float(Fraction(memory)):g} is out of range"):
+            asked(memory)
