@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import process_time
 from types import MappingProxyType
@@ -21,7 +22,7 @@ import yaml
 from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
-from engine.decode import Answer, decode
+from engine.decode import Answer, Cue, decode
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.sampling.draws import Draws
@@ -308,10 +309,11 @@ class Group:
         sampling = self.first.settings.sampling
         draws = None
         if not (sampling.is_greedy or forced):
+            assert trace.logits is not None
             seeds = [cell.seed(sample.id) for cell in cells]
             draws = Draws(sampling, seeds, sample.max_new_tokens, trace.logits.device)
         decoded = decode(
-            self.model, trace, [*rows, *beside], draws=draws,
+            self.model, trace, [*rows, *beside], draws=draws, cues=cues_of(rows, self.model.tokenizer),
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
@@ -397,6 +399,13 @@ class Group:
                 "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
+
+
+def cues_of(rows: Sequence[SelectiveAttention], tokenizer: Any) -> dict[int, Cue]:
+    """What some rows are made to say."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    found = {i: row.interruption() for i, row in enumerate(rows)}
+    return {i: Cue.of(each, encode) for i, each in found.items() if each is not None}
 
 
 def line_ids_of(one: Waiting, cell: Cell) -> list[str]:

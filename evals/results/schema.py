@@ -372,7 +372,8 @@ class RunResult(RunFacts):
         """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
         said = "" if self.memory_exact is None else f"memory {shown_fraction(self.memory_exact)}"
         if self.budget is not None:
-            return f"{self.budget} tokens {said}".rstrip()
+            counts = "" if self.budget_counts in (None, "target") else f"({self.budget_counts}) "
+            return f"{self.budget} tokens {counts}{said}".rstrip()
         if said and self.ratio_exact == self.memory_exact:
             return said
         return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()

@@ -68,7 +68,7 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
     return {name: mean(measures.get(name) for measures in each) for name in names} or None
 
 
-def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, float | None]:
+def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, Any]:
     """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
     answers = [row for row in rows if "cut_off" in row.fields]
     reached = [row.ledger.get("reached_steps") for row in rows]
@@ -86,7 +86,7 @@ def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, flo
 def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> float | None:
     """Entries of answers relative to those of full attention on the same prompt, mean over its draws."""
     entries = {each[0].sample_id: mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)}
-    shares = []
+    shares: list[float] = []
     for row in rows:
         own, of_full = row.ledger.get("footprint_entries"), entries.get(row.sample_id)
         if own is None or not of_full:
