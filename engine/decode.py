@@ -101,8 +101,9 @@ def decode(
     """Let every row read `feed` through its compressed cache, then answer: greedily, or by its numbers in `draws`.
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
-    `max_new_tokens=0` rows only read; `cues` interrupt the answers of some rows; the first `min_new_tokens` are no
-    stop tokens. `on_step` gets the number of steps done and of rows still generating; `watch` sees every step, and the steps' seconds include what it does.
+    `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens; `cues` interrupt some answers.
+    `on_step` gets the number of steps done and of rows still generating; `watch` sees every step, and the steps'
+    seconds include what it does.
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
