@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.books.spans import span
 from engine.causal import causal
 from engine.observe import Known, ModelFact, Observation
+from engine.passes.chunks import in_chunks
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 
@@ -162,10 +163,12 @@ def prefill(
     on_layer: Callable[[Trace, int], None] | None = None,
     thinning: Thinning | None = None,
     sparsity: VerticalSlash | None = None,
+    chunk: int | None = None,
 ) -> Trace:
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
 
-    `sparsity` takes the place of exact attention in layers without a sliding window.
+    `sparsity` takes the place of exact attention in layers without a sliding window. What works token by token reads
+    `chunk` tokens at a time.
     """
     assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
     trace = Trace(model.shape, len(ids), model.device)
@@ -178,7 +181,7 @@ def prefill(
     start = perf_counter()  # what is known of a model is no part of reading a prompt
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)
-    with span("prefill"):
+    with span("prefill"), in_chunks(model, chunk):
         if thinning is None:
             session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]

@@ -20,10 +20,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.budget import BudgetRequest, exact
+from engine.budget import COUNTS, BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError
+from engine.sampling.spec import Sampling
 from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
 from evals.typed import build, convert, same_names
@@ -42,6 +43,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
+    *("budget_counts", "temperature", "top_p", "top_k", "n_answers"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -128,7 +130,9 @@ class Settings:
     task: Choice
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
+    chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
+    sampling: Sampling
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
@@ -168,8 +172,11 @@ class Settings:
         } | {
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
+            **self.sampling.identity(),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
+            **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
             **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
 
@@ -202,12 +209,20 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         task=choice("task", names["task"], tree["task"]),
         model=build(ModelSpec, tree["model"], "model"),
         prefill=prefill(names, tree["prefill"]),
+        chunk=chunk(tree["prefill"]),
         budget=BudgetRequest(
             ratio=convert(tree["ratio"], Fraction | None, "ratio"),
             tokens=convert(tree["budget"], int | None, "budget"),
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
+            counts=budget_counts(tree["budget_counts"]),
             memory=convert(tree["memory"], Fraction | None, "memory"),
+        ),
+        sampling=Sampling(
+            temperature=convert(tree["temperature"], float, "temperature"),
+            top_p=convert(tree["top_p"], float, "top_p"),
+            top_k=convert(tree["top_k"], int | None, "top_k"),
+            n_answers=convert(tree["n_answers"], int, "n_answers"),
         ),
         allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),
@@ -349,10 +364,22 @@ def allocator(tree: Any) -> Allocator | None:
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
     """The chosen prefill; None for the exact one, which has no class and no parameters."""
-    if isinstance(tree, Mapping) and tree.get("_target_", "") is None:
-        same_names("prefill", tree, ["_target_"])
-        return None
+    if isinstance(tree, Mapping):
+        tree = {key: value for key, value in tree.items() if key != "chunk"}
+        if tree.get("_target_", "") is None:
+            same_names("prefill", tree, ["_target_"])
+            return None
     return choice("prefill", names.get("prefill", ""), tree)
+
+
+def chunk(tree: Any) -> int | None:
+    """How many tokens a prefill's MLPs read at a time, whichever prefill is chosen."""
+    given = tree.get("chunk") if isinstance(tree, Mapping) else None
+    return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
+
+
+def budget_counts(value: Any) -> str | None:
+    return None if value is None else one_of("budget_counts", value, COUNTS)
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
@@ -375,10 +402,16 @@ def unless(given: Any, default: Any) -> Any:
     return default if given is None else None
 
 
+def default_comm(*, _root_: DictConfig) -> str:
+    """`${default_comm:}`: nothing is moved where prompt and answer are compressed together."""
+    return "0" if f"{OmegaConf.select(_root_, 'method._target_')}".startswith("methods.decoding.") else "1/64"
+
+
 def model_name(model_id: str) -> str:
     """`${model_name:${.id}}`: the last part of a hub name or path."""
     return Path(model_id).name.removesuffix(".gguf").lower()
 
 
 OmegaConf.register_new_resolver("unless", unless, replace=True)
+OmegaConf.register_new_resolver("default_comm", default_comm, replace=True)
 OmegaConf.register_new_resolver("model_name", model_name, replace=True)

@@ -50,6 +50,7 @@ class Timed:
 
     variant: Variant
     sparsity: VerticalSlash | None = None
+    chunk: int | None = None  # of the prefill
 
 
 @dataclass
@@ -245,7 +246,7 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
         rows[0].build(layer)
 
     variant = timed.variant
-    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity)
+    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk)
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()

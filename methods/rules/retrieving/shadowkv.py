@@ -3,10 +3,11 @@
 Not here: the method (`methods/retrieving/shadowkv.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor
 
+from engine.books.footprint import DIGITS, Footprint, held, largest, too_small
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import one_of, whole_numbers
 from engine.errors import ConfigError
@@ -14,6 +15,7 @@ from engine.shapes import ModelShape
 from methods.rules.base import Rules
 
 OUTLIER_SHARE = 8  # a budget of so many chunks pays for one outlier
+LEAST_RANK_SHARE = 16  # of the keys' numbers: the lowest rank that a small `memory` leads to
 
 
 class ShadowKVRules(Rules):
@@ -71,7 +73,7 @@ class ShadowKVRules(Rules):
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         s = budget.s_prompt
-        if budget.attends_all:
+        if budget.attends_all and budget.memory in (None, 1):
             return ShadowKVRules.Plan(params.chunk, 0, 0, 0, 0)
         chunk, rank = chunk_of(params, budget.comm), rank_of(params, s, shape)
         n_chunks = s // chunk - params.local_chunks
@@ -94,6 +96,46 @@ class ShadowKVRules(Rules):
                 f"the {n_chunks} chunks of a prompt of {s} tokens; use fewer, a smaller budget, or longer prompts"
             )
         return plan
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        s = budget.s_prompt
+        n_exact = plan.n_local(s) + plan.n_outliers * plan.chunk
+        return held(budget, shape, n_exact, sum(plan.meta_bytes(s, shape)), plan.n_selected * plan.chunk)
+
+    @classmethod
+    def fit(cls, params: Params, budget: Budget, shape: ModelShape) -> tuple[Budget, Plan]:
+        """The budget's tokens with the largest rank that fits, and where none does with the shortest chunks."""
+        found = cls.fitting(params, budget, shape)
+        if found is not None:
+            return budget, found
+        least = 1 + largest(1, DIGITS - 1, lambda n: cls.fitting(params, with_memory(budget, n), shape) is None)
+        raise too_small(budget, cls.title, Fraction(least, DIGITS))
+
+    @classmethod
+    def fitting(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan | None:
+        """`fit`'s integers, None where there are none."""
+        s, width = budget.s_prompt, shape.h_kv * shape.d_h
+        rank, shortest = rank_of(params, s, shape), chunk_of(params, budget.comm)
+        lowest = min(rank, max(1, width // LEAST_RANK_SHARE))
+        for chunk in range(shortest, s // (params.local_chunks + 1) + 1):
+            plan = divided(params, budget.tokens, s, chunk, lowest, s // chunk - params.local_chunks)
+            if plan.n_selected < 1 or plan.n_outliers > plan.n_chunks - plan.n_selected:
+                continue
+            spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
+            if spare >= 0:
+                of_rank = replace(plan, rank=1).meta_bytes(s, shape)[0]
+                return replace(plan, rank=min(rank, lowest + spare // of_rank) if chunk == shortest else lowest)
+        return None
+
+
+def with_memory(budget: Budget, part: int) -> Budget:
+    """The same prompt with so many of `DIGITS` parts of memory, which are the ratio too where none was given."""
+    memory = Fraction(part, DIGITS)
+    if not budget.memory_alone:
+        return replace(budget, memory=memory)
+    tokens = floor(memory * budget.s_prompt)
+    return replace(budget, memory=memory, tokens=tokens, nominal_tokens=tokens, ratio=memory)
 
 
 def chunk_of(params: ShadowKVRules.Params, comm: Fraction) -> int:

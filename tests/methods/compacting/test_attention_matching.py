@@ -15,7 +15,7 @@ from tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = AttentionMatching.Params(
     select="highest", score="rms", biases="fitted", values="fitted", ridge=0, drop_below=-7, queries="prompt",
-    n_queries=None, chunk=4096, frame="keep", first_ids=None,
+    n_queries=None, chunk=4096, bias_steps=None, frame="keep", first_ids=None,
 )  # fmt: skip
 PLAIN = replace(PARAMS, biases="none", values="kept")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "attention_matching").glob("*.npz"))
