@@ -292,8 +292,7 @@ class Layer:
         assert self.n_window == self.n_seen - self.start, f"layer {self.index} has a window that slid"
         positions, parts = self.positions(), self.resident()
         n, k = positions.shape[-1], slots.shape[-1]
-        tokens = [torch.cat(x, 2) if len(x) > 1 else x[0] for x in ([p.k for p in parts], [p.v for p in parts])]
-        chosen = [gather_tokens(x, slots) for x in tokens]
+        chosen = [gather_tokens(torch.cat(x, 2), slots) for x in ([p.k for p in parts], [p.v for p in parts])]
         if self.view is None and self.k.shape[2] == k + room:
             self.k[:, :, :k], self.v[:, :, :k] = chosen
         else:
@@ -305,8 +304,7 @@ class Layer:
 
     def keys(self) -> Tensor:
         """Keys of kept tokens and window, slot by slot as `positions` has them: (1, h_kv, n, d_h)."""
-        parts = [part.k for part in self.resident()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return torch.cat([part.k for part in self.resident()], 2)
 
     def _assert_drops(self) -> None:
         assert self.host is None, f"layer {self.index} has a host and drops no tokens"
