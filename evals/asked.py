@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # imports torch
     from engine.sparse import VerticalSlash
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
+DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
 MOST_COUNT = 10_000  # of anything that a task counts
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
@@ -105,6 +106,7 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
 def check(asked: Asked, shape: ModelShape) -> None:
     """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
     settings, rules, task = asked.settings, asked.rules, asked.task
+    refuse_counts(settings, rules)
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
@@ -120,6 +122,19 @@ def check(asked: Asked, shape: ModelShape) -> None:
     if shortest is not None:
         with naming(settings):
             rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+
+
+def refuse_counts(settings: Settings, rules: type[Rules]) -> None:
+    """Raise `ConfigError` where `budget_counts` is given for a budget of the prompt alone."""
+    counts = settings.budget.counts
+    if counts is None or rules.of_answers:
+        return
+    own = {"snapkv", "streamingllm", "h2o", "tova"} & {settings.method.name}
+    use = f"method={own.pop()}_decode" if own else f"one of {', '.join(DECODING)}"
+    raise ConfigError(
+        f"budget_counts={counts} is for methods that compress while they answer, and method={settings.method.name} "
+        f"compresses the prompt; use {use}"
+    )
 
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:

@@ -6,13 +6,14 @@ Not here: what is asked for, and whether it can be met (`evals/asked.py`), the l
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.checkpoints.digests import changed_at, first_digest_of
 from engine.errors import ConfigError
+from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.asked import Asked, check, naming
@@ -39,6 +40,7 @@ class Cell:
     config: dict[str, Any]  # what identifies the run
     path: Path
     sparsity: VerticalSlash | None = None  # of the prefill
+    draw: int | None = None  # of a prompt's answers, where several are drawn
     coding: tuple[type[Rules], Any] | None = None  # of a composition: who makes codes, with what parameters
 
     @property
@@ -71,6 +73,18 @@ class Cell:
                 self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner
             )
 
+    def draws(self) -> "list[Cell]":
+        """The cell once for each answer to a prompt."""
+        return [replace(self, draw=draw) for draw in self.settings.sampling.draws()]
+
+    def line_id(self, sample_id: str) -> str:
+        """What the line of the cell's answer is called."""
+        return draw_id(sample_id, self.draw)
+
+    def seed(self, sample_id: str) -> int:
+        """Of the draw, the same for every method."""
+        return draw_seed(self.settings.seed, sample_id, self.draw or 0)
+
     @property
     def partner(self) -> tuple[type[SelectiveAttention], Any] | None:
         """The method that makes codes of what this one keeps, and its parameters."""
@@ -82,7 +96,7 @@ class Cell:
         """Cells with equal groups can share a prefill."""
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
-            *("memory", "compose", "allocator"),
+            *("memory", "compose", "allocator", "budget_counts"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 

@@ -21,10 +21,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.budget import BudgetRequest, exact
+from engine.budget import COUNTS, BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError, unknown_name
+from engine.sampling.spec import Sampling
 from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
 from evals.typed import build, convert, same_names
@@ -43,20 +44,8 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *(
-        "method",
-        "task",
-        "model",
-        "prefill",
-        "allocator",
-        "ratio",
-        "budget",
-        "memory",
-        "comm",
-        "compensate",
-        "cache",
-        "compose",
-    ),
+    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
+    *("budget_counts", "compose", "temperature", "top_p", "top_k", "n_answers"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -145,6 +134,7 @@ class Settings:
     prefill: Choice | None  # None: exact attention
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
+    sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
@@ -185,6 +175,8 @@ class Settings:
         } | {
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
+            **self.sampling.identity(),
             **({} if self.compose is None else {"compose": identity(self.compose)}),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
@@ -227,7 +219,14 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             tokens=convert(tree["budget"], int | None, "budget"),
             comm=convert(tree["comm"], Fraction, "comm"),
             compensate=convert(tree["compensate"], bool, "compensate"),
+            counts=budget_counts(tree["budget_counts"]),
             memory=convert(tree["memory"], Fraction | None, "memory"),
+        ),
+        sampling=Sampling(
+            temperature=convert(tree["temperature"], float, "temperature"),
+            top_p=convert(tree["top_p"], float, "top_p"),
+            top_k=convert(tree["top_k"], int | None, "top_k"),
+            n_answers=convert(tree["n_answers"], int, "n_answers"),
         ),
         compose=partner(convert(tree["compose"], str | None, "compose")),
         allocator=allocator(tree["allocator"]),
@@ -403,6 +402,10 @@ def chunk(tree: Any) -> int | None:
     return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
 
 
+def budget_counts(value: Any) -> str | None:
+    return None if value is None else one_of("budget_counts", value, COUNTS)
+
+
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
     if isinstance(value, int):
         whole_number(key, value, lowest)
@@ -423,10 +426,16 @@ def unless(given: Any, default: Any) -> Any:
     return default if given is None else None
 
 
+def default_comm(*, _root_: DictConfig) -> str:
+    """`${default_comm:}`: nothing is moved where prompt and answer are compressed together."""
+    return "0" if f"{OmegaConf.select(_root_, 'method._target_')}".startswith("methods.decoding.") else "1/64"
+
+
 def model_name(model_id: str) -> str:
     """`${model_name:${.id}}`: the last part of a hub name or path."""
     return Path(model_id).name.removesuffix(".gguf").lower()
 
 
 OmegaConf.register_new_resolver("unless", unless, replace=True)
+OmegaConf.register_new_resolver("default_comm", default_comm, replace=True)
 OmegaConf.register_new_resolver("model_name", model_name, replace=True)

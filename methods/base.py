@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ from engine.store import Coder, Store
 from engine.turns.state import Mark, fork_of
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
+
+if TYPE_CHECKING:
+    from engine.decode import Interruption
 
 Row = TypeVar("Row", bound="SelectiveAttention")
 
@@ -70,7 +73,7 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        is_exact = budget.memory == 1 or not (self.method.changes or self.partner)
+        is_exact = budget.memory == 1 or (budget.memory is None and not (self.method.changes or self.partner))
         return budget.attends_all and budget.never_evicts and is_exact
 
     @property
@@ -278,6 +281,10 @@ class SelectiveAttention(Rules, ABC):
 
     def after_step(self) -> None:
         """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""
+
+    def interruption(self) -> "Interruption | None":
+        """What an answer is made to say from some token on; None: it speaks for itself."""
+        return None
 
     def report(self) -> dict[str, Any]:
         """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""

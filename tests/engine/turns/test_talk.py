@@ -1,0 +1,198 @@
+"""Feeds of several tokens against the same tokens step by step, and rows that go back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.decode import decode
+from engine.errors import ConfigError
+from engine.prefill import Trace, prefill
+from engine.turns.talk import Talk
+from methods.base import SelectiveAttention
+from methods.dropping.snapkv import SnapKV
+from methods.full import Full
+from tests import conformance
+from tests.conformance import METHODS, Refused, Subject, read, variant
+from tests.tiny import CONFIGS, prompt, tiny
+from tests.vectors import built, request
+
+FAST = ("full", "snapkv", "adakv", "streamingllm", "h2o", "tova", "pqcache", "quest", "infinigen", "clusterkv", "sparq")
+FEED, OTHER = prompt(20, 7), prompt(13, 9)
+N_NEW = 60
+
+
+def row_of(one: Subject, ratio: str = "0.2") -> tuple[Trace, Any]:
+    try:
+        made = variant(one, ratio)
+    except Refused as refusal:
+        pytest.skip(f"{one.name} refuses the small model: {refusal}")
+    trace = read([made])
+    with torch.inference_mode():
+        return trace, made.row(trace, N_NEW)
+
+
+def said(
+    trace: Trace, rows: Sequence[Any], feed: Sequence[int], n: int = 8, how: str = "compressed"
+) -> list[list[int]]:
+    model = conformance.model()
+    with model.hooked():
+        talk = Talk(model, trace, rows)
+        return [answer.ids for answer in talk.answer(talk.read([feed] * len(rows), how), [n] * len(rows))]
+
+
+def reads_as_steps(name: str) -> None:
+    """A feed in one pass leaves what the same tokens leave step by step: answers and books."""
+    model, one = conformance.model(), conformance.ours(name)
+    trace, first = row_of(one)
+    with torch.inference_mode():
+        rows = [built(first), *(built(first.variant.row(trace, N_NEW)) for _ in range(2))]
+    with model.hooked():
+        stepwise = decode(model, trace, rows[:1], max_new_tokens=8, feed=FEED).answers[0].ids
+    assert said(trace, rows[1:2], FEED) == [stepwise]
+    assert said(trace, rows[2:], FEED, how="tokenwise") == [stepwise]
+    books = [sorted(row.store.ledger.entries) for row in rows]
+    assert books[0] == books[1] == books[2]
+
+
+def goes_back(name: str) -> None:
+    """A question asked after others, each taken back, is answered as if it were the only one."""
+    trace, row = row_of(conformance.ours(name))
+    with torch.inference_mode():
+        built(row)
+    mark = row.mark()
+    alone = said(trace, [row.fork()], FEED)
+    for other in (OTHER, prompt(5, 3)):
+        said(trace, [row], other)
+        row.reset(mark)
+    assert said(trace, [row], FEED) == alone
+    row.reset(mark)
+    assert said(trace, [row, row.fork()], FEED) == alone * 2
+
+
+def is_full_at_ratio_1(name: str) -> None:
+    """With the whole budget, three turns that stay are those of full attention."""
+    model = conformance.model()
+    answers = []
+    for one in (conformance.ours("full"), conformance.ours(name)):
+        trace, row = row_of(one, "1")
+        with torch.inference_mode():
+            built(row)
+        with model.hooked():
+            talk, mine = Talk(model, trace, [row]), []
+            for turn in range(3):
+                mine += [answer.ids for answer in talk.answer(talk.read([prompt(6, turn)]), [4])]
+            answers.append(mine)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_feed_in_one_pass_is_a_feed_step_by_step(name: str) -> None:
+    reads_as_steps(name)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_question_after_others_is_answered_as_if_alone(name: str) -> None:
+    goes_back(name)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_whole_budget_is_full_attention_at_every_turn(name: str) -> None:
+    is_full_at_ratio_1(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [reads_as_steps, goes_back, is_full_at_ratio_1])
+@pytest.mark.parametrize("name", sorted(set(METHODS) - set(FAST)))
+def test_every_method_reads_feeds_and_goes_back(name: str, check: Any) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_feed_is_read_as_a_prefill_reads_it(kind: str) -> None:
+    """Full attention, whatever the architecture: context and feeds are one prompt."""
+    model, ids = tiny(kind), prompt(70)
+    with model.hooked(), torch.inference_mode():
+        trace, whole = prefill(model, ids[:45]), prefill(model, ids)
+        row = built(Full.variant_for(Full.Params(), request(ratio="1"), trace.shape, 45).row(trace, 40))
+        talk = Talk(model, trace, [row])
+        talk.read([ids[45:60]])
+        logits = talk.read([ids[60:]])
+    assert whole.logits is not None
+    torch.testing.assert_close(logits[0], whole.logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("feed", ["compressed", "tokenwise"])
+def test_rows_with_feeds_of_their_own_answer_as_if_alone(feed: str) -> None:
+    feeds = [FEED, OTHER, prompt(1, 4), FEED]
+    names = ["oracle", "pqcache", "snapkv", "oracle"]
+    trace = read([variant(conformance.ours(name), "0.2") for name in names])
+    with torch.inference_mode():
+        rows = [built(variant(conformance.ours(name), "0.2").row(trace, N_NEW)) for name in names]
+    alone = [said(trace, [row.fork()], own)[0] for row, own in zip(rows, feeds, strict=True)]
+    model = conformance.model()
+    with model.hooked():
+        talk = Talk(model, trace, rows)
+        together = talk.answer(talk.read(feeds, feed), [8, 8, 5, 8])
+    assert [answer.ids for answer in together] == [alone[0], alone[1], alone[2][:5], alone[3]]
+
+
+def test_turns_that_stay_go_on_from_each_rows_own_end() -> None:
+    """Rows whose answers end at different lengths read the next feed as each would alone."""
+    variants = [variant(conformance.ours(name), "0.2") for name in ("snapkv", "streamingllm")]
+    trace, model = read(variants), conformance.model()
+
+    def rows() -> list[SelectiveAttention]:
+        with torch.inference_mode():
+            return [
+                built(variant(conformance.ours(name), "0.2").row(trace, N_NEW)) for name in ("snapkv", "streamingllm")
+            ]
+
+    def talk_of(some: list[SelectiveAttention], lengths: list[int]) -> list[list[int]]:
+        with model.hooked():
+            talk = Talk(model, trace, some)
+            first = talk.answer(talk.read([OTHER] * len(some)), lengths)
+            second = talk.answer(talk.read([(answer.ids[-1], *FEED) for answer in first]), [6] * len(some))
+            return [answer.ids for answer in second]
+
+    assert talk_of(rows(), [3, 7]) == [talk_of(rows()[:1], [3])[0], talk_of(rows()[1:], [7])[0]]
+
+
+def test_a_copy_shares_what_the_trace_holds_and_nothing_else() -> None:
+    trace, row = row_of(conformance.ours("snapkv"))
+    with torch.inference_mode():
+        built(row)
+    other = row.fork()
+    assert other.trace is trace and other.variant is row.variant
+    assert other.store is not row.store and other.store.trace is trace
+    for mine, theirs in zip(row.store.layers.values(), other.store.layers.values(), strict=True):
+        assert mine.k.data_ptr() != theirs.k.data_ptr() and torch.equal(mine.k[:, :, :20], theirs.k[:, :, :20])
+    full_trace, full = row_of(conformance.ours("full"))
+    with torch.inference_mode():
+        built(full)
+    view = full.fork().store[0].view
+    assert view is not None and view.k.data_ptr() == full_trace.keys(0).data_ptr()
+
+
+def test_a_generator_goes_back_too() -> None:
+    _, row = row_of(conformance.ours("snapkv"))
+    with torch.inference_mode():
+        built(row)
+    row.draw = torch.Generator().manual_seed(3)
+    mark = row.mark()
+    drawn = torch.rand(4, generator=row.draw)
+    row.reset(mark)
+    assert torch.equal(torch.rand(4, generator=row.draw), drawn)
+
+
+def test_a_method_that_cannot_go_back_says_so() -> None:
+    class Stubborn(SnapKV):
+        rolls_back = False
+
+    trace = read([variant(conformance.ours("snapkv"), "0.2")])
+    params = conformance.ours("snapkv").params
+    with torch.inference_mode():
+        row = built(Stubborn.variant_for(params, request(ratio="0.2"), trace.shape, trace.s_prompt).row(trace, 4))
+    with pytest.raises(ConfigError, match="rolls_back=False"):
+        row.mark()

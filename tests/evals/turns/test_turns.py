@@ -1,0 +1,161 @@
+"""Whole runs of samples with several turns, through the same door as run.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from evals.results import SampleRow
+from evals.tasks.base import Sample
+from evals.tasks.conversation import Asking, Conversation, Turn
+from evals.turns.encode import encode_talk
+from tests.tiny_run import cell, run, save_tiny, sweep
+from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+
+NEEDLE = ["task=needle", "task.source=embedded", "task.lengths=[620]", "task.depths=[0]", "task.max_new_tokens=5"]
+QUESTIONS = [*NEEDLE, "task.questions=3"]
+VARIANTS = [["method=full"], ["method=snapkv", "ratio=0.3"], ["method=pqcache", "ratio=1"]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"model.id={save_tiny(tmp_path_factory.mktemp('models') / 'tiny')}"
+
+
+def texts(rows: list[SampleRow]) -> list[str]:
+    return [row.prediction for row in rows]
+
+
+@pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])
+def test_every_turn_has_a_line(model: str, tmp_path: Path, mode: str) -> None:
+    done = sweep(["model=any", model, *QUESTIONS, f"task.mode={mode}"], VARIANTS, tmp_path)
+    for result, rows in done:
+        assert [row.id for row in rows] == ["620-0-0/1", "620-0-0/2", "620-0-0/3"]
+        assert [row.fields["turn"] for row in rows] == [1, 2, 3]
+        assert {row.sample_id for row in rows} == {"620-0-0"}
+        assert {row.fields["feed"] for row in rows} == {"compressed"}
+        assert result.protocol == mode
+        assert set(result.measures or {}) == {"turn_1", "turn_2", "turn_3"}
+    (_, full), _, (_, whole) = done
+    assert texts(whole) == texts(full)  # ratio 1
+
+
+def test_a_question_does_not_depend_on_those_before_it(model: str, tmp_path: Path) -> None:
+    """Independent: alone, one at a time, or beside others."""
+    together = sweep(["model=any", model, *QUESTIONS], VARIANTS, tmp_path / "together")
+    one_by_one = sweep(["model=any", model, *QUESTIONS, "sweep.max_variants=1"], VARIANTS, tmp_path / "one")
+    assert [texts(rows) for _, rows in together] == [texts(rows) for _, rows in one_by_one]
+
+
+def test_a_feed_token_by_token_is_the_same_run(model: str, tmp_path: Path) -> None:
+    one, rows = run(["model=any", model, *QUESTIONS, "method=pqcache", "ratio=0.4", "comm=1/8"], tmp_path / "one")
+    other, tokenwise = run(
+        ["model=any", model, *QUESTIONS, "method=pqcache", "ratio=0.4", "comm=1/8", "task.feed=tokenwise"],
+        tmp_path / "two",
+    )
+    assert texts(rows) == texts(tokenwise)
+    assert [row.fields["attended_by_feed"] for row in rows] == [row.fields["attended_by_feed"] for row in tokenwise]
+    assert (one.protocol, other.protocol) == ("independent", "independent, tokenwise feed")
+
+
+def test_query_aware_asks_each_question_by_itself(model: str, tmp_path: Path) -> None:
+    result, rows = run(["model=any", model, *QUESTIONS, "task.mode=query_aware", "method=full"], tmp_path)
+    assert [row.id for row in rows] == ["620-0-0/1", "620-0-0/2", "620-0-0/3"]
+    assert result.protocol == "query_aware"
+
+
+def test_a_run_that_was_stopped_within_a_sample_goes_on(model: str, tmp_path: Path) -> None:
+    words = ["model=any", model, *QUESTIONS, "method=snapkv", "ratio=0.3"]
+    _, whole = run(words, tmp_path)
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
+    (tmp_path / "result.json").unlink()
+    _, again = run(words, tmp_path)
+    assert texts(again) == texts(whole)
+
+
+def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> None:
+    """Four turns of one sample say nothing of other samples."""
+    result, _ = run(["model=any", model, *QUESTIONS, "method=full"], tmp_path)
+    assert result.score_ci95 is None
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["task.mode=nobody"], "task.mode"),
+        (["task.feed=dense", "method=snapkv", "ratio=0.3"], "task.feed=dense"),
+        (["compression_scope=context_only"], "compression_scope=context_only"),
+        (["task.questions=12", "task.lengths=[1800]", "task.max_new_tokens=40"], "longest that fits|more than the"),
+        (["task.questions=0"], "task.questions=0"),
+        (["task.questions=1", "task.mode=golden"], "needs several questions"),
+    ],
+)
+def test_wrong_input_is_refused_before_a_prefill(model: str, tmp_path: Path, words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        run(["model=any", model, *QUESTIONS, *words], tmp_path)
+
+
+def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:
+    """Keys that came later are no part of what identifies a run that does not use them."""
+    identity = cell(["task=needle"], tmp_path).resolved()["task"]["params"]
+    assert not {"questions", "mode", "feed", "budget_base"} & set(identity)
+    assert cell(["task=needle", "task.questions=3"], tmp_path).resolved()["task"]["params"]["questions"] == 3
+
+
+def talk(mode: str, is_rendered: bool = False) -> Sample:
+    turns = tuple(Turn(f"question {i}?", (f"answer {i}",), 4) for i in (1, 2, 3))
+    return Sample(id="a", context="a text ", question="", conversation=Conversation(turns, Asking(mode), is_rendered))
+
+
+def test_what_stands_between_turns_is_the_chat_templates() -> None:
+    tokenizer = tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False)
+    prompt = encode_talk(tokenizer, talk("golden"), chat="auto", system_prompt="")
+    text = tokenizer.decode([id for ids in (prompt.context_ids, *prompt.feeds) for id in ids])
+    assert text == (
+        "<|im_start|>user\na text question 1?<|im_end|>\n<|im_start|>assistant\nanswer 1<|im_end|>\n"
+        "<|im_start|>user\nquestion 2?<|im_end|>\n<|im_start|>assistant\nanswer 2<|im_end|>\n"
+        "<|im_start|>user\nquestion 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_independent_questions_stand_behind_the_context() -> None:
+    tokenizer = tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False)
+    prompt = encode_talk(tokenizer, talk("independent"), chat="auto", system_prompt="")
+    assert tokenizer.decode(prompt.context_ids) == "<|im_start|>user\na text "
+    assert tokenizer.decode(prompt.feeds[1]) == "question 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.n_new == max(map(len, prompt.feeds)) + 4
+
+
+@pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])
+def test_scbench_is_generated_and_asked(model: str, tmp_path: Path, mode: str) -> None:
+    words = [
+        "model=any",
+        model,
+        "task=scbench",
+        "task.source=embedded",
+        "task.lengths=[500]",
+        "task.rows=1",
+        f"task.mode={mode}",
+    ]
+    result, rows = run([*words, "task.datasets=[scbench_mf]", "task.max_new_tokens=3", "method=full"], tmp_path)
+    assert [row.fields["turn"] for row in rows] == [1, 2, 3, 4, 5]
+    assert result.data_source == "embedded"
+    assert (tmp_path / "turns.csv").read_text().count("scbench_mf") >= 5
+
+
+def test_rows_of_scbench_without_turns_are_refused(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "scbench" / "data"
+    folder.mkdir(parents=True)
+    (folder / "scbench_kv.jsonl").write_text(json.dumps({"id": 0, "context": "a", "multi_turns": []}) + "\n")
+    words = [
+        "model=any",
+        model,
+        "task=scbench",
+        "task.datasets=[scbench_kv]",
+        f"data_dir={tmp_path / 'data'}",
+        "method=full",
+    ]
+    with pytest.raises(ConfigError, match="no turns"):
+        run(words, tmp_path / "out")
