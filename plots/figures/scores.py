@@ -34,7 +34,9 @@ from plots.run_sets import (
 from plots.stats import small_n
 from plots.style import Picture, Sheet
 
-LABELLED = ("longbench", "gsm8k", "infinitebench", "ruler", "needle")  # tasks with scores of 0 to 1
+LABELLED = (  # tasks with scores of 0 to 1
+    *("longbench", "gsm8k", "infinitebench", "ruler", "needle", "math500", "aime", "longproc"),
+)
 N_PANELS = 16
 ORACLE = "oracle"
 NAMED = 3  # methods that a note names before it counts
