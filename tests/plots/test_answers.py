@@ -15,13 +15,9 @@ from tests.plots.report_runs import write_run
 def runs(tmp_path: Path) -> list[Run]:
     """Full attention, and R-KV at three budgets, with entries that fall with the budget."""
     found = []
-    for method, budget, entries in (
-        ("full", None, 1000.0),
-        ("rkv", 96, 300.0),
-        ("rkv", 128, 500.0),
-        ("rkv", 160, 700.0),
-    ):
-        write_run(tmp_path / f"{method}-{budget}")
+    asked = (("full", None, 1000.0), ("rkv", 96, 300.0), ("rkv", 128, 500.0), ("rkv", 160, 700.0))
+    for method, budget, entries in asked:
+        write_run(tmp_path / f"{method}-{budget}", method, [0, 1, 1, 0])
         (run,) = load(tmp_path / f"{method}-{budget}")
         rows = tuple(replace(row, ledger=row.ledger | {"footprint_entries": entries}) for row in run.rows)
         counts = None if method == "full" else "target"
