@@ -127,7 +127,7 @@ def divided(start: int, end: int, tokens: int, most: int) -> tuple[tuple[int, in
     length = end - start
     n = max(1, ceil(length / most))
     edges = [floor(Fraction(i * length, n)) for i in range(n + 1)]
-    shares = [floor(Fraction(tokens * edge, max(1, length))) for edge in edges]
+    shares = [round(Fraction(tokens * edge, max(1, length))) for edge in edges]
     return tuple(
         (start + edges[i], start + edges[i + 1], min(shares[i + 1] - shares[i], edges[i + 1] - edges[i]))
         for i in range(n)

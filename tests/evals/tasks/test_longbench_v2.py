@@ -170,8 +170,6 @@ def run_vectors(path: Path) -> list[Check]:
     pairs: list[tuple[str, Any, Any]] = [
         (f"longbench_v2[{i}]", chosen_letter(row["prediction"]), row["pred"]) for i, row in enumerate(rows)
     ]
-        (f"longbench_v2[{i}]", chosen_letter(row["prediction"]), row["pred"]) for i, row in enumerate(rows)
-    ]
     for name, table in vectors["table"].items():
         pairs.append((f"longbench_v2.{name}", accuracies(rows, name == "compensated"), table))
     return [(name, None if ours == official else f"{ours} instead of {official}") for name, ours, official in pairs]
