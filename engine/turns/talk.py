@@ -159,8 +159,8 @@ class Talk:
                 if i in ahead:
                     rows[i].q_ahead = ahead[i][:, :, j : j + 1]
             whole = len(live) == len(rows)
-            at_j = [x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v)]
-            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, *at_j, scale)
+            q_j, k_j, v_j = (x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v))
+            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, scale)
             if whole:
                 out[:, :, j : j + 1] = found
             else:
