@@ -6,7 +6,7 @@ what they generate. A row leaves the batch behind its last token.
 Not here: what a row attends to (`methods`), what text its tokens are (`evals/loop.py`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +18,7 @@ from engine.attend import attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.prefill import Trace
+from engine.sampling.draws import Draws
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -30,6 +31,37 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     stopped: bool = False  # by a stop token; otherwise the allowance was used up
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What an answer is made to say once it has `after` tokens, unless it has said the `marker` by itself."""
+
+    after: int
+    text: str
+    marker: str | None = None
+
+
+@dataclass(frozen=True)
+class Cue:
+    """An interruption as tokens."""
+
+    after: int
+    ids: Sequence[int]
+    marker: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, interruption: Interruption, encode: Callable[[str], Sequence[int]]) -> "Cue":
+        return cls(interruption.after, encode(interruption.text), encode(interruption.marker or ""))
+
+    def token(self, said: Sequence[int]) -> int | None:
+        """The next token of an answer that has said so much; None: its own."""
+        at, n = len(said) - self.after, len(self.marker)
+        if not 0 <= at < len(self.ids):
+            return None
+        own = [*said[: self.after]]
+        has_said = n and any(own[i : i + n] == [*self.marker] for i in range(len(own) - n + 1))
+        return None if has_said else self.ids[at]
 
 
 @dataclass
@@ -61,14 +93,17 @@ def decode(
     stop_ids: Iterable[int] = (),
     min_new_tokens: int = 0,
     feed: Sequence[int] = (),
+    draws: Draws | None = None,
+    cues: Mapping[int, Cue] | None = None,
     on_step: Callable[[int, int], None] | None = None,
     watch: Watch | None = None,
 ) -> Decoded:
-    """Let every row read `feed` through its compressed cache, then answer greedily.
+    """Let every row read `feed` through its compressed cache, then answer: greedily, or by its numbers in `draws`.
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
-    `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens. `on_step` gets the number of
-    steps done and of rows still generating; `watch` sees every step, and the steps' seconds include what it does.
+    `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens; `cues` interrupt some answers.
+    `on_step` gets the number of steps done and of rows still generating; `watch` sees every step, and the steps'
+    seconds include what it does.
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
@@ -88,7 +123,12 @@ def decode(
         else:
             if stop_ids and len(answers[batch.order[0]].ids) < min_new_tokens:
                 logits = logits.index_fill(1, never, -torch.inf)
-            ids = logits.argmax(-1)
+            t = len(answers[batch.order[0]].ids)
+            ids = logits.argmax(-1) if draws is None else draws.pick(logits, batch.order, t)
+            for i, row in enumerate(batch.order if cues else ()):
+                cue = None if cues is None or row not in cues else cues[row].token(answers[row].ids)
+                if cue is not None:
+                    ids[i] = cue
             tokens = ids.tolist()  # where a GPU works, all that a step waits for
             for row, token in zip(batch.order, tokens, strict=True):
                 answers[row].ids.append(token)

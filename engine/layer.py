@@ -16,8 +16,8 @@ What the store does not do yet, and where it belongs:
 
 - Later replacements are written to `k` and `v`, in the slots that `positions` names.
 - A bias of tokens that are evicted later: its numbers have to move with them.
-- Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
-  token weighs is `Meter.token_bytes`.
+
+Codes in place of numbers have a layer of their own (`engine/caches/coded.py`).
 
 Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting
 (`engine/books/meter.py`).
@@ -135,6 +135,8 @@ class Layer:
             assert is_view and positions is not None, "spans are a view, with positions"
             self.n_spare = int((self.n_kept - kept.spans.counts).sum())
             self.n_hidden = meter.shape.g * self.n_spare
+        if self.bias is not None:
+            meter.beside_bytes = ELEMENT_BYTES * (meter.shape.h_kv * self.n_kept - self.n_spare)
         self.rolling: Rolling | None = None
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.is_far = host is not None and host.v.device != self.k.device  # the host is another memory
@@ -142,6 +144,11 @@ class Layer:
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether tokens are taken in as codes, each layer by itself."""
+        return False
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
@@ -290,8 +297,7 @@ class Layer:
         assert self.n_window == self.n_seen - self.start, f"layer {self.index} has a window that slid"
         positions, parts = self.positions(), self.resident()
         n, k = positions.shape[-1], slots.shape[-1]
-        tokens = [torch.cat(x, 2) if len(x) > 1 else x[0] for x in ([p.k for p in parts], [p.v for p in parts])]
-        chosen = [gather_tokens(x, slots) for x in tokens]
+        chosen = [gather_tokens(torch.cat(x, 2), slots) for x in ([p.k for p in parts], [p.v for p in parts])]
         if self.view is None and self.k.shape[2] == k + room:
             self.k[:, :, :k], self.v[:, :, :k] = chosen
         else:
@@ -303,8 +309,7 @@ class Layer:
 
     def keys(self) -> Tensor:
         """Keys of kept tokens and window, slot by slot as `positions` has them: (1, h_kv, n, d_h)."""
-        parts = [part.k for part in self.resident()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return torch.cat([part.k for part in self.resident()], 2)
 
     def _assert_drops(self) -> None:
         assert self.host is None, f"layer {self.index} has a host and drops no tokens"
@@ -401,10 +406,6 @@ class Layer:
         """End the step: what it attended to, kept and moved."""
         if self.view is not None and self.view.spans is not None:
             self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
-        if self.bias is not None:
-            self.meter.count(
-                "resident_meta_bytes", ELEMENT_BYTES * (self.meter.shape.h_kv * self.n_kept - self.n_spare)
-            )
         if self.queries is not None:
             self.meter.count("resident_meta_bytes", self.queries.n_bytes(self.meter.shape))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]

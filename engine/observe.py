@@ -78,15 +78,29 @@ def spaced(n: int, start: int, end: int) -> range | list[int]:
 
 @dataclass(frozen=True)
 class SpacedQueries(Observation):
-    """Queries of `n` positions at even distances, without the prompt's first and last ones: (1, h, n, d_h)."""
+    """Queries of `n` positions at even distances, without the prompt's first and last ones: (1, h, n, d_h).
+
+    `moved`: they are turned to the position behind the prompt, where every key is in the past.
+    """
 
     n: int
     n_first: int = 0
     n_last: int = 0
+    moved: bool = False
+
+    def places(self, q: Tensor) -> Tensor:
+        return torch.tensor([*spaced(self.n, self.n_first, q.shape[2] - self.n_last)], device=q.device)
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        at = spaced(self.n, self.n_first, q.shape[2] - self.n_last)
-        return q.index_select(2, torch.tensor([*at], device=q.device))
+        return q.index_select(2, self.places(q))
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        found = self.observe(q, k, scale)
+        if not self.moved or trace.turn is None:
+            return found
+        return trace.turn(found, (q.shape[2] - self.places(q)).unsqueeze(0))
 
 
 GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # imports torch
     from engine.sparse import VerticalSlash
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
+DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
 MOST_COUNT = 10_000  # of anything that a task counts
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
@@ -47,6 +48,7 @@ class Asked:
     task_params: Any
     shape: ModelShape | None  # None: the model's header does not say it
     sparsity: "VerticalSlash | None"  # of the prefill
+    coding: tuple[type[Rules], Any] | None = None  # who makes codes of what the method keeps, with what parameters
 
 
 def ask(cells: Sequence[Settings]) -> list[Asked]:
@@ -67,7 +69,9 @@ def naming(settings: Settings) -> Iterator[None]:
 def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     """Check a cell without torch; `shapes` are those of the models seen so far."""
     rules, params = rules_and_params(given.method)
-    settings = given if rules.has_budget else replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None)
+    settings = given
+    if not rules.has_budget:
+        settings = replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None)
     if settings.allocator is not None:
         with naming(settings):
             check_allocator(rules, params, settings.allocator)
@@ -92,7 +96,8 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     if model not in shapes:
         shapes[model] = early_shape(settings)
     shape = shapes[model]
-    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity_of(settings, rules))
+    sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
+    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity, coding)
     if shape is not None:
         check(asked, shape)
     return asked
@@ -101,9 +106,12 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
 def check(asked: Asked, shape: ModelShape) -> None:
     """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
     settings, rules, task = asked.settings, asked.rules, asked.task
+    refuse_counts(settings, rules)
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
+        if asked.coding is not None:
+            asked.coding[0].check_shape(asked.coding[1], shape)
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
     if asked.sparsity is not None:
@@ -113,7 +121,20 @@ def check(asked: Asked, shape: ModelShape) -> None:
     shortest = task.shortest_prompt()
     if shortest is not None:
         with naming(settings):
-            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache)
+            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+
+
+def refuse_counts(settings: Settings, rules: type[Rules]) -> None:
+    """Raise `ConfigError` where `budget_counts` is given for a budget of the prompt alone."""
+    counts = settings.budget.counts
+    if counts is None or rules.of_answers:
+        return
+    own = {"snapkv", "streamingllm", "h2o", "tova"} & {settings.method.name}
+    use = f"method={own.pop()}_decode" if own else f"one of {', '.join(DECODING)}"
+    raise ConfigError(
+        f"budget_counts={counts} is for methods that compress while they answer, and method={settings.method.name} "
+        f"compresses the prompt; use {use}"
+    )
 
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:
@@ -142,6 +163,23 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "VerticalSlash | None
             "use prefill=exact with it"
         )
     return build(load_class(chosen), chosen.params, "prefill")
+
+
+def coding_of(settings: Settings, rules: type[Rules], params: Any) -> tuple[type[Rules], Any] | None:
+    """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
+    chosen = settings.compose
+    if chosen is None or not rules.has_budget:
+        return None
+    coding, coding_params = rules_and_params(chosen)
+    if not coding.composes:
+        raise ConfigError(f"compose={chosen.name} makes no codes of what another method keeps; use compose=kivi")
+    if settings.allocator is not None and settings.allocator.name != "uniform":
+        reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
+    else:
+        reason = rules.uncodable(params)
+    if reason:
+        raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
+    return coding, coding_params
 
 
 def early_shape(settings: Settings) -> ModelShape | None:

@@ -46,15 +46,14 @@ def answer_line(
     """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
-    ledger = row.store.ledger.summary(
-        row.budget, cell.shape, row.skipped_layers(), row.keeps_budget_in == "mean", with_index=not row.drops
-    )
+    in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
+    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), in_mean, with_index=not row.drops)
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
     score, measures = cell.task.verdict_now(sample, text) if outcome is None else (outcome.score, {})
     return SampleRow(
-        id=sample.id,
+        id=cell.line_id(sample.id),
         prompt_sha256=sample_hash(sample, prompt),
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
@@ -70,6 +69,8 @@ def answer_line(
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
         fields=own_columns(sample)
+        | draw_columns(sample, cell)
+        | ({} if outcome is not None else {"cut_off": not answer.stopped})
         | ({"measures": measures} if measures else {})
         | ({} if probe_s is None else {"probe_s": probe_s})
         | ({} if outcome is None else outcome.fields)
@@ -81,10 +82,10 @@ def answer_line(
     )
 
 
-def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str) -> SampleRow:
+def out_of_memory_line(sample: Sample, prompt: Prompt, cell: Cell, reason: str) -> SampleRow:
     """The line of a sample that did not fit."""
     return SampleRow(
-        id=sample.id,
+        id=cell.line_id(sample.id),
         prompt_sha256=sample_hash(sample, prompt),
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
@@ -99,7 +100,7 @@ def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str) -> SampleRow
         tpot_s=None,
         batch_rows=1,
         ledger={},
-        fields=own_columns(sample),
+        fields=own_columns(sample) | draw_columns(sample, cell),
     )
 
 
@@ -121,6 +122,11 @@ def own_columns(sample: Sample) -> dict[str, Any]:
     texts = {"context": sample.context, "question": sample.question, "cue": sample.answer_prefix}
     shown = {key: text for key, text in texts.items() if text}
     return columns | ({"prompt_end": shown} if shown else {})
+
+
+def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
+    """Whose answer a line is, where a prompt has several."""
+    return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:
@@ -169,6 +175,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         metric=cell.task.metric,
         prefill=EXACT if settings.prefill is None else settings.prefill.name,
         prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
+        budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
+        sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
         simulated=cell.rules.simulated,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import process_time
 from types import MappingProxyType
@@ -21,9 +22,11 @@ import yaml
 from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
-from engine.decode import Answer, decode
+from engine.decode import Answer, Cue, decode
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
+from engine.sampling.draws import Draws
+from engine.sampling.spec import draw_id
 from engine.width import room_bytes, variant_bytes, waves
 from evals.asked import naming
 from evals.cells import Cell
@@ -44,6 +47,7 @@ from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
 from evals.turns.waiting import Waiting, check_window
 from methods.base import SelectiveAttention, Variant
+from methods.rules.full import FullRules
 
 
 class Group:
@@ -54,7 +58,7 @@ class Group:
 
     def __init__(self, cells: Sequence[Cell], answered: Mapping[Path, frozenset[str]] = MappingProxyType({})) -> None:
         # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
-        self.cells = [replace(cell, task=cells[0].task) for cell in cells]
+        self.cells = self.every = [replace(cell, task=cells[0].task) for cell in cells]
         self.folders: Mapping[Path, RunFolder] = {}
         self.answered = answered
         self.first, self.cells_asked = self.cells[0], self.cells
@@ -99,9 +103,9 @@ class Group:
         waiting = []
         for one in prompts:
             for cell in self.cells:
-                for id in one.line_ids:
+                for id in line_ids_of(one, cell):
                     self.folders[cell.path].check_prompt(id, one.sha)
-            if not all(self.has(cell, one.sample) for cell in self.cells):
+            if not all(self.has(draw, one.sample) for cell in self.cells for draw in cell.draws()):
                 waiting.append(one)
         return waiting
 
@@ -185,12 +189,13 @@ class Group:
         """The ids of the sample's lines that are not there yet: its own, or one for each turn."""
         n_turns = 0 if sample.conversation is None else len(sample.conversation.turns)
         elsewhere, folder = self.answered.get(cell.path, ()), self.folders[cell.path]
-        return [id for id in line_ids(sample.id, n_turns) if id not in elsewhere and not folder.has(id)]
+        ids = line_ids(cell.line_id(sample.id), n_turns)
+        return [id for id in ids if id not in elsewhere and not folder.has(id)]
 
     def ask(self, waiting: Waiting) -> None:
         """Let all cells answer one sample at once; where the task takes times, one cell after the other."""
         sample, prompt = waiting.sample, waiting.prompt
-        todo = [cell for cell in self.cells if not self.has(cell, sample)]
+        todo = [draw for cell in self.cells for draw in cell.draws() if not self.has(draw, sample)]
         self.forced = self.forced_of(sample, prompt)
         for thinning, cells in self.by_prefill(todo, prompt).items():
             for together in [[cell] for cell in cells] if self.first.task.is_timed else [cells]:
@@ -220,7 +225,7 @@ class Group:
         free_memory()
         if len(cells) == 1:
             for id in self.missing_lines(cells[0], sample):
-                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, reason), id=id), None)
+                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, cells[0], reason), id=id), None)
             return
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
@@ -302,8 +307,14 @@ class Group:
             return converse(self, sample, prompt, cells, rows, trace, prefill_s)
         n_steps = len(prompt.question_ids) + sample.max_new_tokens - (not prompt.question_ids)
         self.progress.answering(sample.id, len(rows), n_steps)
+        sampling = self.first.settings.sampling
+        draws = None
+        if not (sampling.is_greedy or forced):
+            assert trace.logits is not None
+            seeds = [cell.seed(sample.id) for cell in cells]
+            draws = Draws(sampling, seeds, sample.max_new_tokens, trace.logits.device)
         decoded = decode(
-            self.model, trace, [*rows, *beside],
+            self.model, trace, [*rows, *beside], draws=draws, cues=cues_of(rows, self.model.tokenizer),
             max_new_tokens=0 if forced else sample.max_new_tokens, stop_ids=self.stops(sample), feed=feed,
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
@@ -374,8 +385,9 @@ class Group:
     def finish(self, cell: Cell) -> None:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
-        folder.sort([id for one in self.prompts or () for id in one.line_ids])
-        result = summarise(folder.rows, facts(cell, folder.rows))
+        folder.sort([id for one in self.prompts or () for id in line_ids_of(one, cell)])
+        full = next((self.folders[other.path].rows for other in self.every if other.rules is FullRules), ())
+        result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         with folder.placing() as beside:
             cell.task.artifacts(beside, [row.to_dict() for row in folder.rows], title)
@@ -388,6 +400,18 @@ class Group:
                 "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
+
+
+def cues_of(rows: Sequence[SelectiveAttention], tokenizer: Any) -> dict[int, Cue]:
+    """What some rows are made to say."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    found = {i: row.interruption() for i, row in enumerate(rows)}
+    return {i: Cue.of(each, encode) for i, each in found.items() if each is not None}
+
+
+def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
+    """What the lines of a sample are called: one, or one for each turn, for each draw."""
+    return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]
 
 
 def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
@@ -416,8 +440,8 @@ def is_finished(path: Path) -> bool:
 def refuse_folders(groups: Iterable[Group]) -> None:
     """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
     for group in groups:
-        shas = {id: one.sha for one in group.prompts or () for id in one.line_ids}
         for cell in group.cells:
+            shas = {id: one.sha for one in group.prompts or () for id in line_ids_of(one, cell)}
             RunFolder.refuse(cell.path, cell.config, shas)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
 from itertools import count
+from math import floor
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import BudgetRequest, find_bytes, parse_fraction
+from engine.budget import COUNTS, BudgetRequest, find_bytes, parse_fraction
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.layer import Layer
@@ -52,8 +53,16 @@ BESIDE = 4  # methods that a method answers beside, full attention apart
 FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "infllm": ["method.block_len=16"],
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
+    "kivi": ["method.group=8", "method.residual=16"],
+    "hf_quantized_cache": ["method.group=8"],
     "attention_matching": ["method.first_ids=[7,5,9]"],
     "shadowkv": ["method.local_chunks=1"],
+    "rkv": ["method.interval=4", "method.window=3"],
+    "snapkv_decode": ["method.interval=4", "method.window=3"],
+    "streamingllm_decode": ["method.interval=4"],
+    "h2o_decode": ["method.interval=4"],
+    "tova_decode": ["method.interval=4"],
+    "triattention": ["method.interval=4", "method.protect_prompt=false"],
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
 FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions
@@ -72,6 +81,7 @@ class Subject:
     params: Any
     comm: str = "1/16"
     allocator: Allocator | None = None  # another one than the method's own
+    counts: str | None = None  # what the budget of prompt and answer counts
     keeps_budget: bool = True  # presets reproduce published settings, whose budgets are other ones
 
 
@@ -162,6 +172,8 @@ def other_params(one: Subject, ratio: str) -> Subject | None:
 def variant(one: Subject, ratio: str) -> Variant:
     """The method at this ratio, or at the one that its error recommends."""
     request = BudgetRequest(Fraction(ratio), None, Fraction(one.comm))
+    if one.kind.of_answers:  # its budget is of prompt and answer together
+        request = BudgetRequest(None, max(1, floor((S + N_NEW) * Fraction(ratio))), Fraction(0), counts=one.counts)
     try:
         one.kind.check(one.params, request, model().shape)
         return one.kind.variant_for(one.params, request, model().shape, S, allocator=one.allocator)
@@ -376,12 +388,25 @@ def repeated(tokens: Tensor) -> list[int]:
 def within_budget(one: Subject, ratio: str) -> None:
     if not one.keeps_budget:
         return
+    if one.kind.of_answers and one.counts is None:
+        for counts in COUNTS:
+            try:
+                within_budget(replace(one, counts=counts), ratio)
+            except Refused:  # a method that leaves the prompt whole holds no mean and no peak below it
+                if counts == "target":
+                    raise
+        return
     row = watched(one, ratio).row
     shape, exempt, budget = row.trace.shape, set(row.skipped_layers()), row.budget
     priced = [entry for entry in row.store.ledger.entries if entry.layer not in exempt]
     n_layers = len({entry.layer for entry in priced})
     if one.kind.keeps_budget_in == "mean":
         return within_mean(one, ratio)
+    if one.counts == "mean":
+        held = sum(e.attended for e in priced) / shape.h / len(priced)
+        assert held <= half_more(budget.nominal_tokens), f"steps attend to {held:.1f} tokens on average"
+        assert row.store.ledger.within(budget, shape, exempt, in_mean=True)
+        return
     for step in sorted({entry.step for entry in priced}):
         entries = [entry for entry in priced if entry.step == step]
         tokens, allowed = sum(e.attended for e in entries) / shape.h / n_layers, budget.allowance(step)
@@ -394,6 +419,11 @@ def within_budget(one: Subject, ratio: str) -> None:
             f"step {step}: {moved:.0f} bytes per layer are moved to find tokens, and comm={one.comm} allows {room}"
         )
     assert row.store.ledger.within(budget, shape, exempt)
+
+
+def half_more(n: int) -> float:
+    """A budget that is held on average, and half a token: an interval is even or odd."""
+    return n + 0.5
 
 
 def within_mean(one: Subject, ratio: str) -> None:
@@ -480,11 +510,13 @@ def parts_of(trace: Trace, asked: Variant) -> Iterable[tuple[str, Tensor]]:
 
 
 def labelled(one: Subject) -> None:
-    label = one.kind.label(one.params, BudgetRequest(Fraction("0.2"), None, Fraction(one.comm)))
+    comm = "0" if one.kind.of_answers else one.comm
+    label = one.kind.label(one.params, BudgetRequest(Fraction("0.2"), None, Fraction(comm)))
     assert one.kind.title.strip() and label.startswith(one.kind.title), (
         f"the label {label!r} does not begin with the title {one.kind.title!r}"
     )
-    assert label.endswith("(C)") == one.kind.drops, f"the label {label!r} has (C) where drops is {one.kind.drops}"
+    compensated = one.kind.drops and not one.kind.of_answers
+    assert label.endswith("(C)") == compensated, f"the label {label!r} has (C) where drops is {one.kind.drops}"
     assert isinstance(one.kind.version, int) and one.kind.version >= 1, f"the version is {one.kind.version!r}"
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests import golden_metrics
-from tests.engine import test_budget
+from tests.engine import test_budget, test_footprint
 from tests.engine.caches import test_blocks
 from tests.evals.tasks import (
     test_gsm8k,
@@ -24,6 +24,7 @@ from tests.evals.tasks import (
     test_scbench_rules,
 )
 from tests.methods.compacting import test_attention_matching
+from tests.methods.decoding import test_rkv, test_schedule, test_triattention
 from tests.methods.dropping import (
     test_adakv,
     test_duo_attention,
@@ -40,6 +41,7 @@ from tests.methods.dropping import (
     test_tova,
     test_xkv,
 )
+from tests.methods.quantising import test_kivi
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -76,6 +78,11 @@ RUNNERS: dict[str, Runner] = {
     "lagkv/*.npz": test_lagkv.run_vectors,
     "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
+    "rkv/*.npz": test_rkv.run_vectors,
+    "triattention/*.npz": test_triattention.run_vectors,
+    "decode_time/*.npz": test_schedule.run_vectors,
+    "decode_time/prulong_footprint.json": test_footprint.run_vectors,
+    "kivi/*.npz": test_kivi.run_vectors,
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,
@@ -129,7 +136,12 @@ def find_runner(path: Path) -> Runner | None:
 
 
 def files_below(root: Path) -> list[Path]:
-    found = [*root.glob("*/*.npz"), *root.glob("metrics/*.json"), *root.glob("metrics/*.jsonl")]
+    found = [
+        *root.glob("*/*.npz"),
+        *root.glob("decode_time/*.json"),
+        *root.glob("metrics/*.json"),
+        *root.glob("metrics/*.jsonl"),
+    ]
     return sorted(found)
 
 

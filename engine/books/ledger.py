@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
+from engine.books.entries import footprint, share_of_full
 from engine.budget import Budget, find_bytes, token_bytes
 from engine.shapes import ModelShape
 
@@ -39,6 +40,7 @@ class Entry(NamedTuple):
     cache_hits: int  # lookups of (KV head, token) that found their block on the device
     cache_lookups: int
     pseudo_tokens: int = 0  # stood in attention for tokens that were not attended to, summed over the query heads
+    made_kv_bytes: int = 0  # keys of fetched tokens that were made on the device, beside what moved
 
 
 class Debt(Protocol):
@@ -96,7 +98,7 @@ class Ledger:
         """Per step the bytes of the buffer for fetched tokens, of which one serves all layers."""
         most: dict[int, int] = {}
         for entry in self.entries:
-            most[entry.step] = max(most.get(entry.step, 0), entry.moved_kv_bytes)
+            most[entry.step] = max(most.get(entry.step, 0), entry.moved_kv_bytes + entry.made_kv_bytes)
         return [most[step] for step in sorted(most)]
 
     def held(self, with_index: bool = True) -> list[int]:
@@ -155,7 +157,26 @@ class Ledger:
             "bytes_buffer": max(self.buffers()),
             "moved_bytes_per_step": moved / steps,
             "within_budget": is_within,
+        } | self.costs(budget, shape)
+
+    def costs(self, budget: Budget, shape: ModelShape) -> dict[str, float]:
+        """Entries that the answer took, mean over layers and heads: the most at a step, and all of them.
+
+        Of a budget that counts the answer, also at which share of the steps it was reached.
+        """
+        seen = self.totals("tokens")
+        n_layers = len(self.entries) // len(seen)
+        steps = [attended / shape.h / n_layers for attended in self.totals("attended")]
+        s_prompt = seen[0] // n_layers - 1
+        entries = footprint(s_prompt, steps)
+        found = {
+            "peak_entries": max(steps),
+            "footprint_entries": entries,
+            "footprint": share_of_full(entries, s_prompt, len(steps)),
         }
+        if budget.counts is not None:
+            found["reached_steps"] = sum(n >= budget.tokens for n in steps) / len(steps)
+        return found
 
 
 MOVED = ("moved_kv_bytes", "moved_meta_bytes", "filled_bytes", "released_bytes")  # between the tiers
@@ -166,4 +187,5 @@ SUMMARY = (
     "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step",
     "bytes_filled_per_step", "bytes_released_per_step", "cache_hit_rate", "pseudo_tokens_mean",
     "resident_share", "bytes_buffer", "moved_bytes_per_step", "within_budget",
+    "peak_entries", "footprint_entries", "footprint",
 )  # fmt: skip

@@ -33,6 +33,7 @@ COUNTS = (  # in the order of `Entry`
     "cache_hits",
     "cache_lookups",
     "pseudo_tokens",
+    "made_kv_bytes",
 )
 
 
@@ -71,6 +72,7 @@ class Meter:
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.moves = True  # False: what can be fetched lies on the device
+        self.beside_bytes = 0  # on the device beside K and V of kept tokens, for attention
         self.host_meta_bytes = 0  # on the host beside tokens that are there alone
         self.accesses = accesses  # a list: every fetch is noted in it
         self.zeros = dict.fromkeys(COUNTS, 0)
@@ -167,7 +169,7 @@ class Meter:
         attended, meta_bytes, *moved = self.counts.values()
         self.counts = self.zeros.copy()
         attended += n_resident * self.shape.h - n_hidden
-        kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes
+        kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes + self.beside_bytes
         if self.has_cache:
             kv_bytes += self.cached_bytes()
         host_bytes = n_host * self.shape.h_kv * self.far_bytes + self.host_meta_bytes

@@ -207,8 +207,9 @@ class SampleRow:
 
     @property
     def sample_id(self) -> str:
-        """The sample that the line is of; a sample with several turns has a line for each."""
-        return str(self.fields.get("sample", self.id)) if "turn" in self.fields else self.id
+        """The sample that the line is of; a sample with several turns or draws has a line for each."""
+        has_more = "turn" in self.fields or "draw" in self.fields
+        return str(self.fields.get("sample", self.id)) if has_more else self.id
 
     def to_dict(self) -> dict[str, Any]:
         """The row as it stands in samples.jsonl."""
@@ -276,10 +277,17 @@ class RunFacts:
     prefill: str = EXACT  # a file of conf/prefill
     prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
     allocator: str | None = None  # what divided the budget, where it was not the method itself
+    budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
     memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
     simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
 
 
+# Of answers: means over lines, null where nothing was measured.
+COSTS = (
+    *("answer_tokens_mean", "cut_off_share", "peak_entries", "footprint", "footprint_vs_full"),
+    *("reached_answers", "reached_steps"),
+)
 # Keys of result.json that only some runs have, and what the others would say; they are left out there.
 OPTIONAL_KEYS: dict[str, Any] = {
     "metric": None,
@@ -289,6 +297,10 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "allocator": None,
+    "budget_counts": None,
+    "sampling": {},
+    **dict.fromkeys(COSTS),
+    "pass_at_k": None,
     "memory_exact": None,
     "simulated": False,
     "resident_share": None,
@@ -332,6 +344,14 @@ class RunResult(RunFacts):
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
+    answer_tokens_mean: float | None = None  # generated tokens
+    cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored
+    peak_entries: float | None = None  # most entries of a KV head that a step attended to, mean over heads and layers
+    footprint: float | None = None  # entries over prefill and decode, relative to full attention of the same length
+    footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention beside it
+    reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer
+    reached_steps: float | None = None  # share of steps at which the cache was that full
+    pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
     resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
     moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     # Of ledger.parquet; `finish` knows it, who summarises does not.
@@ -352,7 +372,8 @@ class RunResult(RunFacts):
         """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
         said = "" if self.memory_exact is None else f"memory {shown_fraction(self.memory_exact)}"
         if self.budget is not None:
-            return f"{self.budget} tokens {said}".rstrip()
+            counts = "" if self.budget_counts in (None, "target") else f"({self.budget_counts}) "
+            return f"{self.budget} tokens {counts}{said}".rstrip()
         if said and self.ratio_exact == self.memory_exact:
             return said
         return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()

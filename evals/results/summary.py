@@ -11,6 +11,7 @@ from fractions import Fraction
 from math import exp, fsum, log
 from typing import Any, cast
 
+from evals.results.draws import by_prompt, pass_at_k
 from evals.results.intervals import interval, mean_ci95
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
@@ -67,8 +68,38 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
     return {name: mean(measures.get(name) for measures in each) for name in names} or None
 
 
-def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
-    """What a finished run says of itself; the order of `rows` does not matter."""
+def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, Any]:
+    """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
+    answers = [row for row in rows if "cut_off" in row.fields]
+    reached = [row.ledger.get("reached_steps") for row in rows]
+    return {
+        "answer_tokens_mean": mean(row.generated_tokens for row in answers),
+        "cut_off_share": mean(bool(row.fields["cut_off"]) for row in answers),
+        "peak_entries": mean(row.ledger.get("peak_entries") for row in answers),
+        "footprint": mean(row.ledger.get("footprint") for row in answers),
+        "footprint_vs_full": footprint_vs_full(answers, full),
+        "reached_answers": mean(None if share is None else float(share > 0) for share in reached),
+        "reached_steps": mean(reached),
+    }
+
+
+def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> float | None:
+    """Entries of answers relative to those of full attention on the same prompt, mean over its draws."""
+    entries = {each[0].sample_id: mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)}
+    shares: list[float] = []
+    for row in rows:
+        own, of_full = row.ledger.get("footprint_entries"), entries.get(row.sample_id)
+        if own is None or not of_full:
+            return None
+        shares.append(own / of_full)
+    return mean(shares)
+
+
+def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleRow] = ()) -> RunResult:
+    """What a finished run says of itself; the order of `rows` does not matter.
+
+    `full` are the lines of the run of full attention that was asked the same, where there is one.
+    """
     ok = [row for row in rows if row.status == "ok"]
     means: dict[str, Any] = {name: mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()}
     return RunResult(
@@ -90,6 +121,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts) -> RunResult:
         resident_share=mean(row.ledger.get("resident_share") for row in ok),
         moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
+        **costs(ok, [row for row in full if row.status == "ok"]),
+        pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,
     )
 
 
@@ -103,6 +136,7 @@ def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | N
         score_ci95=combined_ci95(ok, metric),
         metric=metric,
         measures=means_of_measures(ok),
+        pass_at_k=pass_at_k(ok) if METRICS[metric or "score"].is_share else None,
         **describe(scores),
     )
 

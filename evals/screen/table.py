@@ -8,6 +8,7 @@ Not here: tables over many runs (`plots/tables/`), which read the folders again.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,16 @@ NUMBERS = {  # behind the score, its interval and n: heads, and what one value s
     "prefill\ns": "prefill {} s",
     "s\n/token": "{} s a token",
 }
+ANSWERS = {  # of runs that draw answers, or whose budget counts them
+    "answer\ntokens": "{} tokens an answer",
+    "cut\noff": "{} of the answers cut off",
+    "peak\nentries": "at most {} entries a step",
+    "of own\nlength": "{} of full attention's entries for as long an answer",
+    "of Full's\nanswers": "{} of the entries of Full's answers",
+}
 TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
+UNEQUAL = 0.05  # of a budget, by which mean entries of rows may differ that are compared
 FEW = 10  # samples; fewer are said to be few
 MANY = 8  # folders; of more the first and the last are said
 READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
@@ -54,11 +63,15 @@ def table(done: Done) -> tuple[str, Table]:
     """What all rows share, and one row per run; runs of full attention that differ in a budget alone are one."""
     results = distinct([result for _, result in done])
     measures = measured(results)
-    heads = [score_name(results), "95 %", "n", *measures, *NUMBERS]
-    cells = [[*score(result), *means(result, measures), *numbers(result)] for result in results]
+    about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
+    heads = [score_name(results), "95 %", "n", *measures, *about, *NUMBERS]
+    cells = [
+        [*score(result), *means(result, measures), *answers(result)[: len(about)], *numbers(result)]
+        for result in results
+    ]
     words, given = split(TEXTS, [texts(result) for result in results], dict.fromkeys(TEXTS, "{}"))
     # A score and its interval stay where they are looked for, and a single run's costs do.
-    sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)}
+    sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about
     figures, values = split(heads, cells, sayings)
     view = Table(box=None, pad_edge=False)
     view.add_column("method", vertical="bottom")
@@ -100,7 +113,8 @@ def distinct(results: Sequence[RunResult]) -> list[RunResult]:
 
 def attends_all(result: RunResult) -> bool:
     """Whether every token took part in every step, and none was looked for."""
-    return result.effective_ratio == 1 and not result.bytes_moved_meta_per_step and not result.bytes_searched_per_step
+    is_whole = result.effective_ratio == 1 and result.budget_counts is None
+    return is_whole and not result.bytes_moved_meta_per_step and not result.bytes_searched_per_step
 
 
 def folders(paths: Sequence[Path]) -> list[str]:
@@ -183,6 +197,17 @@ def means(result: RunResult, names: Sequence[str]) -> list[str]:
     return [number((result.measures or {}).get(name), 4) for name in names]
 
 
+def answers(result: RunResult) -> tuple[str, ...]:
+    """The columns of `ANSWERS`."""
+    return (
+        number(result.answer_tokens_mean, 1),
+        number(result.cut_off_share, 2),
+        number(result.peak_entries, 1),
+        number(result.footprint, 3),
+        number(result.footprint_vs_full, 3),
+    )
+
+
 def numbers(result: RunResult) -> tuple[str, ...]:
     """The columns of `NUMBERS`."""
     over = "!" if result.within_budget is False else ""
@@ -227,7 +252,11 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
     if rows > 1:
         lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")
-    if any(r.within_budget and exceeds(r.tokens_attended_mean, r.tokens_budget_mean) for r in results):
+    lines += of_answers(results)
+    if any(
+        r.within_budget and not r.budget_counts and exceeds(r.tokens_attended_mean, r.tokens_budget_mean)
+        for r in results
+    ):
         lines.append("attended counts generated tokens too, which come on top of the prompt's budget")
     if any(r.task not in READS_ONLY and r.protocol == "full_prompt" for r in results):
         lines.append("the first token of an answer comes from the prefill, not from the compressed cache")
@@ -240,3 +269,35 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         names = ", ".join(sorted(searching))
         lines.append(f"reads more than any comm allows to find its tokens: {names}")
     return list(dict.fromkeys(lines))
+
+
+def of_answers(results: Sequence[RunResult]) -> list[str]:
+    """What no column says of budgets of prompt and answer, and of answers that were drawn."""
+    lines, counted = [], [result for result in results if result.budget_counts]
+    for result in counted:
+        if result.reached_answers is not None and result.reached_answers < 1:
+            lines.append(
+                f"{result.method_label}, {result.asked}: {result.reached_answers:.0%} of the answers grew to the "
+                "budget; the others are full attention's"
+            )
+    by_budget: dict[int | None, list[float]] = {}
+    for result in counted:
+        by_budget.setdefault(result.budget, []).append(result.tokens_attended_mean or 0)
+    for budget, means in by_budget.items():
+        if budget and max(means) - min(means) > UNEQUAL * budget:
+            lines.append(
+                f"rows with budget={budget} hold {min(means):.0f} to {max(means):.0f} entries a step on average, which "
+                "is no equal cost; compare them by their entries"
+            )
+    full = [result for result in results if attends_all(result) and result.score is not None and result.sampling]
+    for one, other in pairwise(full):
+        if one.seed != other.seed and (one.model, one.task, one.dataset) == (other.model, other.task, other.dataset):
+            lines.append(
+                f"Full differs from itself by {abs((one.score or 0) - (other.score or 0)):.3f} between seeds "
+                f"{one.seed} and {other.seed}; smaller differences are noise"
+            )
+    for result in results:
+        if result.pass_at_k is not None:
+            shown = ", ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at_k.items() if value is not None)
+            lines.append(f"{result.method_label}, {result.asked if result.budget else 'no budget'}: {shown}")
+    return lines

@@ -51,6 +51,7 @@ from evals.overrides import CONF
 from methods.base import SelectiveAttention
 
 COUNT_AT = (2048, 4096)  # prompts that counts are taken at
+CHOSEN = ("attended_bytes", "moved_kv_bytes")  # counts of chosen tokens
 N_STEPS = 4
 ELEMENT_BYTES = 2  # of K, V and weights
 LAYER = 2  # of the one layer: beyond those that methods leave whole
@@ -196,17 +197,29 @@ def prefill_ends(counts: Counts, layers: Layers, hardware: Hardware, s: int) -> 
 
 
 def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
-    """Counts at any length: a line through those at two short ones."""
-    low, high = (count_at(kind, params, request, model, n) for n in COUNT_AT)
-    if s in COUNT_AT:
-        return (low, high)[COUNT_AT.index(s)]
-    share = (s - COUNT_AT[0]) / (COUNT_AT[1] - COUNT_AT[0])
+    """Counts at any length: a line through those at two short ones.
+
+    Of a budget in tokens, what is attended to and fetched grows towards an end, as sets of query heads overlap less and
+    less in a longer prompt: a line over 1 / s.
+    """
+    first, second = lengths(request)
+    if s == first or (request.tokens is not None and s <= second):
+        return count_at(kind, params, request, model, s)
+    low, high = (count_at(kind, params, request, model, n) for n in (first, second))
+    share = (s - first) / (second - first)
+    towards = share * second / s if request.tokens is not None else share
     values = {}
     for field in fields(Counts):
         a, b = getattr(low, field.name), getattr(high, field.name)
-        values[field.name] = max(0.0, a + (b - a) * share)
-    observes = low.observe_flops / COUNT_AT[0] ** 2  # quadratic, unlike all else
+        values[field.name] = max(0.0, a + (b - a) * (towards if field.name in CHOSEN else share))
+    observes = low.observe_flops / first**2  # quadratic, unlike all else
     return replace(Counts(**values), observe_flops=observes * s * s)
+
+
+def lengths(request: BudgetRequest) -> tuple[int, int]:
+    """Two lengths at which the budget leaves tokens out, as it does at all that are longer."""
+    least = 4 * (request.tokens or 0)
+    return max(COUNT_AT[0], least), max(COUNT_AT[1], 2 * least)
 
 
 def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:

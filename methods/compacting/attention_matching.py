@@ -8,9 +8,10 @@ Symbols   paper C1, beta, C2 = kept keys, `bias`, new values; T, t = prompt toke
 Per step  moved: nothing; resident: h_kv * t * (4 * d_h + 2) bytes, a bias of 2 bytes beside K and V, and generated
           tokens on top, whose bias is 0.
 Differs   - reference queries are the prompt's own at even distances, four per kept key and at least 1,024 rows of a KV
-            head; `queries: repeat` takes those of a second copy of the prompt. The authors' main results add queries of
-            questions that the model asks itself, which need generation, compact layer upon layer, and divide the budget
-            over heads by tables. The label says which queries, since they matter more than the solver.
+            head. `queries: repeat` takes those of a second copy of the prompt. `moved`, which is not published, turns
+            the prompt's own to where the answer begins, so that no key lies behind them. The authors' main results add
+            queries of questions that the model asks itself, which need generation, compact layer upon layer, and divide
+            the budget over heads by tables. The label says which queries, since they matter more than the solver.
           - prompts above `chunk` tokens are compacted in parts of equal length.
           - where least squares gives values above 100 times the old ones, they are fitted again with a ridge of 1e-6;
             `method_report` has how many heads. The authors store them.
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
+from engine.errors import ConfigError
 from engine.observe import Observation, SpacedQueries
 from engine.passes.probe import Probe
 from engine.passes.repetition import RepeatedQueries
@@ -65,17 +67,21 @@ class AttentionMatching(AttentionMatchingRules, SelectiveAttention):
     def observations(
         cls, params: AttentionMatchingRules.Params, plan: AttentionMatchingRules.Plan
     ) -> tuple[Observation, ...]:
-        asked = SpacedQueries(plan.n_queries, plan.frame.n_prefix, plan.frame.n_suffix)
-        return (asked,) if params.queries == "prompt" else ()
+        if params.queries == "repeat":
+            return ()
+        frame = plan.frame
+        return (SpacedQueries(plan.n_queries, frame.n_prefix, frame.n_suffix, params.queries == "moved"),)
 
     @classmethod
     def probes(cls, params: AttentionMatchingRules.Params, plan: AttentionMatchingRules.Plan) -> tuple[Probe, ...]:
-        if params.queries == "prompt":
+        if params.queries != "repeat":
             return ()
         return (RepeatedQueries(plan.n_queries, plan.frame, params.first_ids),)
 
     def arrange(self, layer: int) -> None:
-        if self.params.queries == "prompt":
+        if self.params.queries == "moved" and self.trace.turn is None:
+            raise ConfigError("method.queries=moved needs a model with rotary positions; use method.queries=prompt")
+        if self.params.queries != "repeat":
             (what,) = self.variant.observations
             self.compact(layer, self.trace.observed(what, layer))
 

@@ -85,7 +85,7 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
             return ring.latest()
         return self.trace.observed(LastQueries(self.n_queries(self.params)), layer)
 
-    def latest(self, n: int) -> Sequence[int]:
+    def latest(self, n: int) -> range:
         """Positions of the latest tokens: `n` of them and the current one, or all that there are."""
         return range(max(0, self.n_seen() - 1 - n), self.n_seen())
 

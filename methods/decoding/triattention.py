@@ -39,19 +39,19 @@ POSITION_BYTES = 4
 LEAST_DEVIATION = 1e-6
 
 
-def offsets_up_to(farthest: int) -> list[int]:
-    """1, 2, 4 … as far as `farthest`."""
-    return [1 << i for i in range(farthest.bit_length())]
+def offsets_of(n: int) -> list[int]:
+    """1, 2, 4 …, so many."""
+    return [1 << i for i in range(n)]
 
 
-def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, farthest: int, aggregate: str) -> Tensor:
+def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, n_offsets: int, aggregate: str) -> Tensor:
     """What rotated keys (1, h_kv, n, d_h) are worth to each query head once `n_seen` tokens are there: (h, n) float32.
 
     `statistics` (h, 4, f) are those of `methods/calibration/queries.py`.
     """
     real, imaginary, size, speeds = statistics.double().unbind(1)  # (h, f) each
     centre = torch.complex(real, imaginary)
-    ahead = n_seen + torch.tensor(offsets_up_to(farthest), dtype=torch.float64, device=keys.device)
+    ahead = n_seen + torch.tensor(offsets_of(n_offsets), dtype=torch.float64, device=keys.device)
     # The mean over queries of a distance, turned to where they will stand: (offsets, h, f).
     turned = centre * torch.exp(1j * ahead.view(-1, 1, 1) * speeds)
     if aggregate == "mean":
@@ -111,7 +111,7 @@ class TriAttention(TriAttentionRules, CuttingMethod):
         """What the tokens behind the fixed ones are worth to each query head: (h, n) float32."""
         known, params = self.trace.observed(statistics(self.params), layer), self.params
         n_seen = self.store[layer].n_seen
-        found = key_scores(known, keys[:, :, self.n_fixed :], n_seen, params.farthest, params.aggregate)
+        found = key_scores(known, keys[:, :, self.n_fixed :], n_seen, params.n_offsets, params.aggregate)
         return standardised(found) if params.normalize else found
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ Differs   - the rank is a share of the keys' numbers, 160 of 1,024 as published;
             a meaning, and it is the truncated SVD's.
           - scores carry the layer's own scale, the authors' the constant sqrt(128).
           - which chunks are outliers are the store's positions of kept tokens, which no method counts.
+          - given `memory`, the ratio's tokens come first; the rank falls to a sixteenth of the keys' numbers where that
+            fits, then chunks grow. `method_report` names both. At `ratio=1` with `memory` below 1 it attends to all
+            chunks, by low-rank keys.
           - keys of a model whose rotation is not known are factored as they are attended to, and `method_report` says
             so; that is right only where there is none.
 Fails     where the mean of a chunk is near none of its keys: a single token that matters is not found. The longer the
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor
 
 from engine.books.spans import span
+from engine.budget import key_bytes
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.rules.retrieving.shadowkv import ShadowKVRules
@@ -163,6 +167,7 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
         meter = self.store[layer].meter
         meter.count("resident_meta_bytes", factor_bytes + landmark_bytes)
         meter.count("moved_meta_bytes", landmark_bytes)
+        meter.count("made_kv_bytes", plan.n_selected * plan.chunk * key_bytes(shape, 1))
         scores = landmark_scores(q, landmarks.means, self.trace.scales[layer])[0]
         ranks = top_stable(scores, plan.n_selected)  # (h_kv, n_selected)
         return tokens_of(landmarks.numbers(ranks), plan.chunk)

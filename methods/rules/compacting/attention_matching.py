@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, exp, floor
 
-from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
+from engine.books.footprint import Footprint
+from engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
 from engine.checks import each_one_of, whole_number, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -35,15 +36,16 @@ class AttentionMatchingRules(Rules):
         queries: str
         n_queries: int | None
         chunk: int
+        bias_steps: int | None
         frame: str
         first_ids: tuple[int, ...] | None
 
         def __post_init__(self) -> None:
             each_one_of(
                 "method", self, select=tuple(NAMES), score=("rms", "mean", "max"), biases=("fitted", "none"),
-                values=("fitted", "kept"), queries=("prompt", "repeat"), frame=("keep", "compact"),
+                values=("fitted", "kept"), queries=("prompt", "moved", "repeat"), frame=("keep", "compact"),
             )  # fmt: skip
-            whole_numbers("method", self, n_queries=1)
+            whole_numbers("method", self, n_queries=1, bias_steps=0)
             whole_number("method.chunk", self.chunk, 16)
             if not self.ridge >= 0:
                 raise ConfigError(f"method.ridge={self.ridge} is out of range; it is a share of the largest, 0 or more")
@@ -58,6 +60,8 @@ class AttentionMatchingRules(Rules):
         @property
         def n_steps(self) -> int:
             """Of projected gradients behind the clamped least squares of the weights."""
+            if self.bias_steps is not None:
+                return self.bias_steps
             return 2 if self.select == "highest" else 0
 
     @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class AttentionMatchingRules(Rules):
     def label(cls, params: Params, request: BudgetRequest) -> str:
         how = f"{cls.title} ({NAMES[params.select]}{params.queries} queries)"
         return super().label(params, request).replace(cls.title, how)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        biases = ELEMENT_BYTES * shape.h_kv if params.biases == "fitted" else 0
+        return Footprint(budget.tokens * (token_bytes(shape) + biases))
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -118,7 +127,7 @@ def divided(start: int, end: int, tokens: int, most: int) -> tuple[tuple[int, in
     length = end - start
     n = max(1, ceil(length / most))
     edges = [floor(Fraction(i * length, n)) for i in range(n + 1)]
-    shares = [floor(Fraction(tokens * edge, max(1, length))) for edge in edges]
+    shares = [round(Fraction(tokens * edge, max(1, length))) for edge in edges]
     return tuple(
         (start + edges[i], start + edges[i + 1], min(shares[i + 1] - shares[i], edges[i + 1] - edges[i]))
         for i in range(n)

@@ -92,6 +92,11 @@ class DecodingRules(Rules):
     @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
+        if request.memory is not None:
+            raise ConfigError(
+                f"memory={show(request.memory)} is a share of a prompt's cache, and {cls.title} compresses prompt and "
+                "answer together; give budget=N tokens"
+            )
         if request.tokens is None:
             assert request.ratio is not None
             raise ConfigError(
@@ -128,10 +133,10 @@ class DecodingRules(Rules):
                 f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and "
                 f"method.interval={params.interval} more; use budget={needed} or more, or method.protect_prompt=false"
             )
-        if counts == "peak" and most > tokens:
+        if counts != "target" and most > target + params.interval:
             raise ConfigError(
-                f"budget={tokens} with budget_counts=peak is less than the {most} tokens that a step attends to behind "
-                f"a prompt of {s_prompt}, which is not cut before the first step; use budget_counts=target"
+                f"budget={tokens} with budget_counts={counts} is less than the {most} tokens that a step attends to "
+                f"behind a prompt of {s_prompt}, which is not cut before the first step; use budget_counts=target"
             )
         return Budget(
             s_prompt,

@@ -32,7 +32,7 @@ class TriAttentionRules(DecodingRules):
         normalize: bool
         aggregate: str
         reduce: str
-        farthest: int
+        n_offsets: int
         trigger: str
         count_prompt: bool
         protect_prompt: bool
@@ -41,7 +41,7 @@ class TriAttentionRules(DecodingRules):
 
         def __post_init__(self) -> None:
             whole_number("method.interval", self.interval, 1)
-            whole_number("method.farthest", self.farthest, 1)
+            whole_number("method.n_offsets", self.n_offsets, 1)
             each_one_of("method", self, **CHOICES)
             if self.reduce == "mean" and self.mode != "per_layer_head":
                 raise ConfigError(

@@ -9,6 +9,7 @@ from evals.overrides import CONF
 from evals.studies.hardware import (
     COUNT_AT,
     FULL_REQUEST,
+    N_STEPS,
     Counts,
     Hardware,
     Layers,
@@ -109,6 +110,14 @@ def test_counts_lie_on_a_line_through_two_lengths(name: str) -> None:
     whole_pages = 0.1 if name == "quest" else 0.01
     assert far.attended_bytes == pytest.approx(share * 3072 * shape.h_kv * 4 * shape.d_h, rel=whole_pages)
     assert (far.moved_kv_bytes > 0) == (name == "quest") == (far.offloaded_bytes > 0)
+
+
+def test_a_budget_of_more_tokens_than_the_short_lengths_have_is_no_full_attention() -> None:
+    """Counts were those of full attention at any length, where both short ones had no more tokens than the budget."""
+    shape, _ = read_model("smollm2-135m")
+    kind, params = method_of("snapkv")
+    found = count(kind, params, BudgetRequest(None, 4096, Fraction(0)), shape, 65536)
+    assert found.attended_bytes == pytest.approx((4096 + N_STEPS) * 4 * shape.h_kv * shape.d_h)
 
 
 def test_h2o_pays_for_its_sums_and_clusterkv_for_its_clusters() -> None:

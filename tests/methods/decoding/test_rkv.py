@@ -21,12 +21,12 @@ GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "rkv").glob("*.npz"))
 def run_vectors(path: Path) -> list[Check]:
     """The authors' scores and selections, and a trace over several cuts."""
     meta, x = load(path)
-    window = meta.get("window", meta.get("window_size"))
-    kernel, mix = meta.get("kernel", meta.get("kernel_size")), Fraction(str(meta["mix_lambda"]))
+    window, kernel = (int(meta.get(name) or meta[f"{name}_size"]) for name in ("window", "kernel"))
+    mix = Fraction(str(meta["mix_lambda"]))
     params = RKV.Params(meta.get("interval", 1), window, kernel, mix, "score", "position", True)
     q, k, v = (torch.from_numpy(x[name]) for name in ("q_window" if "q_window" in x else "q", "k", "v"))
     if "cache_len" in x:
-        row = start(RKV, params, *(y.unsqueeze(0) for y in (q, k, v)), meta["S"], meta["budget"])
+        row = start(RKV, params, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), meta["S"], meta["budget"])
         return [(path.stem, replay(row, x))]
     n, n_last, scale = k.shape[2], meta["window"], k.shape[-1] ** -0.5
     trace = trace_of(k, v, q.shape[1])

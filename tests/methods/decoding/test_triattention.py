@@ -13,11 +13,11 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.calibration.known import Calibrated
 from methods.calibration.queries import Queries, as_complex
-from methods.decoding.triattention import TriAttention, key_scores, offsets_up_to, statistics
+from methods.decoding.triattention import TriAttention, key_scores, offsets_of, statistics
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, load, request, step
 
-PARAMS = TriAttention.Params(8, "per_head", True, "mean", "max", 65536, "slack", True, True, "missing", None)
+PARAMS = TriAttention.Params(8, "per_head", True, "mean", "max", 17, "slack", True, True, "missing", None)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "triattention").glob("*.npz"))
 
 
@@ -67,7 +67,7 @@ def run_vectors(path: Path) -> list[Check]:
     found = known(x, len(k))
     params = replace(
         PARAMS, mode=meta["mode"], normalize=meta["normalize"], aggregate=meta["aggregation"],
-        reduce=meta["layer_head_aggregation"], farthest=int(x["offsets"][-1]), interval=meta.get("interval", 1),
+        reduce=meta["layer_head_aggregation"], n_offsets=len(x["offsets"]), interval=meta.get("interval", 1),
     )  # fmt: skip
     if "cache_len" in x:
         params = replace(
@@ -78,13 +78,13 @@ def run_vectors(path: Path) -> list[Check]:
         return [(path.stem, check_trace(meta, x, k, found, params))]
     s, n = meta["prompt"], meta["n"]
     row = row_on(k, meta["H"], s, found, params, meta["budget"], n - meta["budget"])  # only the last step cuts
-    assert offsets_up_to(params.farthest) == x["offsets"].tolist()
+    assert offsets_of(params.n_offsets) == x["offsets"].tolist()
     for p in range(s, n):
         take(row, p, k)
     theirs = {"global": lambda y: y[None, None], "per_head": lambda y: y[None], "per_layer_head": lambda y: y}
     expected = np.broadcast_to(theirs[meta["mode"]](x["keep"]), (len(k), meta["Hk"], meta["budget"]))
     scores = [
-        key_scores(found[i], k[i : i + 1, :, s:], meta["absolute_position"], params.farthest, params.aggregate)
+        key_scores(found[i], k[i : i + 1, :, s:], meta["absolute_position"], params.n_offsets, params.aggregate)
         for i in range(len(k))
     ]
     by_head = torch.stack(scores)[tuple(torch.from_numpy(x["heads"]).long().T)]
@@ -148,7 +148,7 @@ def test_scores_depend_on_distances_alone() -> None:
     def at(shift: int) -> Tensor:
         turned = pairs * torch.exp(1j * (positions + shift).view(-1, 1) * speeds)
         rotated = torch.cat([turned.real, turned.imag], -1).float().unsqueeze(0)
-        return key_scores(found[0], rotated, 20 + shift, 16, "mean")
+        return key_scores(found[0], rotated, 20 + shift, 5, "mean")
 
     torch.testing.assert_close(at(0), at(5000), atol=1e-4, rtol=0)
     centre = as_complex(torch.cat([found[0, :, 0], found[0, :, 1]], -1).double())
@@ -166,7 +166,7 @@ def test_without_a_centre_tokens_rank_by_the_size_of_their_keys() -> None:
     k, found = drawn(20, layers=1)
     found[:, :, :2] = 0
     expected = (found[0, :, 2].unflatten(0, (2, 2)) @ as_complex(k[0]).abs().mT).flatten(0, 1)
-    torch.testing.assert_close(key_scores(found[0], k, 20, 65536, "mean"), expected)
+    torch.testing.assert_close(key_scores(found[0], k, 20, 17, "mean"), expected)
 
 
 def test_a_budget_that_does_not_hold_the_prompt_is_refused() -> None:

@@ -1,0 +1,74 @@
+"""Drawing tokens: one number of a row's own generator per token, looked up among the likeliest tokens.
+
+All numbers of a row are drawn before its first token, on the CPU, so that they depend on its seed alone. A number is a
+place on the cumulative probabilities of tokens by falling probability: rows whose logits nearly agree draw the same
+token.
+
+Not here: seeds (`engine/sampling/spec.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.sampling.spec import Sampling
+
+N_SORTED = 1024  # likeliest tokens that a CPU sorts first: all that a nucleus has, as a rule
+
+
+class Draws:
+    """The numbers that a batch of rows draws with."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], n_new: int, device: torch.device) -> None:
+        self.sampling = sampling
+        numbers = [
+            torch.rand(n_new, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds
+        ]
+        self.numbers = torch.stack(numbers).to(device)  # (rows, n_new)
+
+    def pick(self, logits: Tensor, rows: Sequence[int], t: int) -> Tensor:
+        """The token `t` of each of these rows, whose logits are (n, vocabulary): (n,)."""
+        which = torch.tensor([*rows], device=logits.device)
+        return drawn(logits, self.numbers[which, t], self.sampling)
+
+
+def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
+    """A token per row of logits (n, vocabulary), at the place that its number in [0, 1) names: (n,)."""
+    scaled = logits.float() / sampling.temperature
+    size, k = scaled.shape[-1], sampling.top_k
+    if k is not None and k < size:
+        best = scaled.topk(k)
+        shares, ids = best.values.softmax(-1), best.indices
+    elif sampling.top_p == 1:
+        shares, ids = scaled.softmax(-1), None  # in the order of the vocabulary: there is nothing to cut off
+    elif scaled.is_cuda or size <= N_SORTED:
+        shares, ids = scaled.softmax(-1).sort(-1, descending=True)
+    else:
+        return drawn_from_few(scaled, numbers, sampling.top_p)
+    return looked_up(shares, ids, numbers, sampling.top_p)
+
+
+def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
+    """As `drawn`, where the nucleus is among few tokens: all are sorted for those rows alone where it is not."""
+    every = scaled.softmax(-1)
+    shares, ids = every.topk(N_SORTED)
+    tokens = looked_up(shares, ids, numbers, top_p)
+    for i in (shares.double().sum(-1) < top_p).nonzero().flatten().tolist():
+        all_shares, all_ids = every[i : i + 1].sort(-1, descending=True)
+        tokens[i] = looked_up(all_shares, all_ids, numbers[i : i + 1], top_p)[0]
+    return tokens
+
+
+def looked_up(shares: Tensor, ids: Tensor | None, numbers: Tensor, top_p: float) -> Tensor:
+    """The token at each row's place among its nucleus, of probabilities (n, k) by falling size."""
+    until = shares.double().cumsum(-1)
+    if top_p < 1:
+        is_in = (until - shares) < top_p  # the token that crosses the border is the last one in
+        n_in = is_in.sum(-1, keepdim=True)
+    else:
+        n_in = torch.full((len(shares), 1), shares.shape[-1], device=shares.device)
+    mass = until.gather(-1, n_in - 1)
+    place = torch.searchsorted(until, numbers.unsqueeze(-1) * mass, right=True)
+    place = torch.minimum(place, n_in - 1)
+    return (place if ids is None else ids.gather(-1, place)).squeeze(-1)

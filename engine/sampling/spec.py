@@ -1,0 +1,68 @@
+"""What a user may say of sampling, and the seed of each draw: arithmetic, without torch.
+
+Draw j of a prompt has a seed that follows from the run's seed, the prompt's id and j, and from nothing else: every
+method draws with the same numbers, whoever answers beside it and whatever was answered before.
+
+Not here: drawing (`engine/sampling/draws.py`).
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checks import whole_number
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn; the keys of conf/config.yaml."""
+
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0
+    top_k: int | None = None
+    n_answers: int = 1  # for each prompt
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature:g} is out of range; it is 0, or more to draw answers")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p:g} is out of range; it is a probability above 0 and at most 1")
+        whole_number("n_answers", self.n_answers, 1)
+        if self.top_k is not None:
+            whole_number("top_k", self.top_k, 1)
+        if self.is_greedy:
+            given = f"n_answers={self.n_answers}" if self.n_answers > 1 else ""
+            given = given or (f"top_p={self.top_p:g}" if self.top_p < 1 else "")
+            given = given or (f"top_k={self.top_k}" if self.top_k is not None else "")
+            if given:
+                raise ConfigError(
+                    f"{given} means nothing with temperature=0, which has one answer; give a temperature such as 0.6"
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def identity(self) -> dict[str, Any]:
+        """What of it identifies a run: what is not as it always was."""
+        usual = Sampling()
+        return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
+
+    def draws(self) -> list[int | None]:
+        """Numbers of a prompt's draws; None where there is one alone."""
+        return [None] if self.n_answers == 1 else [*range(self.n_answers)]
+
+
+GREEDY = Sampling()
+
+
+def draw_seed(run_seed: int, prompt_id: str, draw: int) -> int:
+    """The seed of a draw, below 2**63."""
+    digest = hashlib.sha256(f"{run_seed}\n{draw}\n{prompt_id}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def draw_id(prompt_id: str, draw: int | None) -> str:
+    """What the line of a draw is called."""
+    return prompt_id if draw is None else f"{prompt_id}#{draw}"
