@@ -89,8 +89,8 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
             task.asking.check(rules)
         if not settings.sampling.is_greedy:
             raise ConfigError(
-                f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns is "
-                "answered greedily; use temperature=0"
+                f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns "
+                "is answered greedily; use temperature=0"
             )
         if settings.scope != "full_prompt":
             raise ConfigError(
