@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
 
@@ -34,15 +35,21 @@ class Part:
     spans: Spans | None = None  # where KV heads have different counts; k and v (1, h_kv or 1, rows, d_h)
     bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
     is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
+    packed: Packed | None = None  # in place of k and v, which have no tokens
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included; of heads with different counts the most."""
+        if self.packed is not None:
+            return self.packed.n
         if self.spans is not None:
             return self.spans.longest
         return self.k.shape[2] if self.idx is None else self.idx.shape[2]
 
     def gathered(self) -> "Part":
-        """The same tokens without `idx` and `spans`, copied if need be."""
+        """The same tokens without `idx`, `spans` and `packed`, copied if need be."""
+        if self.packed is not None:
+            k, v = (side.rebuilt(self.packed.n) for side in self.packed[:2])
+            return replace(self, k=k, v=v, packed=None)
         if self.idx is None and self.spans is None:
             return self
         tokens = self.tokens()
@@ -51,7 +58,9 @@ class Part:
         return replace(self, k=k, v=v, mask=mask, idx=None, late=None, spans=None)
 
     def tokens(self) -> Tokens:
-        """As kernels take it."""
+        """As kernels take it; codes are rebuilt for the length of a call."""
+        if self.packed is not None:
+            return self.gathered().tokens()
         return Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near, self.spans, self.bias)
 
 
@@ -100,7 +109,7 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
 
 def is_plain(part: Part) -> bool:
     """Whether it is for the query that all parts share, and hides nothing but places in `idx` without a token."""
-    return part.q is None and (part.mask is None or part.idx is not None)
+    return part.packed is None and part.q is None and (part.mask is None or part.idx is not None)
 
 
 def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, Tensor]:
@@ -121,6 +130,8 @@ def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, 
 def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over one part, (n, heads, h // heads, d_h), and the log-sum-exp of its logits, the same without d_h."""
     n, h, _, d_h = q.shape
+    if part.packed is not None and takes_packed(q, part.packed):
+        return attend_packed_native(q, part.packed, scale)
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K

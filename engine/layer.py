@@ -16,8 +16,8 @@ What the store does not do yet, and where it belongs:
 
 - Later replacements are written to `k` and `v`, in the slots that `positions` names.
 - A bias of tokens that are evicted later: its numbers have to move with them.
-- Codes in place of numbers: `slots_of` makes them, `append` adds to them, and `resident` makes a part of them. What a
-  token weighs is `Meter.token_bytes`.
+
+Codes in place of numbers have a layer of their own (`engine/caches/coded.py`).
 
 Not here: which tokens (`methods`), where they lie at the beginning (`engine/store.py`), counting
 (`engine/books/meter.py`).
@@ -145,6 +145,11 @@ class Layer:
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether tokens are taken in as codes, each layer by itself."""
+        return False
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""

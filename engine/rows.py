@@ -28,7 +28,12 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
         for i, layer in enumerate(layers):
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
-    places = [layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
+    for i, layer in enumerate(layers):
+        if layer.is_coded:
+            layer.append(k_new[i : i + 1], v_new[i : i + 1])
+    places = [
+        [] if layer.is_coded else layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)
+    ]
     append_rows_triton(k_new, v_new, places)
 
 

@@ -8,7 +8,7 @@ Not here: which tokens (`methods`), what a cached block is (`engine/caches/block
 (`engine/books/ledger.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -19,12 +19,15 @@ from engine.books.ledger import Ledger
 from engine.books.meter import Access, Debt, Meter
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache, BlockCacheSpec
+from engine.caches.coded import Codec, CodedLayer
 from engine.caches.copies import Shelf
 from engine.caches.recent import RecentTokens
 from engine.layer import Host, Layer
 from engine.prefill import Trace
 from kernels.gather import gather_tokens
 from kernels.select_attend import Spans
+
+Coder = Callable[[Tensor, Tensor, int], Codec]  # from K and V (1, h_kv, n, d_h) and how many tokens may follow
 
 
 class Store:
@@ -37,6 +40,7 @@ class Store:
         self.cache_spec = cache
         self.ledger = Ledger()
         self.layers: dict[int, Layer] = {}
+        self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
         self.shelf = Shelf(trace.s_prompt + n_new, 0)  # one for all layers: each needs it until its attention
         self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # of one token of one KV head
         # Where it is a list, layers that are placed from then on note their fetches in it.
@@ -152,6 +156,17 @@ class Store:
         self[layer].meter.moves = not on_device
         self[layer].shelf = self.shelf
 
+    def keep_coded(self, layer: int, make: Coder, chosen: Tensor | None = None) -> None:
+        """Only the `chosen` positions (1, h_kv, n), ascending, stay (None: all), in the form that `make` gives them."""
+        prompt = self._part(layer, slice(None))
+        k, v = (x if chosen is None else gather_tokens(x, chosen) for x in (prompt.k, prompt.v))
+        self._place_coded(layer, make(k, v, self.n_new), chosen)
+
+    def _place_coded(self, layer: int, codec: Codec, positions: Tensor | None) -> None:
+        assert layer not in self.layers, f"layer {layer} is placed twice"
+        meter, like = Meter(self.shape), self.trace.keys(layer)
+        self.layers[layer] = CodedLayer(layer, self.trace.s_prompt, codec, self.n_new, meter, like, positions)
+
     def keep_recent(self, layer: int, n_steps: int) -> None:
         """Leave what is fetched on the device for `n_steps` steps more: only tokens that are not there move."""
         meter = self[layer].meter
@@ -176,6 +191,15 @@ class Store:
         """Make the layer; its window may grow by all new tokens where there is no `capacity`."""
         assert layer not in self.layers, f"layer {layer} is placed twice"
         s, spec = self.trace.s_prompt, self.cache_spec
+        if self.coder is not None:
+            assert host is None and kept.spans is None and kept.mask is None, f"layer {layer} cannot become codes"
+            assert capacity is None or capacity >= n_window + self.n_new, f"layer {layer} has a window that slides"
+            if is_view and positions is None:
+                return self._place_coded(layer, self.coder(kept.k, kept.v, self.n_new), None)
+            at = torch.arange(s, device=kept.k.device).expand(1, self.shape.h_kv, -1)
+            first = at[..., : kept.n_tokens()] if positions is None else positions
+            chosen = torch.cat([first, at[..., s - n_window :]], -1).sort(dim=-1).values
+            return self.keep_coded(layer, self.coder, chosen)
         window = self._part(layer, slice(s - n_window, s))
         blocks = BlockCache(spec) if host is not None and spec is not None and spec.tokens else None
         meter = Meter(self.shape, blocks, self.accesses)

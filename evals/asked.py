@@ -48,6 +48,7 @@ class Asked:
     task_params: Any
     shape: ModelShape | None  # None: the model's header does not say it
     sparsity: "VerticalSlash | None"  # of the prefill
+    coding: tuple[type[Rules], Any] | None = None  # who makes codes of what the method keeps, with what parameters
 
 
 def ask(cells: Sequence[Settings]) -> list[Asked]:
@@ -68,7 +69,9 @@ def naming(settings: Settings) -> Iterator[None]:
 def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     """Check a cell without torch; `shapes` are those of the models seen so far."""
     rules, params = rules_and_params(given.method)
-    settings = given if rules.has_budget else replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None)
+    settings = given
+    if not rules.has_budget:
+        settings = replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None)
     if settings.allocator is not None:
         with naming(settings):
             check_allocator(rules, params, settings.allocator)
@@ -93,7 +96,8 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     if model not in shapes:
         shapes[model] = early_shape(settings)
     shape = shapes[model]
-    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity_of(settings, rules))
+    sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
+    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity, coding)
     if shape is not None:
         check(asked, shape)
     return asked
@@ -106,6 +110,8 @@ def check(asked: Asked, shape: ModelShape) -> None:
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
+        if asked.coding is not None:
+            asked.coding[0].check_shape(asked.coding[1], shape)
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
     if asked.sparsity is not None:
@@ -115,7 +121,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
     shortest = task.shortest_prompt()
     if shortest is not None:
         with naming(settings):
-            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache)
+            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
 
 
 def refuse_counts(settings: Settings, rules: type[Rules]) -> None:
@@ -157,6 +163,23 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "VerticalSlash | None
             "use prefill=exact with it"
         )
     return build(load_class(chosen), chosen.params, "prefill")
+
+
+def coding_of(settings: Settings, rules: type[Rules], params: Any) -> tuple[type[Rules], Any] | None:
+    """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
+    chosen = settings.compose
+    if chosen is None or not rules.has_budget:
+        return None
+    coding, coding_params = rules_and_params(chosen)
+    if not coding.composes:
+        raise ConfigError(f"compose={chosen.name} makes no codes of what another method keeps; use compose=kivi")
+    if settings.allocator is not None and settings.allocator.name != "uniform":
+        reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
+    else:
+        reason = rules.uncodable(params)
+    if reason:
+        raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
+    return coding, coding_params
 
 
 def early_shape(settings: Settings) -> ModelShape | None:

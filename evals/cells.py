@@ -41,6 +41,7 @@ class Cell:
     path: Path
     sparsity: VerticalSlash | None = None  # of the prefill
     draw: int | None = None  # of a prompt's answers, where several are drawn
+    coding: tuple[type[Rules], Any] | None = None  # of a composition: who makes codes, with what parameters
 
     @property
     def kind(self) -> type[SelectiveAttention]:
@@ -58,6 +59,8 @@ class Cell:
             label += ", whole prompt"
         if self.settings.allocator is not None:
             label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)
+        if self.coding is not None:
+            label += f" + {self.coding[0].title_of(self.coding[1])}"
         if self.sparsity is None:
             return label
         return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title
@@ -67,7 +70,7 @@ class Cell:
         with naming(self.settings):
             asked = self.settings
             return self.kind.variant_for(
-                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame
+                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner
             )
 
     def draws(self) -> "list[Cell]":
@@ -82,11 +85,18 @@ class Cell:
         """Of the draw, the same for every method."""
         return draw_seed(self.settings.seed, sample_id, self.draw or 0)
 
+    @property
+    def partner(self) -> tuple[type[SelectiveAttention], Any] | None:
+        """The method that makes codes of what this one keeps, and its parameters."""
+        if self.settings.compose is None or self.coding is None:
+            return None
+        return load_class(self.settings.compose), self.coding[1]
+
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
-            *("memory", "allocator", "budget_counts"),
+            *("memory", "compose", "allocator", "budget_counts"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
@@ -135,7 +145,17 @@ def ready_cell(asked: Asked, found: dict[Any, tuple[ModelShape, str, str | None]
         if is_begun(each, earlier):
             settings, config = each, earlier
             break
-    return Cell(settings, asked.rules, asked.params, asked.task, shape, config, place(settings, config), asked.sparsity)
+    return Cell(
+        settings,
+        asked.rules,
+        asked.params,
+        asked.task,
+        shape,
+        config,
+        place(settings, config),
+        asked.sparsity,
+        asked.coding,
+    )
 
 
 def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:

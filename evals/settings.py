@@ -17,13 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.budget import COUNTS, BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
-from engine.errors import ConfigError
+from engine.errors import ConfigError, unknown_name
 from engine.sampling.spec import Sampling
 from evals import outside
 from evals.tasks.prompt import CHATS, SCOPES
@@ -31,6 +32,7 @@ from evals.typed import build, convert, same_names
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 
+METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Parameters that came later, and what says the same as a run without them: such runs keep their names.
@@ -43,7 +45,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
-    *("budget_counts", "temperature", "top_p", "top_k", "n_answers"),
+    *("budget_counts", "compose", "temperature", "top_p", "top_k", "n_answers"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -133,6 +135,7 @@ class Settings:
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
     sampling: Sampling
+    compose: Choice | None  # what makes codes of the tokens that the method keeps
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
@@ -174,6 +177,7 @@ class Settings:
             **({} if self.weights == "trained" else {"weights": self.weights}),
             **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
             **self.sampling.identity(),
+            **({} if self.compose is None else {"compose": identity(self.compose)}),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
             **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
@@ -224,6 +228,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             top_k=convert(tree["top_k"], int | None, "top_k"),
             n_answers=convert(tree["n_answers"], int, "n_answers"),
         ),
+        compose=partner(convert(tree["compose"], str | None, "compose")),
         allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),
         scope=one_of("compression_scope", tree["compression_scope"], SCOPES),
@@ -360,6 +365,25 @@ def allocator(tree: Any) -> Allocator | None:
         return None
     usual = {key: value for key, value in identity_of_allocator(UNIFORM).items() if key != "name"}
     return build(Allocator, usual | dict(tree), "allocator")
+
+
+def partner(name: str | None) -> Choice | None:
+    """The method that `compose` names, by its file in conf/method; its values are those of the file."""
+    if name is None:
+        return None
+    if not (METHODS / f"{name}.yaml").is_file():
+        raise unknown_name("method to compose with", name, [file.stem for file in METHODS.glob("*.yaml")])
+    return choice("method", name, values_of(name))
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """A file of conf/method with what it takes from others, which stand before its own values."""
+    tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
+    bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
+    taken: dict[str, Any] = {}
+    for base in bases:
+        taken |= values_of(base)
+    return taken | tree
 
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:

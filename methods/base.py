@@ -34,7 +34,7 @@ from engine.passes.probe import Probe
 from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
-from engine.store import Store
+from engine.store import Coder, Store
 from engine.turns.state import Mark, fork_of
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
@@ -43,6 +43,18 @@ if TYPE_CHECKING:
     from engine.decode import Interruption
 
 Row = TypeVar("Row", bound="SelectiveAttention")
+
+
+@dataclass(frozen=True)
+class Partner:
+    """A quantising method that a dropping one is composed with: what the one keeps becomes the codes of the other."""
+
+    method: type["SelectiveAttention"]
+    params: Any
+    plan: Any
+
+    def coder(self) -> Coder:
+        return self.method.coder(self.params, self.plan)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,13 @@ class Variant:
     plan: Any  # method.Plan
     cache: BlockCacheSpec | None = None  # of a method that retrieves
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
+    partner: "Partner | None" = None  # what makes codes of the tokens that the method keeps
 
     @property
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget = self.budget
-        is_exact = budget.memory == 1 or (budget.memory is None and not self.method.changes)
+        is_exact = budget.memory == 1 or (budget.memory is None and not (self.method.changes or self.partner))
         return budget.attends_all and budget.never_evicts and is_exact
 
     @property
@@ -91,6 +104,8 @@ class SelectiveAttention(Rules, ABC):
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
         self.trace = trace
         self.store = Store(trace, n_new, variant.cache)
+        if variant.partner is not None and not variant.is_full:
+            self.store.coder = variant.partner.coder()
         self.setup()
 
     def setup(self) -> None:
@@ -106,14 +121,17 @@ class SelectiveAttention(Rules, ABC):
         cache: BlockCacheSpec | None = None,
         allocator: Allocator | None = None,
         frame: Frame = NO_FRAME,
+        partner: "tuple[type[SelectiveAttention], Any] | None" = None,
     ) -> Variant:
         """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
 
-        Without an `allocator` a scorer's budget is divided as the method itself does.
+        Without an `allocator` a scorer's budget is divided as the method itself does. A `partner` and its parameters
+        make codes of what the method keeps.
         """
-        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame)
+        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, partner)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        return Variant(cls, params, budget, plan, cache, divided)
+        made = None if partner is None else Partner(*partner, partner[0].plan_for(partner[1], budget, shape))
+        return Variant(cls, params, budget, plan, cache, divided, made)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:

@@ -53,6 +53,8 @@ BESIDE = 4  # methods that a method answers beside, full attention apart
 FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "infllm": ["method.block_len=16"],
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
+    "kivi": ["method.group=8", "method.residual=16"],
+    "hf_quantized_cache": ["method.group=8"],
     "attention_matching": ["method.first_ids=[7,5,9]"],
     "shadowkv": ["method.local_chunks=1"],
     "rkv": ["method.interval=4", "method.window=3"],

@@ -41,6 +41,7 @@ from tests.methods.dropping import (
     test_tova,
     test_xkv,
 )
+from tests.methods.quantising import test_kivi
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -81,6 +82,7 @@ RUNNERS: dict[str, Runner] = {
     "triattention/*.npz": test_triattention.run_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_footprint.run_vectors,
+    "kivi/*.npz": test_kivi.run_vectors,
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,

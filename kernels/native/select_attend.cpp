@@ -3,14 +3,12 @@
 // The tokens of a part's head are cut into chunks of nearly equal length, whatever the number of threads. A chunk takes
 // its logits, their softmax and the weighted sum of values for all query heads that share its tokens; chunks are joined
 // by their largest logits and sums, always in the same order.
-#include <cmath>
 #include <memory>
 
-#include "simd.h"
+#include "soften.h"
 
 namespace {
 
-constexpr int CHUNK = 256;  // tokens at most: their K and V rows stay in the second-level cache between two blocks
 constexpr int AHEAD = 8;    // rows that are asked for before they are needed; 4 to 16 measured alike
 
 // As select_attend.py packs them, 64 bits each.
@@ -25,10 +23,6 @@ struct Part {
     const int64_t *starts, *counts;   // (heads), a head's first row and its rows, at most n; null: rows 0 to n
     const float *bias;                // (heads, n), added to scaled logits; null: nothing is
     int64_t bias_stride;              // numbers from head to head
-};
-
-struct Partial {
-    float highest, total;
 };
 
 INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
@@ -62,25 +56,6 @@ INLINE void logits_of(const float *q, int64_t d, const T *const *rows, const T *
         }
         for (int g = 0; g < G; g++) four_sums(sums[g], scale, logits[g] + t);
     }
-}
-
-// Logits become weights that are not yet divided by their sum.
-INLINE Partial soften(float *logits, int n) {
-    vf highest = splat(-INFINITY);
-    const int padded = (n + WIDTH - 1) / WIDTH * WIDTH;
-    for (int t = n; t < padded; t++) logits[t] = -INFINITY;
-    for (int t = 0; t < padded; t += WIDTH) highest = maximum(highest, load(logits + t));
-    float top = -INFINITY;
-    for (int i = 0; i < WIDTH; i++) top = highest[i] > top ? highest[i] : top;
-    vf total = {};
-    for (int t = 0; t < padded; t += WIDTH) {
-        vf weight = exponential(load(logits + t) - splat(top));
-        if (t + WIDTH > n)
-            for (int i = n - t; i < WIDTH; i++) weight[i] = 0;
-        store(logits + t, weight);
-        total += weight;
-    }
-    return {top, sum(total)};
 }
 
 // Weighted sums of N vectors of the rows, from column `at` on.

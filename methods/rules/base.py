@@ -36,6 +36,7 @@ class Rules:
     has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
+    composes: ClassVar[bool] = False  # True: it can make codes of what a dropping method keeps (`compose=`)
     simulated: ClassVar[bool] = False  # True: its codes are counted in bytes, but numbers are kept
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
@@ -91,9 +92,11 @@ class Rules:
     @classmethod
     def planned(
         cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int,
-        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME,
+        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: "tuple[type[Rules], Any] | None" = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
+        if partner is not None:
+            return *cls.composed(params, request, shape, s_prompt, frame, *partner), cache
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
@@ -103,6 +106,60 @@ class Rules:
             n_blocks = min(cache.tokens, spare // token_bytes(shape)) // cache.block_len
             cache = replace(cache, tokens=n_blocks * cache.block_len)
         return budget, plan, cache
+
+    @classmethod
+    def composed(
+        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int, frame: Frame,
+        coding: "type[Rules]", coding_params: Any,
+    ) -> tuple[Budget, Any]:  # fmt: skip
+        """Budget and integers where the tokens that stay become codes: as many as `ratio` says and as fit in bytes."""
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
+        if budget.memory is None or (budget.memory == 1 and budget.attends_all):
+            return budget, cls.plan_for(params, budget, shape)
+        plan, n = coding.plan_for(coding_params, budget, shape), budget.tokens
+        if request.memory_alone:
+            n = s_prompt
+        while n and not Footprint(coding.code_bytes(plan, n, shape)).fits(budget, shape):
+            n -= 1  # one by one: a block of keys is smaller once it is full
+        if n < 1:
+            least = Fraction(coding.code_bytes(plan, 1, shape), s_prompt * token_bytes(shape))
+            raise too_small(budget, cls.title, least)
+        budget = replace(budget, tokens=n, nominal_tokens=n, ratio=Fraction(n, s_prompt))
+        return budget, cls.plan_for(params, budget, shape)
+
+    @classmethod
+    def check_shape(cls, params: Any, shape: ModelShape) -> None:
+        """Of a quantising method: raise `ConfigError` where heads of this shape cannot be packed so."""
+
+    @classmethod
+    def title_of(cls, params: Any) -> str:
+        """Of a quantising method: its name with its bits."""
+        return cls.title
+
+    @classmethod
+    def code_bytes(cls, plan: Any, n: int, shape: ModelShape) -> int:
+        """Of a quantising method: the bytes of a layer's first `n` tokens."""
+        raise NotImplementedError(cls.title)
+
+    @classmethod
+    def uncodable(cls, params: Any) -> str:
+        """Why what the method keeps cannot become codes with these parameters; "" where it can."""
+        if cls.changes:
+            return f"{cls.title} makes codes itself, and nothing is packed twice"
+        if not cls.drops:
+            return f"{cls.title} drops no tokens"
+        if cls.thins:
+            return f"{cls.title} has a prefill of its own"
+        if cls.of_answers:
+            return f"{cls.title} goes on dropping while it decodes"
+        if cls.skips and params.full_layers:
+            return f"method.full_layers={params.full_layers} leaves layers whole; use 0 with it"
+        if cls.is_query_wide(params):
+            return "each query head keeps tokens of its own"
+        own = cls.own_allocator(params)
+        if own is not None and own.name != "uniform":
+            return f"{cls.title} keeps other numbers of tokens in each layer or head"
+        return cls.evicts(params)
 
     @classmethod
     def fit(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:

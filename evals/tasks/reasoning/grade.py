@@ -9,8 +9,8 @@ kvpress       the first box up to its first brace (AIME: the last one), compared
 Nothing a model wrote is ever evaluated as Python. Formulas are read by parsers: of the library, which hands on to
 sympy's own reader nothing but digits and operators, and `latex.py` beside this file.
 
-Each answer may take as much processor time as its limit and two seconds more: the kernel ends the process then, even
-where the parent is gone. Memory is bounded too.
+Each answer may take as much processor time as its limit: the kernel ends the process then, even in the middle of one
+operation and where the parent is gone. Memory is bounded too.
 
 Not here: the wall clock (`judge.py`), prompts and references (`task.py`).
 """
@@ -25,7 +25,6 @@ from importlib.util import find_spec
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
-GRACE_S = 2.0
 STOPS = ("</s>", "<|im_end|>", "<|endoftext|>", "\n题目\N{FULLWIDTH COLON}")  # R-KV's script cuts there
 Verdict = tuple[bool, str | None]
 
@@ -105,7 +104,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         # The default action of this signal ends the process, in the middle of any computation.
-        signal.setitimer(signal.ITIMER_PROF, question["limit_s"] + GRACE_S)
+        signal.setitimer(signal.ITIMER_PROF, question["limit_s"])
         verdict = reply(question)
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(verdict) + "\n")

@@ -2,11 +2,13 @@
 
 A grader parses what a model wrote, and some of it never comes back (`5^{5^{5^{5}}}`), takes all memory or ends the
 process. So it runs in a process of its own: the answer goes in as a line of JSON, the verdict comes out as one. A
-worker that does not answer within its limit is killed, one that died is replaced, and either costs this answer's score
-and nothing else. The limit counts from the worker's being ready, hence not the seconds in which it imports sympy.
+worker that uses up its limit is killed, one that died is replaced, and either costs this answer's score and nothing
+else.
 
-The worker ends with whoever started it: at the end of its input, or, in the middle of a hang, by the limit on its own
-processor time, which the kernel holds (`grade.py`).
+The limit is of processor time, and the kernel holds it (`grade.py`): a score must not depend on who else computes. For
+a worker that waits instead of computing there is a limit on the clock too, some times longer. Both begin when the
+worker is ready, hence without the seconds in which it imports sympy. It ends with whoever started it: at the end of its
+input, or by the kernel's limit.
 
 Not here: what is graded and how (`grade.py`).
 """
@@ -14,6 +16,7 @@ Not here: what is graded and how (`grade.py`).
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +29,8 @@ from engine.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = "evals.tasks.reasoning.grade"
-LIMIT_S = 5.0  # of one answer
+LIMIT_S = 5.0  # of one answer, on a processor
+PATIENCE = 6  # times as long on the clock
 START_S = 120.0  # of a worker's imports: two seconds on an idle machine
 PIECE = 1 << 16
 # The parser runtime that math-verify's answers are pinned with. Hydra's configuration files need an older one, with
@@ -55,11 +59,11 @@ class Judge:
         """The verdict on one answer; a worker that hangs or dies is a verdict too."""
         process = self._worker()
         question = json.dumps({"grader": grader, "text": text, "gold": gold, "limit_s": self.limit_s, **more})
-        answer = talk(process, question.encode() + b"\n", self.limit_s)
+        answer = talk(process, question.encode() + b"\n", PATIENCE * self.limit_s)
         if answer is None:
-            died = process.poll() is not None
+            in_time = process.poll() not in (None, -signal.SIGPROF)
             self.close()
-            return Graded(False, None, "died" if died else "timeout")
+            return Graded(False, None, "died" if in_time else "timeout")
         return Graded(**json.loads(answer))
 
     def close(self) -> None:

@@ -149,6 +149,10 @@ class DuoAttentionRules(Rules):
         widened = {at: n_recent + each + (i < more) for i, at in enumerate(streaming)}
         return DuoAttentionRules.Plan(frozenset(order[:n_full]), n_sink, widened, table)
 
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        return super().uncodable(params) or "DuoAttention keeps other numbers of tokens in each head"
+
 
 def divide(n_tokens: int, s: int, n_sink: int, n_recent: int, n_heads: int) -> tuple[int, int, int, int]:
     """Full heads, sinks, recent tokens, and tokens left over, of a budget of `n_tokens` per head in the mean.

@@ -83,3 +83,7 @@ class PyramidKVRules(Rules):
             return PyramidKVRules.Plan(s, w, (s - w,) * n_layers)
         make = schedule if params.match_published else fit_schedule
         return make(s, budget.tokens, params.window, params.beta, n_layers)
+
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        return super().uncodable(params) or "PyramidKV keeps other numbers of tokens in each layer"

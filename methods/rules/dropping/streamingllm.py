@@ -46,3 +46,11 @@ class StreamingLLMRules(Rules):
                 f"method.n_sink={params.n_sink} sinks; raise ratio or budget, or lower method.n_sink"
             )
         return StreamingLLMRules.Plan(params.n_sink, budget.tokens - params.n_sink + 1)
+
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        if params.generated == "inside" or params.position == "cache":
+            return (
+                "StreamingLLM rolls or turns its tokens; use method.generated=on_top method.position=original with it"
+            )
+        return super().uncodable(params)

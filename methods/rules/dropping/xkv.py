@@ -110,3 +110,7 @@ class XKVRules(Rules):
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         return super().label(params, request) if params.r_avg is None else f"{cls.title} ({exact(params.r_avg)} kept)"
+
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        return super().uncodable(params) or "XKV keeps other numbers of tokens in each layer"

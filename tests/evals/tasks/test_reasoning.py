@@ -15,9 +15,9 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from engine.shapes import ModelShape
-from evals.tasks.aime import Aime
+from evals.tasks.aime.task import Aime
 from evals.tasks.gsm8k import Gsm8k
-from evals.tasks.math500 import Math500
+from evals.tasks.math500.task import Math500
 from evals.tasks.prompt import encode
 from evals.tasks.reasoning import answers, draws, grade, judge, rkv_equal, rkv_extract
 from evals.tasks.reasoning.answers import Grading, Room

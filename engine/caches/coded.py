@@ -1,0 +1,110 @@
+"""A layer whose tokens lie on the device as codes: the verbs of `Layer` for one that neither fetches nor drops.
+
+A *codec* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
+the current token before attention and may pack what has aged behind it. Which token is where in it is its own matter,
+but that it is one in the order of positions.
+
+Not here: how a method packs (`methods/quantising`), what packed bytes look like (`kernels/packed`).
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.ledger import Entry
+from engine.books.meter import Meter
+from engine.layer import Layer
+
+
+class Codec(ABC):
+    """K and V of one layer of one sample."""
+
+    n: int  # tokens, all that came
+
+    @abstractmethod
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        """Take in the current token, (1, h_kv, 1, d_h) each."""
+
+    @abstractmethod
+    def part(self) -> Part:
+        """All tokens, to attend to."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """After attention: pack what is to be packed now."""
+
+    @abstractmethod
+    def counted_bytes(self) -> int:
+        """Bytes of what is there, by the rules of docs/byte-budget.md."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held between steps."""
+
+
+class CodedLayer(Layer):
+    """A layer that holds its tokens in a codec."""
+
+    def __init__(
+        self, index: int, s_prompt: int, codec: Codec, n_new: int, meter: Meter, like: Tensor,
+        positions: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The codec has the prompt's tokens at `positions` (1, h_kv, n) (None: all); `like` has the cache's dtype."""
+        nothing = Part(like[:, :, :0], like[:, :, :0])
+        super().__init__(index, s_prompt, nothing, nothing, 0, meter)
+        self.codec = codec
+        self.n_kept = self.n_front = codec.n
+        self.kept_positions = positions
+        self.capacity = n_new
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        self.advance(k_new, v_new)
+        self.codec.append(k_new, v_new)
+
+    @property
+    def is_coded(self) -> bool:
+        return True
+
+    def resident(self) -> list[Part]:
+        return [self.codec.part()]
+
+    def close(self, step: int) -> Entry:
+        """End the step: what has aged is packed, and bytes are the codec's."""
+        entry = super().close(step)
+        self.codec.settle()
+        return entry._replace(resident_kv_bytes=self.codec.counted_bytes())
+
+    def _assert_drops(self) -> None:
+        raise AssertionError(f"layer {self.index} holds codes and drops no tokens")
+
+    def allocated_bytes(self) -> int:
+        return sum(x.nbytes for x in self.codec.tensors())
+
+
+class Rows:
+    """Exact tokens in their order, of which the oldest leave: the latest rows of a buffer that is seldom shifted."""
+
+    def __init__(self, tokens: Tensor, most: int, spare: int = 64) -> None:
+        """A copy of tokens (1, h_kv, n, d_h), at most `most` and one more; `spare` rows put shifting off."""
+        _, heads, n, d_h = tokens.shape
+        self.buffer = tokens.new_empty(1, heads, most + 1 + spare, d_h)
+        self.buffer[:, :, :n] = tokens
+        self.start, self.n = 0, n
+
+    def view(self) -> Tensor:
+        return self.buffer[:, :, self.start : self.start + self.n]
+
+    def append(self, token: Tensor) -> None:
+        end = self.start + self.n
+        if end == self.buffer.shape[2]:
+            self.buffer[:, :, : self.n] = self.view().clone()
+            self.start, end = 0, self.n
+        self.buffer[:, :, end : end + 1] = token
+        self.n += 1
+
+    def leave(self, n: int) -> Tensor:
+        """The oldest `n` tokens, which are gone from now on."""
+        oldest = self.buffer[:, :, self.start : self.start + n]
+        self.start, self.n = self.start + n, self.n - n
+        return oldest
