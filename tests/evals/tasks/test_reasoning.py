@@ -163,6 +163,10 @@ def test_an_answer_inside_the_thought_counts_only_where_all_is_read(worker, part
     assert verdict == (score, {"no_answer": no_answer, "grader_stopped": 0.0})
 
 
+def test_all_cells_of_a_sweep_share_a_worker() -> None:
+    assert Grading("rkv", "all").judge is Grading("math_verify", "all").judge
+
+
 # --- parts of the rkv grader -------------------------------------------------------------------
 
 
