@@ -20,12 +20,11 @@ from engine.books.spans import span
 from engine.decode import Answer, attend_groups, attend_own
 from engine.prefill import Trace
 from engine.turns.at_once import read_at_once, takes_at_once
+from engine.turns.dense import read_dense
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
     from methods.base import SelectiveAttention
-
-FEEDS = ("compressed", "tokenwise", "dense")
 
 
 class Talk:
@@ -45,6 +44,7 @@ class Talk:
         self.order = sorted(range(len(rows)), key=lambda i: name_of(type(rows[i])))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.clock = Clock()
+        self.is_dense = False  # while a feed is read that attends to all that rows hold
         self.calls: dict[int, Call] = {}
 
     def fork(self) -> "Talk":
@@ -67,6 +67,7 @@ class Talk:
             stepwise = self.order
         at_once = [i for i in self.order if i not in stepwise]
         found: list[Tensor] = []
+        self.is_dense = feed == "dense"
         if at_once:
             found.append(self.step(at_once, ids, pads))
         if stepwise:
@@ -74,6 +75,7 @@ class Talk:
                 reading = [i for i in stepwise if pads[i] <= j]
                 logits = self.step(reading, ids[:, j : j + 1], [0] * len(pads))
             found.append(logits)  # all of them read the last token
+        self.is_dense = False
         if len(found) == 2:
             found[0][stepwise] = found[1][stepwise]
         return found[0]
@@ -154,7 +156,11 @@ class Talk:
         with span("attention", layer):
             left = []
             for i, row in enumerate(rows):
-                if m > 1 and takes_at_once(row, layer, m - self.pads[i]):
+                if self.is_dense and row.store[layer].can_fetch:
+                    for j in range(self.pads[i], m):
+                        q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
+                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
+                elif m > 1 and takes_at_once(row, layer, m - self.pads[i]):
                     at = slice(self.pads[i], m)
                     out[i : i + 1, :, at] = read_at_once(
                         row, layer, q[i : i + 1, :, at], k[i : i + 1, :, at], v[i : i + 1, :, at], scale
