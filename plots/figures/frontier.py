@@ -9,9 +9,11 @@ Not here: scores against tokens (`plots/figures/scores.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.ticker import LogLocator
+
 from evals.results import SampleRow
 from evals.results.intervals import interval
-from plots.figures.axes import AXES, Axis, scale
+from plots.figures.axes import AXES, Axis, scale, tick
 from plots.figures.scores import draw_line, explain, full_score, scored
 from plots.read import Run
 from plots.run_sets import Estimate, Line, Point, RunSet, outside_budget, run_sets, score_of
@@ -72,6 +74,9 @@ def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             picture.said.append("Frontier: points whose interval lies beyond those of all points with as few bytes")
         if is_error:
             picture.axes[0].set_yscale("log")
+            picture.axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            picture.axes[0].yaxis.set_major_formatter(tick)
+            picture.axes[0].minorticks_off()
         picture.axes[0].set_ylabel(height.label)
         explain(picture, axes[0], found[0])
         made.append(picture.finish(columns=3))
