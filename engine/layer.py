@@ -86,6 +86,8 @@ class Host:
 class Layer:
     """The slots of a layer, and its host tier if it has one."""
 
+    is_coded = False  # True: tokens are taken in as codes, each layer by itself
+
     def __init__(
         self,
         index: int,
@@ -145,11 +147,6 @@ class Layer:
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether tokens are taken in as codes, each layer by itself."""
-        return False
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""

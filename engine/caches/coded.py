@@ -46,6 +46,8 @@ class Codec(ABC):
 class CodedLayer(Layer):
     """A layer that holds its tokens in a codec."""
 
+    is_coded = True
+
     def __init__(
         self, index: int, s_prompt: int, codec: Codec, n_new: int, meter: Meter, like: Tensor,
         positions: Tensor | None = None,
@@ -61,10 +63,6 @@ class CodedLayer(Layer):
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.advance(k_new, v_new)
         self.codec.append(k_new, v_new)
-
-    @property
-    def is_coded(self) -> bool:
-        return True
 
     def resident(self) -> list[Part]:
         return [self.codec.part()]
