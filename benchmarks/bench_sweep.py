@@ -28,10 +28,11 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.books.spans import recording
-from evals.loop import Group, Waiting, open_folders
+from evals.loop import Group, Waiting
 from evals.models import Models
 from evals.overrides import CONF
 from evals.results import peak_rss_bytes, read_samples
+from evals.results.opened import open_folders
 from evals.runner import prepare
 from evals.screen.progress import Progress
 from evals.settings import Settings, settings

@@ -22,8 +22,9 @@ from evals.results import read_config, run_name
 from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
 from evals.tasks.base import Task
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.rules.base import Rules
+from methods.variant import Variant
 
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 

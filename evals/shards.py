@@ -28,10 +28,11 @@ from engine.errors import ConfigError, RunError
 from evals.asked import ask as ask_for
 from evals.cells import RUNS, ready_cells
 from evals.lines import standing
-from evals.loop import Group, Waiting, log, open_folders, results_of
+from evals.loop import Group, Waiting
 from evals.models import load_model
 from evals.results import RunFolder, RunResult, SampleRow
-from evals.screen.progress import Progress, Standing
+from evals.results.opened import open_folders, results_of
+from evals.screen.progress import Progress, Standing, say
 from evals.settings import Pool, RayPool, Settings, SlurmPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -390,7 +391,7 @@ def on_submitit(submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: C
                     elif tries[shard.name] > pool.retries:
                         raise lost(shard, tries[shard.name], f"logs in {folder}")
                     else:
-                        log(f"job {job.job_id} of shard {shard.name} was lost; submitting it again")
+                        say(f"job {job.job_id} of shard {shard.name} was lost; submitting it again")
                         tries[shard.name] += 1
                         jobs[executor.submit(Resumable(), shard)] = shard
         finally:
