@@ -34,7 +34,7 @@ from evals.overrides import CONF
 from evals.results import peak_rss_bytes, read_samples
 from evals.results.opened import open_folders
 from evals.runner import prepare
-from evals.screen.progress import Progress
+from evals.screen.progress import Progress, say
 from evals.settings import Settings, settings
 from evals.tasks.base import Sample
 
@@ -85,7 +85,7 @@ def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[lis
             one.check_prompts()
             one.model = models.get(checked[0].settings)
             one.progress = Quiet("", 0, 0)
-            made.append((one, one.enter(open_folders(checked, stack))))
+            made.append((one, one.enter(open_folders(checked, stack, say))))
         if made:
             stack.enter_context(made[0][0].model.hooked())
         yield made

@@ -426,7 +426,7 @@ def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
     """Run the cells of one group: each cell's result."""
     cells = group.cells
     with ExitStack() as stack:
-        folders = open_folders(cells, stack)
+        folders = open_folders(cells, stack, say)
         waiting = group.enter(folders)
         if group.cells:
             group.run(models, waiting)

@@ -78,7 +78,7 @@ def run_groups(groups: Sequence[Group], pool: Pool) -> dict[Path, RunResult]:
         refuse_timed(group)
     cells = [cell for group in groups for cell in group.cells]
     with ExitStack() as stack:
-        folders = open_folders(cells, stack)
+        folders = open_folders(cells, stack, say)
         works = []
         for number, group in enumerate(groups):
             waiting = group.enter(folders)
@@ -221,7 +221,7 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
             answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
             group = Group(cells, answered)
-            group.folders, group.cells_asked = open_folders(cells, stack), group.cells
+            group.folders, group.cells_asked = open_folders(cells, stack, say), group.cells
             group.model = load_model(group.first.settings)
             group.read_samples(group.model.tokenizer)
             waiting = group.missing(list(prompts(group, shard.samples)))
