@@ -36,7 +36,8 @@ from engine.books.meter import Meter
 from engine.budget import ELEMENT_BYTES
 from engine.caches.copies import Shelf
 from engine.caches.queries import QueryRing
-from kernels.gather import bring_values, flat_rows, gather_tokens
+from kernels.gather import flat_rows, gather_tokens
+from kernels.rows.values import bring_values
 from kernels.select_attend import Spans
 
 OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts

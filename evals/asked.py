@@ -87,6 +87,11 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     if task.asking is not None:
         with naming(settings):
             task.asking.check(rules)
+        if not settings.sampling.is_greedy:
+            raise ConfigError(
+                f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns "
+                "is answered greedily; use temperature=0"
+            )
         if settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name} with several turns, where "

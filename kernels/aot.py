@@ -33,11 +33,11 @@ from torch import Tensor
 from kernels import attend_kept, clusters, column_sums, pages, pq_fit, pq_scores, select_attend
 from kernels.jit import INTERPRETED, triton
 from kernels.pq_codes import PackedCodes
-from kernels.rows import append, columns, logits, union
+from kernels.rows import append, columns, logits, union, values
 
 MODULES = (
     *(append, attend_kept, clusters, column_sums, columns, logits),
-    *(pages, pq_fit, pq_scores, select_attend, union),
+    *(pages, pq_fit, pq_scores, select_attend, union, values),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 LENGTHS = (4096, 32768, 131072)
@@ -177,6 +177,7 @@ def row_sites(shape: Shape, s: int) -> None:
         ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3, 0)
         counts = union.union_rows_triton([ask] * 2, shape.h_kv, ages)
         union.bring_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
+    values.bring_values_triton(k, positions(1, shape.h_kv, n))
 
 
 SITES: dict[str, Callable[[Shape, int], None]] = {

@@ -15,11 +15,6 @@ def gather_tokens(tokens: Tensor, idx: Tensor) -> Tensor:
     return take_rows(tokens, flat_rows(idx, tokens.shape[1], tokens.shape[2]), idx.shape)
 
 
-def bring_values(values: Tensor, idx: Tensor) -> Tensor:
-    """Rows of `values` (1, h_kv, s, d_h), wherever they lie, at `idx` (1, h_kv, k), to where idx is."""
-    return gather_tokens(values, idx)
-
-
 def flat_rows(idx: Tensor, h_kv: int, s: int) -> Tensor:
     """Where the tokens at `idx` (1, heads, k) lie in a tensor (1, h_kv, s, d_h) seen as a list of rows."""
     heads = idx.shape[1]

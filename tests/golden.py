@@ -41,7 +41,7 @@ from tests.methods.dropping import (
     test_tova,
     test_xkv,
 )
-from tests.methods.quantising import test_kivi
+from tests.methods.quantising import test_kivi, test_turboquant
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -83,6 +83,7 @@ RUNNERS: dict[str, Runner] = {
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,
     "kivi/*.npz": test_kivi.run_vectors,
+    "turboquant/*.npz": test_turboquant.run_vectors,
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,
