@@ -41,8 +41,8 @@ class Cell:
     config: dict[str, Any]  # what identifies the run
     path: Path
     sparsity: VerticalSlash | None = None  # of the prefill
-    draw: int | None = None  # of a prompt's answers, where several are drawn
     coding: tuple[type[Rules], Any] | None = None  # of a composition: who makes codes, with what parameters
+    draw: int | None = None  # of a prompt's answers, where several are drawn
 
     @property
     def kind(self) -> type[SelectiveAttention]:

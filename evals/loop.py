@@ -226,7 +226,7 @@ class Group:
         free_memory()
         if len(cells) == 1:
             for id in self.missing_lines(cells[0], sample):
-                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, cells[0], reason), id=id), None)
+                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, reason, cells[0]), id=id), None)
             return
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
