@@ -7,6 +7,7 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 (`evals/loop.py`).
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +55,15 @@ class Asked:
 def ask(cells: Sequence[Settings]) -> list[Asked]:
     """Check every cell as far as that goes without torch."""
     shapes: dict[Any, ModelShape | None] = {}
-    return [ask_one(settings, shapes) for settings in cells]
+    asked: list[Asked] = []
+    for settings in cells:
+        try:
+            asked.append(ask_one(settings, shapes))
+        except ConfigError as error:
+            if not settings.skips_refused or (not asked and settings is cells[-1]):
+                raise
+            sys.stderr.write(f"left out: {error}\n")
+    return asked
 
 
 @contextmanager

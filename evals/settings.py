@@ -151,6 +151,7 @@ class Settings:
     accesses: bool  # write what was fetched
     is_sweep: bool  # then `out` is the parent of the run's folder
     max_variants: int | None  # decoded at once; None: as many as memory holds
+    skips_refused: bool  # a cell that cannot be met is left out of the sweep
     pool: Pool | None  # of workers on this or other machines; None: in this process
 
     def resolved(self) -> dict[str, Any]:
@@ -244,17 +245,20 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         accesses=convert(tree["accesses"], bool, "accesses"),
         is_sweep=is_sweep,
         max_variants=max_variants(tree["sweep"]),
+        skips_refused=is_sweep and build(SweepSpec, tree["sweep"], "sweep").refused == "skip",
         pool=pool(names.get("hydra/launcher"), launcher),
     )
 
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """How the cells of a sweep are run; changes no result."""
+    """How the cells of a sweep are run, and whether one that cannot be met stops the others; changes no result."""
 
     max_variants: int | str
+    refused: str
 
     def __post_init__(self) -> None:
+        one_of("sweep.refused", self.refused, ("stop", "skip"))
         if self.max_variants != "auto" and (isinstance(self.max_variants, str) or self.max_variants < 1):
             raise ConfigError(
                 f"sweep.max_variants={self.max_variants} is not allowed; use auto or a whole number from 1"

@@ -53,8 +53,8 @@ class FusedLauncher(Launcher):
         """Cells keep their `hydra` node: it says which files each of them was composed from."""
         HydraConfig.instance().set_config(self.config)
         cells = [self.loader.load_sweep_config(self.config, list(words)) for words in job_overrides]
-        returned = self.task_function(cells)
+        self.task_function(cells)  # says itself what came of them; a sweep may leave some out
         return [
-            JobReturn(overrides=words, cfg=cell, status=JobStatus.COMPLETED, _return_value=value)
-            for words, cell, value in zip(job_overrides, cells, returned, strict=True)
+            JobReturn(overrides=words, cfg=cell, status=JobStatus.COMPLETED)
+            for words, cell in zip(job_overrides, cells, strict=True)
         ]

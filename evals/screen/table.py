@@ -114,6 +114,8 @@ def distinct(results: Sequence[RunResult]) -> list[RunResult]:
 def attends_all(result: RunResult) -> bool:
     """Whether every token took part in every step, and none was looked for."""
     is_whole = result.effective_ratio == 1 and result.budget_counts is None
+    if result.memory_exact is not None:  # codes of all tokens are another answer at each byte budget
+        return False
     return is_whole and not result.bytes_moved_meta_per_step and not result.bytes_searched_per_step
 
 

@@ -23,8 +23,8 @@ import matplotlib
 from plots import style
 from plots.figures import answers as answer_figures
 from plots.figures import costs as cost_figures
+from plots.figures import frontier, manifest, maps
 from plots.figures import layers as layer_figures
-from plots.figures import manifest, maps
 from plots.figures import scores as score_figures
 from plots.figures.axes import CHOICES
 from plots.looks import told_apart
@@ -61,6 +61,7 @@ DRAWINGS = (
         score_figures.score_vs_ratio, "two budgets or more",
         ("pqcache_figure10a", "pqcache_figure10c", "clusterkv_figure9", "xkv_figure11", "xkv_figure12"),
     ),
+    Drawing(frontier.frontier, "byte budgets", ("frontier", "frontier_composed")),
     Drawing(score_figures.score_vs_comm, "two values of comm or more", ("pqcache_figure10d",)),
     Drawing(score_figures.mxb_bars, "PQCache with several m and b", ("pqcache_figure10b",)),
     Drawing(maps.needle_heatmaps, "a needle by two methods", ("pqcache_figure9",)),

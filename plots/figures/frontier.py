@@ -1,0 +1,120 @@
+"""What bytes buy: output error or score against the measured share of the full cache on the device.
+
+A method is a line over its byte budgets; what stands on the axis is what its ledger measured, not what was asked for.
+Full attention is a level. Beside it the same against what a step can read: what lies on the device or is brought.
+
+Not here: scores against tokens (`plots/figures/scores.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.ticker import LogLocator
+
+from evals.results import SampleRow
+from evals.results.intervals import interval
+from plots.figures.axes import AXES, Axis, scale, tick
+from plots.figures.scores import draw_line, explain, full_score, scored
+from plots.read import Run
+from plots.run_sets import Estimate, Line, Point, RunSet, outside_budget, run_sets, score_of
+from plots.style import Picture, Sheet
+
+ERROR = "output_error"
+WIDE = 6.75  # inches of two panels and a legend below them
+
+
+@dataclass(frozen=True)
+class Height:
+    """What stands on the y axis."""
+
+    label: str
+    falls: bool  # lower is better
+
+    def of(self, rows: Sequence[SampleRow]) -> Estimate | None:
+        if not self.falls:
+            return score_of(rows)
+        found = [row.fields.get("measures", {}).get(ERROR) for row in rows]
+        values = [float(value) for value in found if value is not None]
+        if not values:
+            return None
+        ends = interval(values, (0.0, float("inf")))
+        low, high = (None, None) if ends is None else (ends.low, ends.high)
+        return Estimate(sum(values) / len(values), low, high, len(values))
+
+
+def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+    """Two panels for each set of runs with a byte budget; full attention is taken along."""
+    made = []
+    for run_set in run_sets(runs, lambda run: run.result.task == "fidelity" or scored(run)):
+        here = run_set.only(lambda run: run.is_full or run.result.memory_exact is not None)
+        is_error = run_set.task == "fidelity"
+        height = Height("output error", True) if is_error else Height("mean score in %", False)
+        axes = [AXES["share"], AXES["reads"]]
+        found = [drawn_over(here, axis, height) for axis in axes]
+        if len(found[0]) < 2:
+            continue
+        used = list({run.folder: run for line in found[0] for run in line.runs}.values())
+        full = [run for run in here.runs if run.is_full][:1]
+        title = "Output error" if is_error else "Score"
+        picture = sheet.new(
+            f"{title} against the bytes on the device", run_set.about, [*full, *used], WIDE, 2.8, ncols=2, sharey=True
+        )
+        for ax, axis, each in zip(picture.axes, axes, found, strict=True):
+            for line in each:
+                draw_line(ax, line)
+            if not is_error and (level := full_level(here)) is not None:
+                ax.axhline(level, color="black", linestyle="--", linewidth=0.9, label="Full", zorder=1)
+            scale(ax, axis, [point.x for line in each for point in line.points])
+        best = front(found[0], height.falls)
+        if len(best) > 1:
+            xs, ys = zip(*best, strict=True)
+            picture.axes[0].step(
+                xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label="frontier", zorder=1
+            )
+            picture.said.append("Frontier: points whose interval lies beyond those of all points with as few bytes")
+        if is_error:
+            picture.axes[0].set_yscale("log")
+            picture.axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            picture.axes[0].yaxis.set_major_formatter(tick)
+            picture.axes[0].minorticks_off()
+        picture.axes[0].set_ylabel(height.label)
+        explain(picture, axes[0], found[0])
+        made.append(picture.finish(columns=3))
+    return made
+
+
+def drawn_over(run_set: RunSet, axis: Axis, height: Height) -> list[Line]:
+    """A line for each method, by its label, which names who makes codes and of how many bits."""
+    points: dict[tuple[str, str], list[tuple[Point, Run]]] = {}
+    for run in sorted(run_set.runs, key=lambda run: run.folder.name):
+        where, what = axis.of(run.rows), height.of(run.rows)
+        if not run.is_full and where is not None and what is not None:
+            key = run.method, run.result.method_label
+            points.setdefault(key, []).append((Point(where, what, outside_budget(run, run.rows)), run))
+    lines: list[Line] = []
+    for (method, label), pairs in sorted(points.items()):
+        pairs.sort(key=lambda pair: pair[0].x)
+        nth = sum(line.method == method for line in lines)
+        lines.append(Line(method, label, nth, [point for point, _ in pairs], [run for _, run in pairs]))
+    return lines
+
+
+def full_level(run_set: RunSet) -> float | None:
+    """Full attention's mean over all datasets."""
+    levels = [full_score(run_set, dataset) for dataset in run_set.datasets()]
+    known = [level for level in levels if level is not None]
+    return sum(known) / len(known) if known else None
+
+
+def front(lines: Sequence[Line], falls: bool) -> list[tuple[float, float]]:
+    """Points that are clearly better than all with as few bytes, from few to many."""
+    sign = -1 if falls else 1
+    found: list[tuple[float, float]] = []
+    reached = float("-inf")  # the best end of an interval so far
+    for point in sorted((p for line in lines for p in line.points if not p.outside), key=lambda p: p.x):
+        mean, (below, above) = point.y.mean, point.y.bars
+        worst, best = (mean + above, mean - below) if falls else (mean - below, mean + above)
+        if sign * worst > reached:
+            found.append((point.x, mean))
+            reached = sign * best
+    return found
