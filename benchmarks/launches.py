@@ -63,6 +63,7 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
     "tova": Cost(66, 26, 1),
     "keydiff": Cost(40, 0, 1),
     "knorm": Cost(40, 0, 1),
+    "attention_matching": Cost(40, 0, 1),
     "lagkv": Cost(40, 0, 1),
     "expected_attention": Cost(40, 0, 1),
     "adakv": Cost(40, 0, 1),
@@ -83,6 +84,7 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
     "pqcache": Cost(44, 1, 1),
     "double_sparsity": Cost(45, 0, 1),
     "loki": Cost(44, 0, 1),
+    "shadowkv": Cost(84, 44, 1),  # makes and rotates keys row by row
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 POWER_STEPS = 3  # of the power iteration for a step size
+GRAM_STEPS = 100  # of projected gradients, from which on the columns' products pay for themselves
 DROP_ROUNDS = 3  # in which keys of next to no mass make room for others
 RIDGE = 1e-6  # of the second attempt, where plain least squares gives values that 16 bits cannot hold
 LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
@@ -59,10 +60,11 @@ def fit_weights(columns: Tensor, mass: Tensor, rule: BiasRule, start: Tensor) ->
     """Weights (t,) within bounds with which columns (n, t) add up to the mass (n,); a power iteration has `start`."""
     weights = least_squares(columns, mass.unsqueeze(1)).squeeze(1).clamp_(rule.lowest, rule.highest)
     if rule.n_steps:
-        step = 1 / squared_norm(columns, start)
+        step, wanted = 1 / squared_norm(columns, start), columns.mT @ mass
+        gram = columns.mT @ columns if rule.n_steps >= GRAM_STEPS else None
         for _ in range(rule.n_steps):
-            gradient = columns.mT @ (columns @ weights - mass)
-            weights = (weights - step * gradient).clamp_(rule.lowest, rule.highest)
+            had = columns.mT @ (columns @ weights) if gram is None else gram @ weights
+            weights = (weights - step * (had - wanted)).clamp_(rule.lowest, rule.highest)
     return weights
 
 

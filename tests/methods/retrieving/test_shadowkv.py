@@ -94,7 +94,9 @@ def drawn(
 
 
 def answers(row: ShadowKV, q: Tensor, new: Tensor) -> Tensor:
-    return torch.cat([step(row, q[:, :, t : t + 1], *new[:, :, :, t : t + 1], t + 1) for t in range(q.shape[2])], 2)
+    k, v = new
+    queries, keys, values = (x.split(1, 2) for x in (q, k, v))
+    return torch.cat([step(row, *each, t + 1) for t, each in enumerate(zip(queries, keys, values, strict=True))], 2)
 
 
 def exact(trace: Trace, q: Tensor, new: Tensor) -> Tensor:
