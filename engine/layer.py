@@ -291,11 +291,9 @@ class Layer:
     def retain(self, slots: Tensor, room: int) -> None:
         """After attention, drop for good all but the tokens in these slots, (1, h_kv, k), for each head its own.
 
-        They lie in the order given from then on, and `room` tokens fit behind them. Called within the step or behind
-        it: the step's books have those that leave.
+        They lie in this order from then on, with `room` behind them. The step's books have those that leave.
         """
         self._assert_drops()
-        assert self.n_window == self.n_seen - self.start, f"layer {self.index} has a window that slid"
         positions, parts = self.positions(), self.resident()
         n, k = positions.shape[-1], slots.shape[-1]
         chosen = [gather_tokens(torch.cat(x, 2), slots) for x in ([p.k for p in parts], [p.v for p in parts])]

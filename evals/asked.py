@@ -87,11 +87,17 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     if task.asking is not None:
         with naming(settings):
             task.asking.check(rules)
+        if not settings.sampling.is_greedy:
+            raise ConfigError(
+                f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns "
+                "is answered greedily; use temperature=0"
+            )
         if settings.scope != "full_prompt":
             raise ConfigError(
                 f"compression_scope={settings.scope} has no meaning for task={task.name} with several turns, where "
                 "task.mode says what is compressed; leave it away"
             )
+    refuse_answers(settings, rules, task)
     model = (settings.model, settings.weights)
     if model not in shapes:
         shapes[model] = early_shape(settings)
@@ -122,6 +128,22 @@ def check(asked: Asked, shape: ModelShape) -> None:
     if shortest is not None:
         with naming(settings):
             rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+
+
+def refuse_answers(settings: Settings, rules: type[Rules], task: Task) -> None:
+    """Raise `ConfigError` where no single answer is given that could be drawn, or compressed as it grows."""
+    reads = "takes times" if task.is_timed else "reads a continuation" if task.is_forced else None
+    if settings.sampling.identity() and (reads or task.asking is not None):
+        key, value = next(iter(settings.sampling.identity().items()))
+        raise ConfigError(
+            f"{key}={value} means nothing for task={task.name}, which {reads or 'asks several questions greedily'}; "
+            "leave it out"
+        )
+    if rules.of_answers and task.asking is not None:
+        raise ConfigError(
+            f"method={settings.method.name} compresses a prompt and one answer, and task={task.name} asks several "
+            f"questions in turn; use another method with it"
+        )
 
 
 def refuse_counts(settings: Settings, rules: type[Rules]) -> None:

@@ -39,10 +39,10 @@ from evals.screen.expect import expect, is_worth_while
 from evals.screen.progress import Progress, Standing
 from evals.studies import accesses
 from evals.tasks.base import Sample
-from evals.tasks.conversation import line_ids
 from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
 from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
+from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
 from evals.turns.waiting import Waiting, check_window

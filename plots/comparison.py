@@ -26,7 +26,7 @@ from plots.run_sets import asked
 from plots.stats import Corrected, Paired, corrected, paired
 from plots.style import Sheet
 
-NAMES = {"longbench": "LongBench", "needle": "needles"}
+NAMES = {"longbench": "LongBench", "needle": "needles", "shared": "shared context"}
 STAR = "*"  # a difference that the test shows
 
 
@@ -83,18 +83,29 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 def is_comparable(results: Sequence[RunResult]) -> bool:
     """Whether one table can hold them: alike but for task, method and budget, full attention and another per task."""
-    shared = {(r.model, r.dtype, r.device, r.seed, r.protocol, r.prefill) for r in results}
+    shared = {(r.model, r.dtype, r.device, r.seed, r.prefill) for r in results}
+    protocols = {(r.task, r.protocol) for r in results}
     variants = [(r.task, r.method_label, r.ratio_exact, r.budget, r.memory_exact) for r in results]
     with_full = {r.task for r in results if r.method == "full"}
-    return len(shared) == 1 and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
+    is_alike = len(shared) == 1 and len(protocols) == len({r.task for r in results})
+    return is_alike and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
 
 
 def against(run: Run, full: Run) -> Paired | None:
-    """The run's scores against full attention's on the samples that both answered."""
-    theirs = {row.id: row.score for row in full.rows if row.score is not None}
-    both = [(row.score, theirs[row.id]) for row in run.rows if row.score is not None and row.id in theirs]
+    """The run's scores against full attention's on the samples that both answered; of several turns their means."""
+    mine, theirs = scores_of_samples(run), scores_of_samples(full)
+    both = [(score, theirs[id]) for id, score in mine.items() if id in theirs]
     bounds = METRICS[run.result.metric or "score"].bounds
     return paired([a for a, _ in both], [b for _, b in both], bounds=bounds) if both else None
+
+
+def scores_of_samples(run: Run) -> dict[str, float]:
+    """Each sample's score: turns of one sample are not independent of each other."""
+    scores: dict[str, list[float]] = {}
+    for row in run.rows:
+        if row.score is not None:
+            scores.setdefault(row.sample_id, []).append(row.score)
+    return {id: fsum(each) / len(each) for id, each in scores.items()}
 
 
 def size(run: Run) -> float:

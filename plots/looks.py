@@ -107,6 +107,7 @@ DASHES = ("-", "--", ":", "-.")
 LOOKS = {
     "full": Look(INK, "star", "--"),
     "oracle": Look(GREY, "cross", ":"),
+    "full_stopped": Look("#6E6E8F", "thin diamond", "--"),
     # orange: drop after the prompt, by what its last queries look at
     "snapkv": Look("#D17E09", "up", "-"),
     "pyramidkv": Look("#FA5D36", "diamond", "--"),

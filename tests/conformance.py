@@ -350,9 +350,13 @@ def difference(a: Said, b: Said, name_b: str) -> str | None:
 
 def whole_budget(one: Subject) -> None:
     full = answers([Full.variant_for(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, S)])
-    mine = answers([variant(one, "1")])
+    if one.kind.changes:  # it attends to all at ratio 1, and is exact where it may keep all bytes
+        request = BudgetRequest(None, None, Fraction(one.comm), memory=Fraction(1))
+        mine = answers([one.kind.variant_for(one.params, request, model().shape, S)])
+    else:
+        mine = answers([variant(one, "1")])
     assert mine[0].ids == full[0].ids, (
-        f"at ratio 1 the answer is {mine[0].ids}, and that of full attention {full[0].ids}"
+        f"at the whole budget the answer is {mine[0].ids}, and that of full attention {full[0].ids}"
     )
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests import golden_metrics
-from tests.engine import test_budget, test_footprint
+from tests.engine import test_budget, test_entries
 from tests.engine.caches import test_blocks
 from tests.evals.tasks import (
     test_gsm8k,
@@ -41,7 +41,7 @@ from tests.methods.dropping import (
     test_tova,
     test_xkv,
 )
-from tests.methods.quantising import test_kivi
+from tests.methods.quantising import test_kivi, test_turboquant
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -81,8 +81,9 @@ RUNNERS: dict[str, Runner] = {
     "rkv/*.npz": test_rkv.run_vectors,
     "triattention/*.npz": test_triattention.run_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
-    "decode_time/prulong_footprint.json": test_footprint.run_vectors,
+    "decode_time/prulong_footprint.json": test_entries.run_vectors,
     "kivi/*.npz": test_kivi.run_vectors,
+    "turboquant/*.npz": test_turboquant.run_vectors,
     "sparq/*.npz": test_sparq.run_vectors,
     "quest/*.npz": test_quest.run_vectors,
     "rocketkv/*.npz": test_rocketkv.run_vectors,

@@ -24,7 +24,8 @@ def takes_at_once(row: "SelectiveAttention", layer: int, m: int) -> bool:
     """Whether the row may read so many tokens at once in this layer, as if they came one after the other."""
     at = row.store[layer]
     is_still = row.is_still or layer in row.skipped_layers()
-    return is_still and at.host is None and at.rolling is None and at.capacity - at.n_window >= m
+    plain = at.host is None and at.queries is None and not at.is_coded
+    return is_still and plain and at.rolling is None and at.capacity - at.n_window >= m
 
 
 def read_at_once(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -54,7 +55,8 @@ def past(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // part.k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).float() for x in (part.k, part.v))
     logits = (q.float() @ keys.mT) * scale
-    assert part.bias is None, "what is resident has no bias"
+    if part.bias is not None:
+        logits = logits + part.bias.repeat_interleave(q.shape[1] // part.bias.shape[1], 1).unsqueeze(2)
     if part.mask is not None:
         mask = part.mask.repeat_interleave(q.shape[1] // part.mask.shape[1], 1)
         logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)

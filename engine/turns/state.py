@@ -42,8 +42,11 @@ class Mark:
 
     def restore(self, row: "SelectiveAttention") -> None:
         """Let the row be as it was; its ledger begins anew."""
-        row.__dict__.clear()
-        row.__dict__.update(fork_of(self.frozen).__dict__)
+        fresh = vars(fork_of(self.frozen))
+        for name in [*vars(row)]:
+            delattr(row, name)
+        for name, value in fresh.items():
+            setattr(row, name, value)
 
 
 def fork_of(row: "SelectiveAttention") -> "SelectiveAttention":

@@ -20,12 +20,11 @@ from engine.books.spans import span
 from engine.decode import Answer, attend_groups, attend_own
 from engine.prefill import Trace
 from engine.turns.at_once import read_at_once, takes_at_once
+from engine.turns.dense import read_dense
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
     from methods.base import SelectiveAttention
-
-FEEDS = ("compressed", "tokenwise", "dense")
 
 
 class Talk:
@@ -45,6 +44,7 @@ class Talk:
         self.order = sorted(range(len(rows)), key=lambda i: name_of(type(rows[i])))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.clock = Clock()
+        self.is_dense = False  # while a feed is read that attends to all that rows hold
         self.calls: dict[int, Call] = {}
 
     def fork(self) -> "Talk":
@@ -61,14 +61,24 @@ class Talk:
         pads = [longest - len(each) for each in feeds]
         ids = torch.tensor([[*[0] * pad, *each] for pad, each in zip(pads, feeds, strict=True)])
         ids = ids.to(self.model.device)
-        if feed != "tokenwise":
-            return self.step(self.order, ids, pads)
-        logits = None
-        for j in range(longest):
-            reading = [i for i in self.order if pads[i] <= j]
-            logits = self.step(reading, ids[:, j : j + 1], [0] * len(pads))
-        assert logits is not None
-        return logits  # all rows read the last token
+        # Rows that compress between steps read step by step.
+        stepwise = [i for i in self.order if feed == "tokenwise" or self.rows[i].of_answers]
+        if stepwise and self.has_own_layers:
+            stepwise = self.order
+        at_once = [i for i in self.order if i not in stepwise]
+        found: list[Tensor] = []
+        self.is_dense = feed == "dense"
+        if at_once:
+            found.append(self.step(at_once, ids, pads))
+        if stepwise:
+            for j in range(longest):
+                reading = [i for i in stepwise if pads[i] <= j]
+                logits = self.step(reading, ids[:, j : j + 1], [0] * len(pads))
+            found.append(logits)  # all of them read the last token
+        self.is_dense = False
+        if len(found) == 2:
+            found[0][stepwise] = found[1][stepwise]
+        return found[0]
 
     def answer(
         self, logits: Tensor, max_new_tokens: Sequence[int], stop_ids: Iterable[int] = (), min_new_tokens: int = 0,
@@ -131,6 +141,9 @@ class Talk:
             logits = self.model.forward(ids[which], places, self.cache, self)
         for i in which:
             self.positions[i] += m - pads[i]
+            if self.rows[i].of_answers:
+                assert m - pads[i] == 1, "a row that compresses between steps reads step by step"
+                self.rows[i].after_step()
         found = logits.new_empty(len(self.rows), logits.shape[1])
         found[which] = logits
         return found
@@ -143,7 +156,11 @@ class Talk:
         with span("attention", layer):
             left = []
             for i, row in enumerate(rows):
-                if m > 1 and takes_at_once(row, layer, m - self.pads[i]):
+                if self.is_dense and row.store[layer].can_fetch:
+                    for j in range(self.pads[i], m):
+                        q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
+                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
+                elif m > 1 and takes_at_once(row, layer, m - self.pads[i]):
                     at = slice(self.pads[i], m)
                     out[i : i + 1, :, at] = read_at_once(
                         row, layer, q[i : i + 1, :, at], k[i : i + 1, :, at], v[i : i + 1, :, at], scale
@@ -159,8 +176,8 @@ class Talk:
                 if i in ahead:
                     rows[i].q_ahead = ahead[i][:, :, j : j + 1]
             whole = len(live) == len(rows)
-            at_j = [x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v)]
-            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, *at_j, scale)
+            q_j, k_j, v_j = (x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v))
+            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, scale)
             if whole:
                 out[:, :, j : j + 1] = found
             else:

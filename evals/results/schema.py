@@ -346,7 +346,7 @@ class RunResult(RunFacts):
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
     answer_tokens_mean: float | None = None  # generated tokens
     cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored
-    peak_entries: float | None = None  # most entries of a KV head that a step attended to, mean over heads and layers
+    peak_entries: float | None = None  # most entries that a step of any answer attended to, mean over heads and layers
     footprint: float | None = None  # entries over prefill and decode, relative to full attention of the same length
     footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention beside it
     reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer

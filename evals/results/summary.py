@@ -71,11 +71,12 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
 def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, Any]:
     """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
     answers = [row for row in rows if "cut_off" in row.fields]
+    peaks = [float(row.ledger["peak_entries"]) for row in answers if row.ledger.get("peak_entries") is not None]
     reached = [row.ledger.get("reached_steps") for row in rows]
     return {
         "answer_tokens_mean": mean(row.generated_tokens for row in answers),
         "cut_off_share": mean(bool(row.fields["cut_off"]) for row in answers),
-        "peak_entries": mean(row.ledger.get("peak_entries") for row in answers),
+        "peak_entries": max(peaks, default=None),  # memory is bought for the largest
         "footprint": mean(row.ledger.get("footprint") for row in answers),
         "footprint_vs_full": footprint_vs_full(answers, full),
         "reached_answers": mean(None if share is None else float(share > 0) for share in reached),

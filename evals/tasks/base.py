@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.shapes import ModelShape
-from evals.tasks.conversation import Asking, Conversation
+from evals.tasks.turns.conversation import Asking, Conversation
 
 
 @dataclass(frozen=True)

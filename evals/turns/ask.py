@@ -17,7 +17,7 @@ from engine.decode import Answer
 from engine.model import Model
 from engine.prefill import Trace
 from engine.turns.talk import Talk
-from evals.tasks.conversation import Asking
+from evals.tasks.turns.conversation import Asking
 from evals.turns.encode import TalkPrompt
 from methods.base import SelectiveAttention
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.budget import Frame
 from evals.tasks.base import Sample
-from evals.tasks.conversation import Conversation
 from evals.tasks.prompt import SENTINEL, Prompt, first_ids, n_alike, sample_wrapper, token_ids, uses_chat
+from evals.tasks.turns.conversation import Conversation
 
 SENTINELS = (SENTINEL, "<<what the model answers>>", "<<what the user asks then>>")
 

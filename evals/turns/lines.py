@@ -18,7 +18,7 @@ from evals.lines import answer_line, sample_hash
 from evals.results import SampleRow
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt, answer_text
-from evals.tasks.questions import one_question
+from evals.tasks.turns.questions import one_question
 from evals.turns.ask import Said
 from evals.turns.encode import TalkPrompt
 

@@ -12,8 +12,8 @@ from engine.errors import ConfigError
 from evals.cells import Cell
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
-from evals.tasks.conversation import line_ids
 from evals.tasks.prompt import Prompt
+from evals.tasks.turns.conversation import line_ids
 from evals.turns.encode import TalkPrompt
 
 

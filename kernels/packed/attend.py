@@ -57,7 +57,7 @@ class Side(NamedTuple):
     def is_native(self, d_h: int) -> bool:
         """Whether the C++ knows this kind of code."""
         of_group = self.group * self.bits // 8
-        fits = self.bits in (2, 4, 8) and (self.kind < BY_TABLE or self.bits == 4) and d_h <= MOST_D
+        fits = self.bits in (2, 4, 8) and (self.kind < BY_TABLE or self.bits < 8) and d_h <= MOST_D
         whole = CHUNK % self.group == 0 if self.kind == BY_CHANNEL else d_h % self.group == 0
         # A load may repeat a group's bytes until every lane has a code, and never more often than a byte has codes.
         even = self.group & (self.group - 1) == 0 and of_group % FEWEST_BYTES == 0

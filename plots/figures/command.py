@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib
 
 from plots import style
+from plots.figures import answers as answer_figures
 from plots.figures import costs as cost_figures
 from plots.figures import layers as layer_figures
 from plots.figures import manifest, maps
@@ -89,6 +90,7 @@ DRAWINGS = (
     Drawing(layer_figures.xkv_score_vs_retention, "XKV with several allocations", ("xkv_figure5",)),
     Drawing(layer_figures.attention_distribution, "exact mass by budget", ("pqcache_figure6",)),
     Drawing(cost_figures.memory_vs_transfer, "full attention", ("pqcache_figure1",)),
+    Drawing(answer_figures.score_vs_footprint, "two budgets of prompt and answer, and full attention", ("answers",)),
     Drawing(
         score_figures.pareto, "three methods or more",
         ("pqcache_table2", "clusterkv_table1", "xkv_table3"),

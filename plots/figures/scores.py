@@ -34,7 +34,9 @@ from plots.run_sets import (
 from plots.stats import small_n
 from plots.style import Picture, Sheet
 
-LABELLED = ("longbench", "gsm8k", "infinitebench", "ruler", "needle")  # tasks with scores of 0 to 1
+LABELLED = (  # tasks with scores of 0 to 1
+    *("longbench", "gsm8k", "infinitebench", "ruler", "needle", "math500", "aime", "longproc"),
+)
 N_PANELS = 16
 ORACLE = "oracle"
 NAMED = 3  # methods that a note names before it counts
@@ -114,8 +116,8 @@ def explain(picture: Picture, axis: Axis, drawn: Iterable[Line]) -> None:
         picture.note(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
     counts = [point.y.n for line in drawn for point in line.points]
     methods = {line.label for line in drawn}
-    few = small_n(min(counts), len(methods) * (len(methods) - 1) // 2)
-    if few and len(methods) > 1:
+    few = small_n(min(counts), len(methods) * (len(methods) - 1) // 2) if len(methods) > 1 else None
+    if few:
         picture.note(f"n {min(counts)}: {few}")
     n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     picture.said += [

@@ -97,6 +97,17 @@ def mean_prefill(rows: Sequence[SampleRow]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def answer_tokens(rows: Sequence[SampleRow]) -> float | None:
+    counts = [row.generated_tokens for row in rows if "cut_off" in row.fields]
+    return sum(counts) / len(counts) if counts else None
+
+
+def cut_off(rows: Sequence[SampleRow]) -> float | None:
+    """Share of the answers that used up their allowance."""
+    cut = [bool(row.fields["cut_off"]) for row in rows if "cut_off" in row.fields]
+    return sum(cut) / len(cut) if cut else None
+
+
 VALUES: dict[str, Value] = {
     "score": Value("score", "", lambda rows: None),
     "difference": Value("difference to Full", "", lambda rows: None),
@@ -104,6 +115,10 @@ VALUES: dict[str, Value] = {
     "share": Value("tokens attended to, share of the full cache", "", ledger("effective_ratio"), 3),
     "device": Value("K and V on the device", "MB", ledger("bytes_resident_device", 1e6)),
     "host": Value("K and V on the host", "MB", ledger("bytes_resident_host", 1e6)),
+    "answer_tokens": Value("tokens of an answer", "", answer_tokens),
+    "cut_off": Value("answers cut off, share", "", cut_off, 3),
+    "peak": Value("entries at the fullest step", "", ledger("peak_entries")),
+    "footprint": Value("entries of an answer", "thousand", ledger("footprint_entries", 1e3)),
     "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
     "find": Value("read per step to find tokens", "KB", ledger("bytes_moved_meta_per_step", 1e3)),
     "prefill_s": Value("prefill", "s", mean_prefill, 2),

@@ -206,6 +206,6 @@ def check_values(kind: str, values: Mapping[str, Any]) -> None:
             raise BadRow(f"field 'kwargs' has no usable {name} for {kind}")
         if is_list or name in ("keyword", "section_spliter", "postscript_marker"):
             try:
-                re.compile("|".join(words))
+                re.compile("|".join(map(str, words)))
             except re.error as error:
                 raise BadRow(f"field 'kwargs': {name} is no regular expression ({error})") from None

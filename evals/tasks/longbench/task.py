@@ -35,7 +35,6 @@ from evals.foreign import read_json, write_csv
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
-from evals.tasks.conversation import Turn
 from evals.tasks.lazy import LazySamples, in_turns
 from evals.tasks.longbench import embedded
 from evals.tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, base_name, facts_of
@@ -52,9 +51,10 @@ from evals.tasks.longbench.scores import (
     segmenter,
 )
 from evals.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
-from evals.tasks.questions import QueryAware, QuestionParams, asked
 from evals.tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from evals.tasks.texts import digest
+from evals.tasks.turns.conversation import Turn
+from evals.tasks.turns.questions import QueryAware, QuestionParams, asked
 
 FOLDER = "longbench/data"
 PROMPTS = "longbench/config/dataset2prompt.json"

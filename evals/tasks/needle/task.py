@@ -28,12 +28,12 @@ from evals.foreign import read_text
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts
-from evals.tasks.conversation import Turn
 from evals.tasks.lazy import LazySamples
 from evals.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from evals.tasks.needle.heatmap import draw_heatmap, pivot, write_table
-from evals.tasks.questions import QueryAware, QuestionParams, asked
 from evals.tasks.texts import digest
+from evals.tasks.turns.conversation import Turn
+from evals.tasks.turns.questions import QueryAware, QuestionParams, asked
 from methods.calibration import prose
 
 ESSAYS = "needle/PaulGrahamEssays"

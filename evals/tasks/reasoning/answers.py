@@ -8,6 +8,7 @@ Not here: grading itself (`judge.py`, `grade.py`), each task's rows.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -91,13 +92,19 @@ def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room, with_room: Cal
 # --- grades ------------------------------------------------------------------------------------
 
 
+@cache
+def worker() -> Judge:
+    """One for all tasks of this process: a sweep has a task for each of its cells."""
+    return Judge()
+
+
 @dataclass
 class Grading:
     """One grader and the part of an answer that it sees; the worker starts with the first answer."""
 
     grader: str
     answer_part: str
-    judge: Judge = field(default_factory=Judge)
+    judge: Judge = field(default_factory=worker)
 
     def graded(self, text: str, gold: str, **more: str) -> Graded:
         """The grader's verdict on an answer."""

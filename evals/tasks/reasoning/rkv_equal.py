@@ -139,8 +139,9 @@ def is_short_equation(text: str) -> bool:
 
 def is_same_formula(predicted: str, reference: str) -> bool:
     """Whether both mean the same, as far as they can be read; what cannot be read is compared as text."""
-    a, b = read(predicted), read(reference)
-    if not (isinstance(a, sympy.Basic) and isinstance(b, sympy.Basic)):
+    a: Any = read(predicted)
+    b: Any = read(reference)
+    if not all(isinstance(one, sympy.Basic) for one in (a, b)):
         return str(a) == str(b) or (type(a) is type(b) and a == b)  # sympy would evaluate a text as Python
     tests: tuple[Callable[[], Any], ...] = (
         lambda: str(a) == str(b) or a == b,

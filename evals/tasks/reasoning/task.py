@@ -3,7 +3,7 @@
 The whole prompt is the context: it is compressed together with what the model generates. A `max_new_tokens` that is
 null is the task's own limit, or what the window leaves behind the prompt; a given one must fit.
 
-Not here: prompts, room and grades (`answers.py`), pass@k (`draws.py`), the files of each task.
+Not here: prompts, room and grades (`answers.py`), pass@k (`evals/results`), the files of each task.
 """
 
 from abc import abstractmethod

@@ -83,7 +83,8 @@ def bleu(candidate: str, reference: str) -> float:
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     words = [re.split(r"\s+", text.strip()) for text in (reference, candidate)]
-    return float(sentence_bleu([words[0]], words[1], smoothing_function=SmoothingFunction().method4))
+    found: Any = sentence_bleu([words[0]], words[1], smoothing_function=SmoothingFunction().method4)
+    return float(found)
 
 
 # --- the code of an answer ---------------------------------------------------------------------

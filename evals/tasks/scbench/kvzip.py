@@ -7,6 +7,7 @@ Not here: SCBench's own scorers (`scores.py`).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from evals.tasks.infinitebench.scores import ARTICLES, PUNCTUATION, token_f1
 
@@ -70,7 +71,8 @@ def rouge_l(prediction: str, reference: str) -> float:
     from rouge import Rouge
 
     try:
-        return float(Rouge().get_scores([prediction], [reference])[0]["rouge-l"]["f"])
+        found: Any = Rouge().get_scores([prediction], [reference])
+        return float(found[0]["rouge-l"]["f"])
     except (ValueError, RecursionError):  # no word in it, or thousands of them
         return 0.0
 

@@ -132,7 +132,8 @@ def functions() -> tuple[tuple[str, str, str], ...]:
             if not isinstance(node, ast.FunctionDef) or not said or not 4 <= len(said.splitlines()[0].split()) <= 20:
                 continue
             body = node.body[1:]
-            code = ast.unparse(ast.FunctionDef(**{**vars(node), "body": body})) if body else ""
+            node.body = body or node.body
+            code = ast.unparse(node) if body else ""
             if 80 <= len(code) <= 700 and node.name not in found:
                 found[node.name] = node.name, said.splitlines()[0], textwrap.dedent(code)
     return tuple(found.values())

@@ -23,15 +23,15 @@ from evals.foreign import write_csv
 from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import SLACK, check_choices, check_counts, check_datasets, chosen
-from evals.tasks.conversation import Asking, Conversation, Turn
 from evals.tasks.lazy import LazySamples, in_turns
 from evals.tasks.prompt import middle_truncate
-from evals.tasks.questions import QueryAware
 from evals.tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from evals.tasks.scbench import functions, synthetic
 from evals.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
 from evals.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
 from evals.tasks.texts import digest
+from evals.tasks.turns.conversation import Asking, Conversation, Turn
+from evals.tasks.turns.questions import QueryAware
 
 FOLDER = "scbench/data"
 TEMPLATES = "scbench/prompt_templates.json"
@@ -96,6 +96,7 @@ class Params:
 class SCBench(Task):
     """The rows of each chosen task, in turns."""
 
+    asking: Asking
     name = "scbench"
     version = 1
     Params = Params

@@ -196,3 +196,18 @@ def test_a_method_that_cannot_go_back_says_so() -> None:
         row = built(Stubborn.variant_for(params, request(ratio="0.2"), trace.shape, trace.s_prompt).row(trace, 4))
     with pytest.raises(ConfigError, match="rolls_back=False"):
         row.mark()
+
+
+@pytest.mark.parametrize("name", ["pqcache", "oracle", "quest", "sparq"])
+def test_a_dense_feed_is_read_as_full_attention_reads_it(name: str) -> None:
+    model, found = conformance.model(), []
+    for one in (conformance.ours("full"), conformance.ours(name)):
+        trace, row = row_of(one)
+        with torch.inference_mode():
+            built(row)
+        with model.hooked():
+            found.append(Talk(model, trace, [row]).read([FEED], "dense"))
+        h, n_layers = trace.shape.h, trace.shape.n_layers
+        entries = [entry for entry in row.store.ledger.entries if entry.step == len(FEED)]
+        assert [entry.attended for entry in entries] == [h * (trace.s_prompt + len(FEED))] * n_layers
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)

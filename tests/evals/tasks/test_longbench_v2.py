@@ -134,7 +134,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, messa
 
 
 def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None:
-    for changes, message in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"lengths": ["tiny"]}, r"task\.lengths=tiny is no label"),
         ({"lengths": []}, "keeps nothing"),
         ({"lengths": ["long"]}, r"no row of task\.lengths=\['long'\]"),
@@ -142,7 +142,8 @@ def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None
         ({"prompt": "0shot_cot"}, r"task\.prompt"),
         ({"source": "hub"}, r"task\.source"),
         ({"prompts": "official", "prompt": "no_context"}, r"0shot_no_context\.txt is missing"),
-    ):
+    )
+    for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):
             asked(folder, tokenizer, **changes)
     write(folder, {"rows": []})
@@ -166,7 +167,9 @@ def run_vectors(path: Path) -> list[Check]:
     """The letter of each answer, and both tables."""
     vectors = json.loads(path.read_text(encoding="utf-8"))
     rows = [row | {"prediction": row["response"]} for row in vectors["rows"]]
-    pairs = [(f"longbench_v2[{i}]", chosen_letter(row["prediction"]), row["pred"]) for i, row in enumerate(rows)]
+    pairs: list[tuple[str, Any, Any]] = [
+        (f"longbench_v2[{i}]", chosen_letter(row["prediction"]), row["pred"]) for i, row in enumerate(rows)
+    ]
     for name, table in vectors["table"].items():
         pairs.append((f"longbench_v2.{name}", accuracies(rows, name == "compensated"), table))
     return [(name, None if ours == official else f"{ours} instead of {official}") for name, ours, official in pairs]

@@ -1,4 +1,4 @@
-"""Reasoning tasks: the worker that grades, its graders, room for answers, prompts, rows, and pass@k."""
+"""Reasoning tasks: the worker that grades, its graders, room for answers, prompts, rows, and the official verdicts."""
 
 import json
 import math
@@ -15,11 +15,12 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from engine.shapes import ModelShape
+from evals.results.draws import chance_of_one
 from evals.tasks.aime.task import Aime
 from evals.tasks.gsm8k import Gsm8k
 from evals.tasks.math500.task import Math500
 from evals.tasks.prompt import encode
-from evals.tasks.reasoning import answers, draws, grade, judge, rkv_equal, rkv_extract
+from evals.tasks.reasoning import answers, grade, judge, rkv_equal, rkv_extract
 from evals.tasks.reasoning.answers import Grading, Room
 from evals.tasks.reasoning.judge import Judge
 from evals.tasks.reasoning.latex import Unreadable, read_expression, read_latex
@@ -162,6 +163,10 @@ def test_an_answer_inside_the_thought_counts_only_where_all_is_read(worker, part
     assert verdict == (score, {"no_answer": no_answer, "grader_stopped": 0.0})
 
 
+def test_all_cells_of_a_sweep_share_a_worker() -> None:
+    assert Grading("rkv", "all").judge is Grading("math_verify", "all").judge
+
+
 # --- parts of the rkv grader -------------------------------------------------------------------
 
 
@@ -245,19 +250,6 @@ def test_only_formulas_are_read_in_pythons_notation() -> None:
 )
 def test_answers_are_equal_as_text_number_part_or_formula(predicted, reference, equal) -> None:
     assert rkv_equal.is_equal(predicted, reference) == equal
-
-
-# --- several draws -----------------------------------------------------------------------------
-
-
-def test_pass_at_k_is_the_share_of_draws_without_replacement() -> None:
-    assert draws.pass_at_k(4, 1, 2) == 0.5 and draws.pass_at_k(3, 2, 2) == 1.0 and draws.pass_at_k(5, 0, 5) == 0.0
-    assert draws.pass_at_k(1000, 3, 1) == 0.003  # factorials in floating point would overflow
-    matrix = [[True, False], [False, False]]
-    assert (draws.pass_at_1(matrix), draws.mean_pass_at_k(matrix, 2), draws.first_draw(matrix)) == (0.25, 0.5, 0.5)
-    for n, c, k in ((2, 1, 3), (2, 3, 1), (2, 1, 0)):
-        with pytest.raises(ValueError, match="not defined"):
-            draws.pass_at_k(n, c, k)
 
 
 # --- the tasks ---------------------------------------------------------------------------------
@@ -411,7 +403,7 @@ def run_answers(path: Path) -> list[Check]:
 
 
 def run_passk(path: Path) -> list[Check]:
-    """pass@1, the first draw and pass@k, of numbers and of matrices."""
+    """pass@1 and pass@k, of numbers and of matrices of prompts and draws."""
     vectors, results = json.loads(path.read_text(encoding="utf-8")), list[Check]()
 
     def compare(name: str, ours: float, official: float) -> None:
@@ -419,12 +411,12 @@ def run_passk(path: Path) -> list[Check]:
         results.append((name, None if near else f"{ours} instead of {official}"))
 
     for i, case in enumerate(vectors["pass_at_k"]):
-        compare(f"pass_at_k[{i}]", draws.pass_at_k(case["n"], case["c"], case["k"]), case["value"])
+        compare(f"pass_at_k[{i}]", chance_of_one(case["n"], case["c"], case["k"]), case["value"])
     for i, case in enumerate(vectors["matrix"]):
-        compare(f"matrix[{i}].pass_at_1", draws.pass_at_1(case["correct"]), case["pass_at_1"])
-        compare(f"matrix[{i}].first_draw", draws.first_draw(case["correct"]), case["first_draw"])
-        for k, value in case["majority_free_pass_at"].items():
-            compare(f"matrix[{i}].pass_at_{k}", draws.mean_pass_at_k(case["correct"], int(k)), value)
+        counts = [(len(row), sum(row)) for row in case["correct"]]
+        for k, value in (("1", case["pass_at_1"]), *case["majority_free_pass_at"].items()):
+            mean = math.fsum(chance_of_one(*pair, int(k)) for pair in counts) / len(counts)
+            compare(f"matrix[{i}].pass_at_{k}", mean, value)
     return results
 
 

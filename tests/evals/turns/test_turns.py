@@ -8,7 +8,7 @@ import pytest
 from engine.errors import ConfigError
 from evals.results import SampleRow
 from evals.tasks.base import Sample
-from evals.tasks.conversation import Asking, Conversation, Turn
+from evals.tasks.turns.conversation import Asking, Conversation, Turn
 from evals.turns.encode import encode_talk
 from tests.tiny_run import cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer

@@ -33,7 +33,7 @@ def test_each_step_attends_to_what_transformers_would(bits: int, residual: int) 
     prefix, late = [packed(x[:, :, :30]) for x in (k, v)], [x[:, :, :0] for x in (k, v)]
     for t in range(10):
         q, new = torch.randn(1, 4, 1, 32), [x[:, :, 30 + t : 31 + t] for x in (k, v)]
-        out = step(row, q, *new, t + 1)
+        out = step(row, q, new[0], new[1], t + 1)
         seen = [torch.cat(parts, 2) for parts in zip(prefix, late, new, strict=True)]
         keys, values = (x.repeat_interleave(2, 1) for x in seen)
         expected = ((q @ keys.mT) * 32**-0.5).softmax(-1) @ values

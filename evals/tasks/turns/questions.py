@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 from evals.tasks.base import Sample
-from evals.tasks.conversation import MODES, Asking, Conversation, Turn, line_id
 from evals.tasks.lazy import LazySamples
+from evals.tasks.turns.conversation import MODES, Asking, Conversation, Turn, line_id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,38 @@
+"""A feed's token that attends to all that its row holds, whatever the method selects: `task.feed=dense`.
+
+The method takes its step all the same, so that its window, codes and counters go on as ever; what it would have
+attended to and corrected is replaced. The books say that the token attended to everything.
+
+Not here: which feeds are read like this (`engine/turns/talk.py`).
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from engine.attend import Part, attend_rows
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from methods.base import SelectiveAttention
+
+
+def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The output (1, h, 1, d_h) of one token over the host tier's tokens, the generated ones included."""
+    kind, at = type(row), row.store[layer]
+    host = at.host
+    if row.wants_weights or at.is_coded or host is None or not host.has_keys:
+        raise ConfigError(
+            f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
+        )
+    kind.step_rows([row], layer, q, k, v)
+    t, h = at.n_seen - at.s_prompt, at.meter.shape.h
+    parts = [
+        Part(*(x.to(q.device) for x in (host.k, host.v))),
+        Part(*(x[:, :, :t].to(q.device) for x in host.late)),
+    ]
+    out, _ = attend_rows(q, [parts], scale, [False])
+    kind.after_rows([row], layer, out.clone(), [None])
+    at.meter.counts["attended"], at.meter.owed = (at.n_seen - at.n_kept - at.n_window) * h, None
+    row.store.close(layer)
+    return out

@@ -1,0 +1,199 @@
+"""TurboQuant (Zandieh et al., ICLR 2026): rotate a vector, and one fixed codebook serves every coordinate of all.
+
+A vector divided by its norm and rotated has coordinates of one known distribution, so that a codebook solved once from
+it is near-optimal: nothing is calibrated, and there are no scales of groups, only a norm per vector. Every token is
+packed as it comes, the current one before it is attended to.
+
+Symbols   paper: Pi, S, b, gamma = rotation, Gaussian matrix, bits, length of the residual.
+Per step  moved: nothing; resident: h_kv * tokens * (key bytes + value bytes), with keys ceil(d_h * b / 8) + 2 and
+          values ceil(d_h * b / 8) + 4; layers that stay whole at 4 * h_kv * d_h a token.
+          Rotation and codebook are constants.
+Differs   as vLLM's backend, which differs from the paper: Hadamard matrix without random signs in place of a random
+          rotation, a codebook of the normal distribution, keys scaled to their stored norm when they are read, values
+          uniform and not rotated. `objective=prod`, `values=mse` and `rotation=haar` are the paper's. vLLM leaves two
+          layers whole at either end (`turboquant_vllm`); its own codebook is off by up to 0.002 standard deviations.
+          Attention reads 2 and 4 bits packed; keys and values of 3 bits, eight-bit keys and `prod` are kept packed, and
+          rebuilt for the length of a layer's attention.
+Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softmax amplifies the noise that it adds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.caches.coded import Codec
+from engine.store import Coder
+from kernels.packed.attend import Packed, Side
+from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
+from methods.quantising import codebooks
+from methods.quantising.base import QuantisingMethod
+from methods.rules.quantising.turboquant import (
+    FP8,
+    TurboQuantRules,
+    boundary,
+    key_bytes_of,
+    value_bytes_of,
+)
+
+TINY = 1e-8  # added to a norm that is divided by, and the smallest scale, as vLLM has them
+TINY_SQUARE = 1e-16  # under the root of a rebuilt key's norm
+
+
+@dataclass(frozen=True, eq=False)
+class Book:
+    """The constants of a run, for heads of one size."""
+
+    rotation: Tensor  # (d_h, d_h)
+    table: Tensor  # (2**b,) of keys; of `prod` with one bit less
+    midpoints: Tensor
+    value_table: Tensor | None  # (2**b,), where values are rotated too
+    gaussian: Tensor | None  # (d_h, d_h), of `prod`
+
+
+@cache
+def book_of(params: TurboQuantRules.Params, plan: TurboQuantRules.Plan, d_h: int) -> Book:
+    """What follows from the parameters alone."""
+    rotation = codebooks.hadamard(d_h) if params.rotation == "hadamard" else codebooks.haar(d_h, params.seed)
+    if plan.key_bits == FP8:
+        table = torch.zeros(1)
+    elif params.objective == "prod":
+        table = codebooks.centroids(d_h, plan.key_bits - 1, is_normal=False)
+    else:
+        table = codebooks.centroids(d_h, plan.key_bits, is_normal=True)
+    rotated = params.values == "mse"
+    value_table = codebooks.centroids(d_h, plan.value_bits, is_normal=False) if rotated else None
+    gaussian = codebooks.gaussian(d_h, params.seed) if params.objective == "prod" else None
+    return Book(rotation, table, codebooks.midpoints(table), value_table, gaussian)
+
+
+class TurboQuantCodec(Codec):
+    """Keys and values packed token by token; there are no exact ones."""
+
+    def __init__(
+        self, params: TurboQuantRules.Params, plan: TurboQuantRules.Plan, book: Book, k: Tensor, v: Tensor, n_new: int
+    ) -> None:
+        self.params, self.plan, self.nothing = params, plan, k[:, :, :0]
+        self.n, self.h_kv, self.d_h = k.shape[2], k.shape[1], k.shape[3]
+        self.rotation, self.midpoints = book.rotation.to(k.device), book.midpoints.to(k.device)
+        self.table = torch.nn.functional.pad(book.table, (0, max(0, 16 - len(book.table)))).to(k.device)
+        self.value_table = None if book.value_table is None else book.value_table.to(k.device)
+        self.gaussian = None if book.gaussian is None else book.gaussian.to(k.device)
+        room = self.n + n_new
+        self.keys = with_room(self.coded_keys(k[0].float()), BY_TOKEN, room)
+        self.values = with_room(self.coded_values(v[0].float()), BY_TOKEN, room)
+        if params.objective == "mse":  # keys have one number beside their codes, and rotated values too
+            self.keys = self.keys._replace(zeros=self.keys.scales)
+        if params.values == "mse":
+            self.values = self.values._replace(zeros=self.values.scales)
+
+    def coded_keys(self, k: Tensor) -> Quantised:
+        """Of keys (h_kv, n, d_h): codes, norms, and of `prod` the lengths of residuals."""
+        if self.plan.key_bits == FP8:
+            codes = k.to(torch.float8_e4m3fn).view(torch.uint8)
+            none = k.new_zeros(len(k), k.shape[1], 1, dtype=torch.float16)
+            return Quantised(codes, none, none)
+        if self.params.objective == "prod":
+            assert self.gaussian is not None, "no matrix for the residual"
+            table = self.table[: len(self.midpoints) + 1]
+            codes, norms = codebooks.mse_codes(k, self.rotation, table)
+            signs, lengths = codebooks.signs_of(k, norms, table[codes.long()] @ self.rotation, self.gaussian)
+            packed = torch.cat([pack(codes, self.plan.key_bits - 1), pack(signs.to(torch.uint8), 1)], -1)
+            return Quantised(packed, norms.half(), lengths.half())
+        norms = k.norm(dim=-1, keepdim=True)
+        codes = torch.bucketize((k / (norms + TINY)) @ self.rotation.mT, self.midpoints, right=True)
+        halves = norms.half()
+        return Quantised(pack(codes.to(torch.uint8), self.plan.key_bits), halves, halves)
+
+    def coded_values(self, v: Tensor) -> Quantised:
+        bits = self.plan.value_bits
+        if self.value_table is not None:
+            codes, norms = codebooks.mse_codes(v, self.rotation, self.value_table)
+            return Quantised(pack(codes, bits), norms.half(), norms.half())
+        low, high = v.aminmax(dim=-1, keepdim=True)
+        scale = ((high - low) / (2**bits - 1)).clamp(min=TINY)
+        codes = ((v - low) / scale + 0.5).trunc().clamp(0, 2**bits - 1).to(torch.uint8)
+        return Quantised(pack(codes, bits), by_group(scale.half()), by_group(low.half()))
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether keys are attended to in the frame in which they are packed, by a query that is rotated too."""
+        return self.plan.key_bits != FP8 and self.params.objective == "mse"
+
+    def rebuilt_keys(self) -> Tensor:
+        """(h_kv, n, d_h) float32, rotated where `is_rotated` says so."""
+        codes, norms, lengths = (x[:, : self.n] for x in self.keys)
+        bits = self.plan.key_bits
+        if bits == FP8:
+            return codes.contiguous().view(torch.float8_e4m3fn).float()
+        if self.params.objective == "prod":
+            assert self.gaussian is not None, "no matrix for the residual"
+            split = -(-self.d_h * (bits - 1) // 8)
+            indices = unpack(codes[..., :split], bits - 1, self.d_h)
+            signs = unpack(codes[..., split:], 1, self.d_h)
+            return codebooks.prod_rebuilt(
+                indices, norms.float(), signs, lengths.float(), self.rotation, self.table, self.gaussian
+            )
+        units = self.table[unpack(codes, bits, self.d_h).long()]
+        units = units / (units.square().sum(-1, keepdim=True) + TINY_SQUARE).sqrt()
+        return units * norms.float()
+
+    def rebuilt_values(self) -> Tensor:
+        codes, scales, lows = (x[:, : self.n] for x in self.values)
+        indices = unpack(codes, self.plan.value_bits, self.d_h)
+        if self.value_table is not None:
+            return codebooks.mse_rebuilt(indices, scales.float(), self.rotation, self.value_table)
+        return indices * scales.float() + lows.float()
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        keys, values = self.coded_keys(k_new[0].float()), self.coded_values(v_new[0].float())
+        for held, new in ((self.keys, keys), (self.values, values)):
+            for target, x in zip(held, new, strict=True):
+                target[:, self.n : self.n + 1] = x
+        self.n += 1
+
+    def part(self) -> Part:
+        key_kind = BY_UNIT_TABLE if self.is_rotated else BY_TABLE
+        key_bits = self.plan.key_bits if self.is_rotated else FP8  # others are rebuilt by themselves
+        value_kind = BY_TOKEN if self.value_table is None else BY_TABLE
+        k = Side(key_kind, key_bits, self.d_h, self.n, self.keys, self.nothing, self.table, self.rebuilt_keys)
+        v = Side(
+            value_kind, self.plan.value_bits, self.d_h, self.n, self.values, self.nothing, rebuild=self.rebuilt_values
+        )
+        return Part(self.nothing, self.nothing, packed=Packed(k, v, self.n))
+
+    def settle(self) -> None:
+        """Nothing waits."""
+
+    def counted_bytes(self) -> int:
+        of_token = key_bytes_of(self.plan.key_bits, self.d_h, self.params.objective)
+        return self.h_kv * self.n * (of_token + value_bytes_of(self.plan.value_bits, self.d_h, self.params.values))
+
+    def tensors(self) -> list[Tensor]:
+        return list({x.data_ptr(): x for x in (*self.keys, *self.values)}.values())
+
+
+class TurboQuant(TurboQuantRules, QuantisingMethod):
+    params: TurboQuantRules.Params
+    plan: TurboQuantRules.Plan
+
+    @classmethod
+    def coder(cls, params: TurboQuantRules.Params, plan: TurboQuantRules.Plan) -> Coder:
+        return lambda k, v, n_new: TurboQuantCodec(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
+
+    def skipped_layers(self) -> Sequence[int]:
+        return sorted(boundary(self.params, self.trace.shape))
+
+    def resident(self, layer: int, q: Tensor) -> list[Part]:
+        at = self.store[layer]
+        parts = at.resident()
+        if at.is_coded and at.codec.is_rotated:  # type: ignore[attr-defined]
+            parts[0].q = (q.float() @ at.codec.rotation.mT).to(q.dtype)  # type: ignore[attr-defined]
+        return parts
+
+    def report(self) -> dict[str, Any]:
+        return {} if self.variant.is_full else {"preset": self.plan.preset}

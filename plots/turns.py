@@ -1,0 +1,160 @@
+"""Scores of samples with several turns: by turn, and of each mode side by side.
+
+    python -m plots.turns [RUNS] [--out outputs/turns]
+
+The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
+stand below each other; the figure has a panel for each mode and a line for each method. Intervals (95 %) are over
+samples: turns of one sample are not independent of each other.
+
+Not here: runs whose samples have one question each (`plots/scopes.py`).
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from math import fsum
+from pathlib import Path
+
+import matplotlib
+
+from evals.results.intervals import mean_ci95
+from evals.results.summary import combined_ci95
+from plots import style
+from plots.looks import told_apart
+from plots.read import Run, default_root, load
+from plots.style import Sheet
+
+MODES = ("query_aware", "independent", "golden", "dialogue")
+Point = tuple[float, list[float] | None]  # a mean, and its interval
+
+
+def with_turns(runs: Sequence[Run]) -> list[Run]:
+    """Runs whose lines are turns, method by method, each in the order of modes."""
+    found = [run for run in runs if any("turn" in row.fields for row in run.rows)]
+    methods = list(dict.fromkeys(run.result.method_label for run in found))
+    return sorted(
+        found,
+        key=lambda run: (
+            run.result.task, run.result.dataset, run.result.model, not run.is_full,
+            methods.index(run.result.method_label), budget_of(run), mode_rank(run), run.result.protocol,
+        ),
+    )  # fmt: skip
+
+
+def mode_rank(run: Run) -> int:
+    mode = run.result.protocol.partition(",")[0]
+    return MODES.index(mode) if mode in MODES else len(MODES)
+
+
+def budget_of(run: Run) -> str:
+    result = run.result
+    if run.is_full:
+        return ""
+    asked = f"budget {result.budget}" if result.ratio_exact is None else f"ratio {result.ratio_exact}"
+    return f"{asked}, comm {run.comm}"
+
+
+def by_turn(run: Run) -> dict[int, Point]:
+    """The mean score of each turn, over samples."""
+    scores: dict[int, list[float]] = {}
+    for row in run.rows:
+        if row.score is not None and "turn" in row.fields:
+            scores.setdefault(int(row.fields["turn"]), []).append(row.score)
+    return {
+        turn: (fsum(each) / len(each), mean_ci95(each, bounds=(0.0, 1.0)) if len(each) > 1 else None)
+        for turn, each in sorted(scores.items())
+    }
+
+
+def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that one table can hold: of one task, its data, and one model."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        result = run.result
+        title = f"{result.task} {result.dataset} ({result.data_source} data), {result.model}"
+        found.setdefault(f"{title}, seed {result.seed}", []).append(run)
+    return found
+
+
+def markdown(title: str, runs: Sequence[Run]) -> str:
+    turns = sorted({turn for run in runs for turn in by_turn(run)})
+    head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
+    lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for run in runs:
+        found, interval = by_turn(run), combined_ci95(run.rows, run.result.metric)
+        ends = "-" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+        score = "-" if run.result.score is None else f"{run.result.score:.3f}"
+        n = len({row.sample_id for row in run.rows})
+        cells = [f"{found[turn][0]:.3f}" if turn in found else "-" for turn in turns]
+        words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
+        lines.append("| " + " | ".join(words) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> Path:
+    """Score against turn, a panel for each mode: the PNG's path."""
+    modes = sorted({run.result.protocol for run in runs}, key=lambda mode: (mode not in MODES, mode))
+    with matplotlib.rc_context(style.RC), told_apart(run.method for run in runs):
+        picture = Sheet().new(
+            "Score against turn", title, list(runs), style.PAGE, 2.2, ncols=len(modes), sharey=True, squeeze=False
+        )
+        for ax, mode in zip(picture.axes[0], modes, strict=True):
+            seen: dict[str, int] = {}
+            for run in runs:
+                if run.result.protocol != mode:
+                    continue
+                found, nth = by_turn(run), seen.setdefault(run.method, 0)
+                seen[run.method] += 1
+                look = style.look(run.method, nth)
+                label = f"{run.result.method_label} {budget_of(run)}".strip()
+                ax.plot([*found], [mean for mean, _ in found.values()], label=label, **look)
+                for turn, (_, interval) in found.items():
+                    if interval is not None:
+                        ax.plot([turn, turn], interval, color=look["color"], linewidth=0.6)
+            ax.set_title(mode)
+            ax.set_xlabel("turn")
+            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.set_ylim(-0.03, 1.03)
+        picture.axes[0][0].set_ylabel("score")
+        picture.note("Vertical lines: 95 % intervals over samples")
+        return style.save(picture.finish(), folder, name, ["png"])[0]
+
+
+def write(runs: Sequence[Run], out: Path) -> list[Path]:
+    """turns.md, turns.csv, and a figure for each group."""
+    out.mkdir(parents=True, exist_ok=True)
+    sets = groups(runs)
+    page, table = out / "turns.md", out / "turns.csv"
+    page.write_text("\n".join(markdown(title, each) for title, each in sets.items()), encoding="utf-8")
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["set", "method", "budget", "mode", "turn", "score", "low", "high"])
+        for title, each in sets.items():
+            for run in each:
+                for turn, (mean, ends) in by_turn(run).items():
+                    words = [title, run.result.method_label, budget_of(run), run.result.protocol]
+                    writer.writerow([*words, turn, mean, *(ends or ["", ""])])
+    return [page, table, *(draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m plots.turns", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=Path("outputs/turns"), help="where to write")
+    options = parser.parse_args(arguments)
+    try:
+        runs = with_turns(load(options.runs))
+        if not runs:
+            print(f"plots.turns: no run below {options.runs} has samples with several turns", file=sys.stderr)
+            return 2
+        for path in write(runs, options.out):
+            print(path)
+    except (ValueError, OSError) as error:
+        print(f"plots.turns: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
