@@ -12,10 +12,7 @@ Where KV heads keep different counts, what they keep of the prompt lies head beh
 What is kept need not be tokens of the trace: a method may put K and V of its own making there, each with a `bias` that
 is added to its logits. The host may have values alone; then the keys of what is fetched are the method's to make.
 
-What the store does not do yet, and where it belongs:
-
-- Later replacements are written to `k` and `v`, in the slots that `positions` names.
-- A bias of tokens that are evicted later: its numbers have to move with them.
+Tokens with a bias are not evicted later: its numbers would have to move with them.
 
 Codes in place of numbers have a layer of their own (`engine/caches/coded.py`).
 
