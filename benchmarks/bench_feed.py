@@ -19,8 +19,9 @@ from engine.prefill import Trace, prefill
 from engine.turns.talk import Talk
 from evals.settings import from_words, load_class
 from evals.typed import build_params
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
+from methods.variant import Variant
 
 TEN = ("full", "snapkv", "pyramidkv", "h2o", "streamingllm", "pqcache", "quest", "sparq", "infllm", "magicpig")
 FEED, N_QUESTIONS, N_ANSWER = 32, 8, 16

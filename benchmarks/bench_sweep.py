@@ -28,12 +28,13 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.books.spans import recording
-from evals.loop import Group, Waiting, open_folders
+from evals.loop import Group, Waiting
 from evals.models import Models
 from evals.overrides import CONF
 from evals.results import peak_rss_bytes, read_samples
+from evals.results.opened import open_folders
 from evals.runner import prepare
-from evals.screen.progress import Progress
+from evals.screen.progress import Progress, say
 from evals.settings import Settings, settings
 from evals.tasks.base import Sample
 
@@ -84,7 +85,7 @@ def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[lis
             one.check_prompts()
             one.model = models.get(checked[0].settings)
             one.progress = Quiet("", 0, 0)
-            made.append((one, one.enter(open_folders(checked, stack))))
+            made.append((one, one.enter(open_folders(checked, stack, say))))
         if made:
             stack.enter_context(made[0][0].model.hooked())
         yield made

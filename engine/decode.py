@@ -18,6 +18,7 @@ from engine.attend import attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.prefill import Trace
+from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 
 if TYPE_CHECKING:
@@ -31,37 +32,6 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     stopped: bool = False  # by a stop token; otherwise the allowance was used up
-
-
-@dataclass(frozen=True)
-class Interruption:
-    """What an answer is made to say once it has `after` tokens, unless it has said the `marker` by itself."""
-
-    after: int
-    text: str
-    marker: str | None = None
-
-
-@dataclass(frozen=True)
-class Cue:
-    """An interruption as tokens."""
-
-    after: int
-    ids: Sequence[int]
-    marker: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, interruption: Interruption, encode: Callable[[str], Sequence[int]]) -> "Cue":
-        return cls(interruption.after, encode(interruption.text), encode(interruption.marker or ""))
-
-    def token(self, said: Sequence[int]) -> int | None:
-        """The next token of an answer that has said so much; None: its own."""
-        at, n = len(said) - self.after, len(self.marker)
-        if not 0 <= at < len(self.ids):
-            return None
-        own = [*said[: self.after]]
-        has_said = n and any(own[i : i + n] == [*self.marker] for i in range(len(own) - n + 1))
-        return None if has_said else self.ids[at]
 
 
 @dataclass

@@ -12,10 +12,7 @@ Where KV heads keep different counts, what they keep of the prompt lies head beh
 What is kept need not be tokens of the trace: a method may put K and V of its own making there, each with a `bias` that
 is added to its logits. The host may have values alone; then the keys of what is fetched are the method's to make.
 
-What the store does not do yet, and where it belongs:
-
-- Later replacements are written to `k` and `v`, in the slots that `positions` names.
-- A bias of tokens that are evicted later: its numbers have to move with them.
+Tokens with a bias are not evicted later: its numbers would have to move with them.
 
 Codes in place of numbers have a layer of their own (`engine/caches/coded.py`).
 
@@ -24,8 +21,7 @@ Not here: which tokens (`methods`), where they lie at the beginning (`engine/sto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,52 +31,12 @@ from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.budget import ELEMENT_BYTES
 from engine.caches.copies import Shelf
+from engine.caches.host import Host
 from engine.caches.queries import QueryRing
+from engine.caches.rolling import Rolling
 from kernels.gather import flat_rows, gather_tokens
-from kernels.rows.values import bring_values
-from kernels.select_attend import Spans
 
 OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts
-
-
-class Host:
-    """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones behind them.
-
-    As a rule it is another tier, and holds the whole prompt, which all variants share. It may hold some tokens alone,
-    numbered as they lie here, and the device may hold it: what is fetched then moves nothing. It may have values alone,
-    of the prompt's tokens: generated ones then never come here.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, n_new: int, positions: Tensor | None = None, near: bool = False) -> None:
-        """`positions` (1, h_kv, n) are those of its tokens of the prompt; None: all, in order."""
-        self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to; keys that are not here have no dimensions
-        self.positions, self.is_near = positions, near
-        self.has_keys = k.shape[3] > 0
-        # Pinned where the prompt's are: an accelerator writes there.
-        room, pinned = (1, v.shape[1], n_new * self.has_keys, v.shape[3]), v.is_pinned()
-        make = partial(torch.empty, room, dtype=v.dtype, device=v.device, pin_memory=pinned)
-        self.late: tuple[Tensor, Tensor] = (make(), make())
-
-    def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
-        """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.
-
-        Where the host has values alone they are brought, and the keys have no dimensions before the caller makes them.
-        """
-        if not self.has_keys:
-            assert not late and mask is None and idx.shape[1] == self.v.shape[1], (late, idx.shape)
-            v = bring_values(self.v, idx)
-            return Part(v[..., :0], v)
-        return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
-
-    def positions_of(self, idx: Tensor, s_prompt: int) -> Tensor:
-        """Positions of the tokens that a selection (1, h_kv or h, k) names, -1 where it names none."""
-        idx = idx.int().long()  # a GPU's keys have scores in their upper halves
-        if self.positions is None:
-            return idx
-        n = self.positions.shape[-1]
-        owned = self.positions.repeat_interleave(idx.shape[1] // self.positions.shape[1], 1)
-        of_prompt = owned.gather(-1, idx.clamp(0, n - 1))
-        return torch.where(idx < n, of_prompt, idx - n + s_prompt).where(idx >= 0, -1)
 
 
 class Layer:
@@ -443,35 +399,6 @@ class Layer:
         beside = 0 if near is None else sum(x.nbytes for x in (near.k, near.v, *near.late))
         bias = 0 if self.bias is None else self.bias.nbytes
         return self.k.nbytes + self.v.nbytes + view + copies + beside + bias
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """KV heads of a layer that hold their latest tokens alone, and which rows that leaves them."""
-
-    n_recent: Tensor  # (h_kv,) int64: as `Layer.roll` says
-    n_heads: int  # that roll
-
-    def gone(self, n_window: int) -> tuple[Tensor, Tensor]:
-        """How many rows each head has lost of those it kept, and of the window, (h_kv,) each."""
-        n_gone = (self.n_recent >= 0) * max(0, n_window - 1)  # the current token's own comes after the step
-        of_kept = torch.minimum(n_gone, self.n_recent.clamp(min=0))
-        return of_kept, n_gone - of_kept
-
-    def spans(self, kept: Spans, n_window: int) -> tuple[Spans, Spans]:
-        """What is left of the rows that each head kept, and of the window."""
-        of_kept, of_window = self.gone(n_window)
-        return (
-            Spans(kept.starts + of_kept, kept.counts - of_kept, kept.longest),
-            Spans(of_window, n_window - of_window, n_window),
-        )
-
-    def left(self, kept: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (1, h_kv, n) with -1 in place of those that have left."""
-        return tuple(
-            x.masked_fill(torch.arange(x.shape[-1], device=x.device) < gone[:, None], -1)
-            for x, gone in zip((kept, window), self.gone(window.shape[-1]), strict=True)
-        )  # type: ignore[return-value]
 
 
 def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:

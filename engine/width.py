@@ -17,7 +17,7 @@ import torch
 from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from methods.base import Variant
+    from methods.variant import Variant
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
@@ -87,3 +87,19 @@ def free_cgroup_bytes() -> int:
         freeable = int(stat.get("inactive_file", 0))
         return int(text) - int((CGROUP / used).read_text()) + freeable
     return 1 << 62
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whichever device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
+
+
+def free_memory() -> None:
+    """Give back what the failed attempt holds; its frames are gone once the handler was left."""
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

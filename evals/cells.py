@@ -22,8 +22,9 @@ from evals.results import read_config, run_name
 from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
 from evals.tasks.base import Task
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.rules.base import Rules
+from methods.variant import Variant
 
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 
@@ -40,8 +41,8 @@ class Cell:
     config: dict[str, Any]  # what identifies the run
     path: Path
     sparsity: VerticalSlash | None = None  # of the prefill
-    draw: int | None = None  # of a prompt's answers, where several are drawn
     coding: tuple[type[Rules], Any] | None = None  # of a composition: who makes codes, with what parameters
+    draw: int | None = None  # of a prompt's answers, where several are drawn
 
     @property
     def kind(self) -> type[SelectiveAttention]:

@@ -82,10 +82,10 @@ def answer_line(
     )
 
 
-def out_of_memory_line(sample: Sample, prompt: Prompt, cell: Cell, reason: str) -> SampleRow:
+def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str, cell: Cell | None = None) -> SampleRow:
     """The line of a sample that did not fit."""
     return SampleRow(
-        id=cell.line_id(sample.id),
+        id=sample.id if cell is None else cell.line_id(sample.id),
         prompt_sha256=sample_hash(sample, prompt),
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
@@ -124,9 +124,9 @@ def own_columns(sample: Sample) -> dict[str, Any]:
     return columns | ({"prompt_end": shown} if shown else {})
 
 
-def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
+def draw_columns(sample: Sample, cell: Cell | None) -> dict[str, Any]:
     """Whose answer a line is, where a prompt has several."""
-    return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
+    return {} if cell is None or cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
 def sample_hash(sample: Sample, prompt: Prompt) -> str:

@@ -6,7 +6,7 @@ share one prefill and decode as rows of one batch. A cell's folder holds the sam
 Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`), how a row decodes (`engine`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,27 +16,27 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any
 
-import torch
-import yaml
-
 from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
-from engine.decode import Answer, Cue, decode
+from engine.decode import Answer, decode
+from engine.errors import one_line
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
+from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.sampling.spec import draw_id
-from engine.width import room_bytes, variant_bytes, waves
+from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
 from evals.asked import naming
 from evals.cells import Cell
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, tokenizer_of
-from evals.results import Holder, RunFolder, RunResult, SampleRow, environment, summarise
+from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
+from evals.results.opened import open_folders, results_of
 from evals.screen.estimate import Estimate, bends_of
 from evals.screen.expect import expect, is_worth_while
-from evals.screen.progress import Progress, Standing
+from evals.screen.progress import Progress, Standing, say
 from evals.studies import accesses
 from evals.tasks.base import Sample
 from evals.tasks.forced import ForcedContinuation, ForcedTask
@@ -46,8 +46,9 @@ from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
 from evals.turns.waiting import Waiting, check_window
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
+from methods.variant import Variant
 
 
 class Group:
@@ -130,7 +131,7 @@ class Group:
         left = f"{len(waiting)} samples" if len(waiting) == self.n else f"{len(waiting)} of {self.n} samples left"
         limit = self.first.settings.limit
         fewer = "limit=N asks fewer" if limit is None else f"limit={limit}"
-        log(f"{self.title()}: {left} ({fewer}), {expected}")
+        say(f"{self.title()}: {left} ({fewer}), {expected}")
 
     @property
     def ids(self) -> list[str]:
@@ -225,7 +226,7 @@ class Group:
         free_memory()
         if len(cells) == 1:
             for id in self.missing_lines(cells[0], sample):
-                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, cells[0], reason), id=id), None)
+                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, reason, cells[0]), id=id), None)
             return
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
@@ -425,7 +426,7 @@ def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
     """Run the cells of one group: each cell's result."""
     cells = group.cells
     with ExitStack() as stack:
-        folders = open_folders(cells, stack)
+        folders = open_folders(cells, stack, say)
         waiting = group.enter(folders)
         if group.cells:
             group.run(models, waiting)
@@ -443,57 +444,3 @@ def refuse_folders(groups: Iterable[Group]) -> None:
         for cell in group.cells:
             shas = {id: one.sha for one in group.prompts or () for id in line_ids_of(one, cell)}
             RunFolder.refuse(cell.path, cell.config, shas)
-
-
-def open_folders(cells: Sequence[Cell], stack: ExitStack) -> dict[Path, RunFolder]:
-    """The cells' folders, locked until the stack is left, with all that earlier processes answered."""
-    folders: dict[Path, RunFolder] = {}
-    for cell in sorted(cells, key=lambda cell: cell.path):  # in one order: two processes must not wait for each other
-        text = yaml.safe_dump(cell.config, sort_keys=False, allow_unicode=True)
-        folder = RunFolder.open(cell.path, cell.config, text, on_wait=waiting(cell.path))
-        folders[cell.path] = stack.enter_context(folder)
-        for shard in folder.shards():
-            folder.take(shard, on_wait=waiting(shard))
-        for note in folder.notes:
-            log(note)
-    return folders
-
-
-def results_of(cells: Sequence[Cell], folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
-    """The result of each cell; all are finished."""
-    results = {}
-    for cell in cells:
-        result = folders[cell.path].finished
-        assert result is not None, f"{cell.path} was run and has no result"
-        results[cell.path] = result
-    return results
-
-
-def waiting(path: Path) -> Callable[[Holder], None]:
-    """What to say while another process works on the same folder."""
-    return lambda holder: log(f"{path} is in use by {holder}; waiting for it to end")
-
-
-def log(line: str) -> None:
-    """A line on standard error."""
-    Progress("", 0, 0).say(line)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def free_memory() -> None:
-    """Give back what the failed attempt holds; its frames are gone once the handler was left."""
-    import gc
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -36,7 +36,8 @@ from evals.tasks.base import Sample
 from evals.tasks.fidelity import exact_attention
 from evals.tasks.prompt import encode, newline_ids, stop_ids, uses_chat
 from evals.typed import build_params
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
+from methods.variant import Variant
 
 
 def load_model(name: str = "smollm2-135m", **keys: Any) -> Model:

@@ -28,10 +28,11 @@ from engine.errors import ConfigError, RunError
 from evals.asked import ask as ask_for
 from evals.cells import RUNS, ready_cells
 from evals.lines import standing
-from evals.loop import Group, Waiting, log, open_folders, results_of
+from evals.loop import Group, Waiting
 from evals.models import load_model
 from evals.results import RunFolder, RunResult, SampleRow
-from evals.screen.progress import Progress, Standing
+from evals.results.opened import open_folders, results_of
+from evals.screen.progress import Progress, Standing, say
 from evals.settings import Pool, RayPool, Settings, SlurmPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,7 +78,7 @@ def run_groups(groups: Sequence[Group], pool: Pool) -> dict[Path, RunResult]:
         refuse_timed(group)
     cells = [cell for group in groups for cell in group.cells]
     with ExitStack() as stack:
-        folders = open_folders(cells, stack)
+        folders = open_folders(cells, stack, say)
         works = []
         for number, group in enumerate(groups):
             waiting = group.enter(folders)
@@ -220,7 +221,7 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
             answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
             group = Group(cells, answered)
-            group.folders, group.cells_asked = open_folders(cells, stack), group.cells
+            group.folders, group.cells_asked = open_folders(cells, stack, say), group.cells
             group.model = load_model(group.first.settings)
             group.read_samples(group.model.tokenizer)
             waiting = group.missing(list(prompts(group, shard.samples)))
@@ -390,7 +391,7 @@ def on_submitit(submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: C
                     elif tries[shard.name] > pool.retries:
                         raise lost(shard, tries[shard.name], f"logs in {folder}")
                     else:
-                        log(f"job {job.job_id} of shard {shard.name} was lost; submitting it again")
+                        say(f"job {job.job_id} of shard {shard.name} was lost; submitting it again")
                         tries[shard.name] += 1
                         jobs[executor.submit(Resumable(), shard)] = shard
         finally:

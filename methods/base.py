@@ -18,8 +18,7 @@ Not here: any method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -27,70 +26,23 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
-from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
+from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
 from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
-from engine.store import Coder, Store
+from engine.store import Store
 from engine.turns.state import Mark, fork_of
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
+from methods.variant import Partner, Variant
 
 if TYPE_CHECKING:
-    from engine.decode import Interruption
+    from engine.sampling.cues import Interruption
 
 Row = TypeVar("Row", bound="SelectiveAttention")
-
-
-@dataclass(frozen=True)
-class Partner:
-    """A quantising method that a dropping one is composed with: what the one keeps becomes the codes of the other."""
-
-    method: type["SelectiveAttention"]
-    params: Any
-    plan: Any
-
-    def coder(self) -> Coder:
-        return self.method.coder(self.params, self.plan)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A method, its parameters, its budget and its integers for prompts of one length."""
-
-    method: type["SelectiveAttention"]
-    params: Any  # method.Params
-    budget: Budget
-    plan: Any  # method.Plan
-    cache: BlockCacheSpec | None = None  # of a method that retrieves
-    allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
-    partner: "Partner | None" = None  # what makes codes of the tokens that the method keeps
-
-    @property
-    def is_full(self) -> bool:
-        """Full attention itself: the variant attends to every token, changes none and never evicts one."""
-        budget = self.budget
-        is_exact = budget.memory == 1 or (budget.memory is None and not (self.method.changes or self.partner))
-        return budget.attends_all and budget.never_evicts and is_exact
-
-    @property
-    def observations(self) -> tuple[Observation, ...]:
-        return self.method.observations(self.params, self.plan)
-
-    @property
-    def probes(self) -> tuple[Probe, ...]:
-        return () if self.is_full else self.method.probes(self.params, self.plan)
-
-    @property
-    def thinning(self) -> Thinning | None:
-        return self.method.thinning(self.plan)
-
-    def row(self, trace: Trace, n_new: int) -> "SelectiveAttention":
-        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow."""
-        return self.method(self, trace, n_new)
 
 
 class SelectiveAttention(Rules, ABC):
@@ -301,22 +253,3 @@ class SelectiveAttention(Rules, ABC):
         if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}
         return {"n_sink": n_sink}
-
-
-def select_alike(
-    rows: Sequence[Row],
-    q: Tensor,
-    key: Callable[[Row], Hashable],
-    select: Callable[[Sequence[Row], Tensor], Sequence[Tensor | None]],
-) -> list[Tensor | None]:
-    """`select` for the rows of each `key` together, with their queries of q (n, h, 1, d_h); in the order of `rows`."""
-    places: dict[Hashable, list[int]] = {}
-    for i, row in enumerate(rows):
-        places.setdefault(key(row), []).append(i)
-    if len(places) == 1:
-        return list(select(rows, q))
-    selections: list[Tensor | None] = [None] * len(rows)
-    for alike in places.values():
-        for i, idx in zip(alike, select([rows[i] for i in alike], q[alike]), strict=True):
-            selections[i] = idx
-    return selections

@@ -7,8 +7,9 @@ Fails     never; it is what the others approximate.
 
 from engine.budget import EVERYTHING
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
+from methods.variant import Variant
 
 
 class Full(FullRules, SelectiveAttention):

@@ -27,10 +27,8 @@ def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: T
         )
     kind.step_rows([row], layer, q, k, v)
     t, h = at.n_seen - at.s_prompt, at.meter.shape.h
-    parts = [
-        Part(*(x.to(q.device) for x in (host.k, host.v))),
-        Part(*(x[:, :, :t].to(q.device) for x in host.late)),
-    ]
+    late_k, late_v = (x[:, :, :t].to(q.device) for x in host.late)
+    parts = [Part(host.k.to(q.device), host.v.to(q.device)), Part(late_k, late_v)]
     out, _ = attend_rows(q, [parts], scale, [False])
     kind.after_rows([row], layer, out.clone(), [None])
     at.meter.counts["attended"], at.meter.owed = (at.n_seen - at.n_kept - at.n_window) * h, None

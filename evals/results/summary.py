@@ -71,7 +71,7 @@ def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | No
 def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, Any]:
     """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
     answers = [row for row in rows if "cut_off" in row.fields]
-    peaks = [float(row.ledger["peak_entries"]) for row in answers if row.ledger.get("peak_entries") is not None]
+    peaks = [peak for row in answers if (peak := row.ledger.get("peak_entries")) is not None]
     reached = [row.ledger.get("reached_steps") for row in rows]
     return {
         "answer_tokens_mean": mean(row.generated_tokens for row in answers),

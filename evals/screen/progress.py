@@ -184,3 +184,8 @@ class Progress:
         ahead = f", about {duration(left)} left" if left and self.n_done < self.n_samples else ""
         which = f"{self.n_done}/{self.n_samples} {id[:LONGEST_ID]}"
         self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(now - self.started)}{ahead}")
+
+
+def say(line: str) -> None:
+    """A line on standard error, where nothing is in progress."""
+    Progress("", 0, 0).say(line)

@@ -39,9 +39,10 @@ from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.tasks.base import Sample, Task
 from evals.tasks.forced import Outcome
-from methods.base import SelectiveAttention, Variant
+from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.full import full_attention
+from methods.variant import Variant
 
 
 @dataclass(frozen=True)

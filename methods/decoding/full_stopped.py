@@ -11,7 +11,7 @@ Differs   the length of the answers that it is compared with is `answer_tokens`,
 Fails     where the thought that is left out was needed.
 """
 
-from engine.decode import Interruption
+from engine.sampling.cues import Interruption
 from methods.base import SelectiveAttention
 from methods.rules.decoding.full_stopped import FullStoppedRules, stopping_length
 from methods.rules.decoding.schedule import Schedule

@@ -40,7 +40,8 @@ from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.clusterkv import ClusterKVRules
 
 FOLD_STEPS = 16  # steps whose hits are counted together: 5 us a step against 35 one by one

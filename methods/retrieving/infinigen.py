@@ -49,7 +49,8 @@ from engine.budget import ELEMENT_BYTES
 from engine.observe import ChannelSums, Observation
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.infinigen import InfiniGenRules
 
 

@@ -41,7 +41,8 @@ from kernels.gather import gather_tokens
 from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
 from kernels.topk import top_keys, top_stable
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.infllm import (
     InfLLMRules,
 )

@@ -19,7 +19,8 @@ from engine.observe import ModelFact
 from kernels.labels import by_channel, label_top
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 
 
 @dataclass(frozen=True)

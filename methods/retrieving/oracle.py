@@ -23,7 +23,8 @@ from engine.budget import key_bytes
 from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.oracle import OracleRules
 
 

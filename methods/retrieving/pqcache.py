@@ -49,7 +49,8 @@ from engine.budget import ELEMENT_BYTES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
 from kernels.topk import top_keys
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.retrieving.pqcache_quantiser import (
     Lane,
     Quantiser,

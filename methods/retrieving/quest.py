@@ -36,7 +36,8 @@ from torch import Tensor
 from engine.budget import ELEMENT_BYTES
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.quest import QuestRules
 
 

@@ -47,7 +47,8 @@ from kernels.clusters import (
     stand_in_triton,
 )
 from kernels.kmeans import cluster_means, kmeans
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.retroinfer import (
     MEMBER_BYTES,
     OFFSET_BYTES,

@@ -36,7 +36,8 @@ from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.prefill import Trace
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
-from methods.base import SelectiveAttention, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
 from methods.rules.retrieving.sparq import SparQRules
 
 

@@ -3,9 +3,10 @@ import re
 import pytest
 import torch
 
-from engine.decode import Cue, decode
+from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import prefill
+from engine.sampling.cues import Cue
 from engine.sampling.draws import N_SORTED, Draws, drawn
 from engine.sampling.spec import Sampling, draw_id, draw_seed
 from methods.full import full_attention

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from engine.attend import Part
 from engine.books.meter import Meter
-from engine.layer import Host, Layer, moves
+from engine.caches.host import Host
+from engine.layer import Layer, moves
 from engine.shapes import ModelShape
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token

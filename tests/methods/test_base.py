@@ -9,7 +9,9 @@ from torch import Tensor
 
 from engine.budget import BudgetRequest, resolve
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention, Variant, select_alike
+from methods.alike import select_alike
+from methods.base import SelectiveAttention
+from methods.variant import Variant
 from tests.vectors import built, step, trace_of
 
 SHAPE = ModelShape("vectors", 1, 4, 2, 8, 1 << 20, (0,))

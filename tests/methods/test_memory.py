@@ -10,7 +10,7 @@ from engine.budget import BudgetRequest, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from methods.base import Variant
+from methods.variant import Variant
 from plots.looks import known
 from tests.conformance import METHODS, S, Subject, answers, model, ours
 from tests.conformance import subject as made_of

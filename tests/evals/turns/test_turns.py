@@ -8,8 +8,13 @@ import pytest
 from engine.errors import ConfigError
 from evals.results import SampleRow
 from evals.tasks.base import Sample
+from evals.tasks.longbench import embedded
+from evals.tasks.longbench.shared import by_context
+from evals.tasks.scbench import synthetic
 from evals.tasks.turns.conversation import Asking, Conversation, Turn
 from evals.turns.encode import encode_talk
+from plots.read import load
+from plots.turns import with_turns, write
 from tests.tiny_run import cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
@@ -159,3 +164,38 @@ def test_rows_of_scbench_without_turns_are_refused(model: str, tmp_path: Path) -
     ]
     with pytest.raises(ConfigError, match="no turns"):
         run(words, tmp_path / "out")
+
+
+def test_a_figure_and_a_table_have_a_place_for_each_mode(model: str, tmp_path: Path) -> None:
+    for mode in ("independent", "query_aware"):
+        run(["model=any", model, *QUESTIONS, f"task.mode={mode}", "method=full"], tmp_path / "runs" / mode)
+    runs = with_turns(load(tmp_path / "runs"))
+    assert [each.result.protocol for each in runs] == ["query_aware", "independent"]
+    page, table, figure = write(runs, tmp_path / "out")
+    assert page.read_text().count("| Full |") == 2
+    assert len(table.read_text().splitlines()) == 1 + 2 * 3
+    assert figure.stat().st_size > 1000
+
+
+def test_questions_of_the_embedded_set_share_a_context() -> None:
+    row = embedded.rows()["docs_qa"][0]
+    (group, *_) = by_context("docs_qa", [row], 4)
+    assert [one["context"] for one in group] == [row["context"]] * 4
+    assert len({one["input"] for one in group}) == 4
+    assert all(f"{one['input']} {one['answers'][0]}" in " ".join(row["context"].split()) for one in group)
+
+
+def test_published_rows_with_one_context_stand_together() -> None:
+    rows = [{"context": context, "input": str(i)} for i, context in enumerate("abaab")]
+    assert [[one["input"] for one in group] for group in by_context("qasper", rows, 2)] == [["0", "2"], ["1", "4"]]
+
+
+@pytest.mark.parametrize("task", synthetic.GENERATORS)
+def test_generated_rows_hold_their_answers(task: str) -> None:
+    row = synthetic.row(task, 60, 1, 0)
+    assert row == synthetic.row(task, 60, 1, 0) != synthetic.row(task, 60, 2, 0)
+    assert len(row["multi_turns"]) == 5
+    for turn in row["multi_turns"]:
+        found = turn["answer"] if isinstance(turn["answer"], list) else [str(turn["answer"])]
+        is_inside = turn.get("task") != "scbench_summary"
+        assert all(one in row["context"] for one in found) == is_inside

@@ -249,7 +249,7 @@ def test_more_steps_bring_the_sums_of_exponentials_closer() -> None:
     mass = columns @ torch.tensor([50.0, 1, 1, 1, 1, 1])
     found = [fit_weights(columns, mass, BiasRule(exp(-3), exp(3), n), torch.ones(6)) for n in (0, 2, 99, 100)]
     off = [float((columns @ weights - mass).norm()) for weights in found]
-    assert off[0] > 2 * off[2] and off[0] > off[1] > off[2], off
+    assert off[0] > 1.5 * off[2] and off[0] > off[1] > off[2], off
     torch.testing.assert_close(found[2], found[3], atol=0.05, rtol=0)  # one by the columns, one by their products
     assert all(bool((weights <= exp(3) + 1e-4).all()) for weights in found)
 

@@ -18,11 +18,11 @@ from engine.model import Model, query_turner, register_attention
 from engine.passes.probe import probe
 from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.prefill import Trace, prefill
-from methods.base import Variant
 from methods.dropping.allocators import Counts
 from methods.dropping.kvzip import KVzip, above_threshold
 from methods.full import full_attention
 from methods.rules.dropping.allocators import Allocator
+from methods.variant import Variant
 from tests.tiny import prompt, tiny
 from tests.tiny_run import run, save_tiny, sweep
 from tests.tiny_tokenizer import tiny_tokenizer

@@ -1,0 +1,52 @@
+"""The tier from which a step fetches tokens: `Host`.
+
+Not here: what is fetched (`methods`), the device's tokens (`engine/layer.py`).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from kernels.rows.values import bring_values
+
+
+class Host:
+    """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones behind them.
+
+    As a rule it is another tier, and holds the whole prompt, which all variants share. It may hold some tokens alone,
+    numbered as they lie here, and the device may hold it: what is fetched then moves nothing. It may have values alone,
+    of the prompt's tokens: generated ones then never come here.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, n_new: int, positions: Tensor | None = None, near: bool = False) -> None:
+        """`positions` (1, h_kv, n) are those of its tokens of the prompt; None: all, in order."""
+        self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to; keys that are not here have no dimensions
+        self.positions, self.is_near = positions, near
+        self.has_keys = k.shape[3] > 0
+        # Pinned where the prompt's are: an accelerator writes there.
+        room, pinned = (1, v.shape[1], n_new * self.has_keys, v.shape[3]), v.is_pinned()
+        make = partial(torch.empty, room, dtype=v.dtype, device=v.device, pin_memory=pinned)
+        self.late: tuple[Tensor, Tensor] = (make(), make())
+
+    def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
+        """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.
+
+        Where the host has values alone they are brought, and the keys have no dimensions before the caller makes them.
+        """
+        if not self.has_keys:
+            assert not late and mask is None and idx.shape[1] == self.v.shape[1], (late, idx.shape)
+            v = bring_values(self.v, idx)
+            return Part(v[..., :0], v)
+        return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
+
+    def positions_of(self, idx: Tensor, s_prompt: int) -> Tensor:
+        """Positions of the tokens that a selection (1, h_kv or h, k) names, -1 where it names none."""
+        idx = idx.int().long()  # a GPU's keys have scores in their upper halves
+        if self.positions is None:
+            return idx
+        n = self.positions.shape[-1]
+        owned = self.positions.repeat_interleave(idx.shape[1] // self.positions.shape[1], 1)
+        of_prompt = owned.gather(-1, idx.clamp(0, n - 1))
+        return torch.where(idx < n, of_prompt, idx - n + s_prompt).where(idx >= 0, -1)
