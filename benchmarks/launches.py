@@ -35,12 +35,16 @@ from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, method_of
 from methods.base import SelectiveAttention
+from methods.rules.quantising.base import QuantisingRules
 
 N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
 N_ROWS = 2
+FITTED = dict.fromkeys(("kivi", "hf_quantized_cache"), ["method.group=16"])  # to the small model's heads
 FIRST, LAST = 1, 2  # steps between which is counted; the ones before make buffers
 REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))
+OF_ANSWERS = BudgetRequest(None, 512, Fraction(0))  # of prompt and answer together; no step that is counted cuts
+OF_CODES = BudgetRequest(Fraction(1), None, Fraction(0))  # of methods that keep all tokens as codes
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,16 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
     "pqcache": Cost(44, 1, 1),
     "double_sparsity": Cost(45, 0, 1),
     "loki": Cost(44, 0, 1),
+    "full_stopped": Cost(40, 0, 1),
+    "tova_decode": Cost(40, 0, 1),
+    "h2o_decode": Cost(45, 5, 1),
+    "streamingllm_decode": Cost(40, 0, 1),
+    "snapkv_decode": Cost(40, 0, 1),
+    "triattention": Cost(40, 0, 1),
+    "rkv": Cost(40, 0, 1),
+    "hf_quantized_cache": Cost(55, 16, 1),
+    "turboquant": Cost(98, 59, 1),
+    "kivi": Cost(73, 34, 1),  # codes are rebuilt there: their kernel is the processor's
     "shadowkv": Cost(84, 44, 1),  # makes and rotates keys row by row
 }
 
@@ -97,11 +111,19 @@ def config_of(n_layers: int) -> Any:
     })  # fmt: skip
 
 
+def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
+    """What the method is asked for, in the currency that it takes."""
+    if kind.of_answers:
+        return OF_ANSWERS
+    if issubclass(kind, QuantisingRules):
+        return OF_CODES
+    return REQUEST if kind.has_budget else FULL_REQUEST
+
+
 def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
     """One prompt, and rows for one step loop with one row and one with several."""
-    kind, params = method_of(method)
-    request = FULL_REQUEST if method == "full" else REQUEST
-    variant = kind.variant_for(params, request, model.shape, N_PROMPT)
+    kind, params = method_of(method, FITTED.get(method, []))
+    variant = kind.variant_for(params, request_of(kind), model.shape, N_PROMPT)
     rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:

@@ -381,15 +381,15 @@ FULL_REQUEST = BudgetRequest(Fraction(1), None, Fraction(0))
 DRAWN = {"duo_attention": ["method.heads=drawn"]}  # there is no table of heads for a model of random layers
 
 
-def method_of(name: str) -> tuple[type[SelectiveAttention], Any]:
-    """A method with the parameters of its file."""
+def method_of(name: str, words: Sequence[str] = ()) -> tuple[type[SelectiveAttention], Any]:
+    """A method with the parameters of its file, changed by `words`."""
     from evals.settings import from_words, load_class
     from evals.typed import build_params
 
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
     if name not in names:
         raise unknown_name("--methods", name, names)
-    part = from_words([f"method={name}", *DRAWN.get(name, [])]).method
+    part = from_words([f"method={name}", *DRAWN.get(name, []), *words]).method
     kind = load_class(part)
     return kind, build_params(kind, part.params, "method")
 
