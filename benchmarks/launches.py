@@ -40,7 +40,9 @@ from methods.rules.quantising.base import QuantisingRules
 N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
 N_ROWS = 2
-FITTED = {name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")}  # to the small model's heads
+FITTED: dict[str, list[str]] = {
+    name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")
+}  # to the small model's heads
 FIRST, LAST = 1, 2  # steps between which is counted; the ones before make buffers
 REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))
 OF_ANSWERS = BudgetRequest(None, 512, Fraction(0))  # of prompt and answer together; no step that is counted cuts

@@ -55,7 +55,7 @@ def main() -> None:
     model = load("smollm2-135m", "embedded", device="cpu")
     params = Params(
         "embedded", options.style, "default", tuple(options.lengths), None, "linear", "auto",
-        "period", None, None, 1, None,
+        "period", None, None, 1, None, questions=1, mode=None, feed="compressed", budget_base="context",
     )  # fmt: skip
     task = Needle(params, None, 0)
     ranks: dict[tuple[str, int], list[float]] = {}

@@ -37,7 +37,7 @@ def open_folders(cells: "Sequence[Cell]", stack: ExitStack, say: Callable[[str],
 
 def results_of(cells: "Sequence[Cell]", folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
     """The result of each cell; all are finished."""
-    results = {}
+    results: dict[Path, RunResult] = {}
     for cell in cells:
         result = folders[cell.path].finished
         assert result is not None, f"{cell.path} was run and has no result"
