@@ -6,7 +6,7 @@ Not here: what a folder holds (`evals/results/folder.py`).
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import yaml
 
@@ -14,11 +14,18 @@ from evals.results.folder import RunFolder
 from evals.results.lock import Holder
 from evals.results.schema import RunResult
 
-if TYPE_CHECKING:
-    from evals.cells import Cell
+
+class HasFolder(Protocol):
+    """What a cell says of its folder."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
 
 
-def open_folders(cells: "Sequence[Cell]", stack: ExitStack, say: Callable[[str], None]) -> dict[Path, RunFolder]:
+def open_folders(cells: Sequence[HasFolder], stack: ExitStack, say: Callable[[str], None]) -> dict[Path, RunFolder]:
     """The cells' folders, locked until the stack is left, with all that earlier processes answered.
 
     `say` is told what is noted, and who is waited for.
@@ -35,7 +42,7 @@ def open_folders(cells: "Sequence[Cell]", stack: ExitStack, say: Callable[[str],
     return folders
 
 
-def results_of(cells: "Sequence[Cell]", folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
+def results_of(cells: Sequence[HasFolder], folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
     """The result of each cell; all are finished."""
     results: dict[Path, RunResult] = {}
     for cell in cells:
