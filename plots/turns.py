@@ -10,7 +10,6 @@ Not here: runs whose samples have one question each (`plots/scopes.py`).
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from math import fsum
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import matplotlib
 
+from evals.foreign import write_csv
 from evals.results.intervals import mean_ci95
 from evals.results.summary import combined_ci95
 from plots import style
@@ -127,14 +127,13 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
     sets = groups(runs)
     page, table = out / "turns.md", out / "turns.csv"
     page.write_text("\n".join(markdown(title, each) for title, each in sets.items()), encoding="utf-8")
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["set", "method", "budget", "mode", "turn", "score", "low", "high"])
-        for title, each in sets.items():
-            for run in each:
-                for turn, (mean, ends) in by_turn(run).items():
-                    words = [title, run.result.method_label, budget_of(run), run.result.protocol]
-                    writer.writerow([*words, turn, mean, *(ends or ["", ""])])
+    lines = [
+        [title, run.result.method_label, budget_of(run), run.result.protocol, turn, mean, *(ends or ["", ""])]
+        for title, each in sets.items()
+        for run in each
+        for turn, (mean, ends) in by_turn(run).items()
+    ]
+    write_csv(table, ["set", "method", "budget", "mode", "turn", "score", "low", "high"], lines)
     return [page, table, *(draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
 
 

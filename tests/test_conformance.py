@@ -87,9 +87,11 @@ class Mine(SelectiveAttention):
 """
 NOT_FULL = """
 class Mine(SelectiveAttention):
-    title, drops, changes = "Mine", True, True
-    def arrange(self, layer):
+    title, drops = "Mine", True
+    def build(self, layer):
         self.store.keep(layer, self.budget.tokens // 2)
+    def arrange(self, layer):
+        pass
 """
 RAISES = """
 class Mine(SelectiveAttention):
@@ -129,7 +131,7 @@ def test_the_file_of_the_docs_holds_every_property(tmp_path: Path, capsys: pytes
         (ALTERS, "trace stays", "at ratio 0.2, the keys of layer 0 of the trace are altered"),
         (AT_RANDOM, "the next time", "draw random numbers from a torch.Generator with a seed"),
         (FORGETS, "protected", "position 239 is protected, and query head 0 does not attend to it"),
-        (NOT_FULL, "full attention", "at ratio 1 the answer is ["),
+        (NOT_FULL, "full attention", "at the whole budget the answer is ["),
         (RAISES, "exceeds the budget", "RuntimeError at line 8 of mine.py: selected index k out of range"),
     ],
 )

@@ -45,9 +45,9 @@ AXES = {
             "attended", "tokens attended to per head, step and layer", "tokens attended to", 1,
             ("tokens_attended_mean",), "its reading of all keys",
         ),
-        Axis("share", "share of the full cache on the device", "bytes on the device", 1, ("resident_share",)),
+        Axis("share", "share of the full cache", "bytes on the device", 1, ("resident_share",)),
         Axis(
-            "reads", "on the device, or brought per step, MB", "bytes that a step can read", 1e6,
+            "reads", "device + moved, MB", "bytes that a step can read", 1e6,
             ("bytes_resident_device", "moved_bytes_per_step"), "its reading of all keys",
         ),
         Axis(

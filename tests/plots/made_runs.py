@@ -23,6 +23,7 @@ N_LAYERS = 12
 LABELS = {
     "full": "Full", "oracle": "Oracle", "h2o": "H2O (C)", "snapkv": "SnapKV (C)", "infllm": "InfLLM",
     "sparq": "SPARQ", "pqcache": "PQCache", "xkv": "XKV", "quest": "Quest", "clusterkv": "ClusterKV",
+    "rkv": "R-KV", "snapkv_decode": "SnapKV while decoding",
     "pyramidkv": "PyramidKV (C)", "infinigen": "InfiniGen", "streamingllm": "StreamingLLM",
 }  # fmt: skip
 PQ = {"m": "auto", "b": "auto", "iterations": 10}
@@ -46,23 +47,29 @@ def write(
     label: str | None = None,
     notes: list[str] | None = None,
     prefill: dict[str, Any] | None = None,
+    memory: str | None = None,
+    counts: str | None = None,
 ) -> tuple[Path, RunResult]:
     """A run; each row is what differs from a plain sample, `fields` among it. `prefill`: a sparse one's parameters."""
     sparse = {} if prefill is None else {"prefill": {"name": "minference", "params": prefill}}
     if sparse and label is None:
         label = "MInference" if method == "full" else f"MInference + {LABELS[method]}"
-    config: dict[str, Any] = sparse | {
-        "method": {"name": method, "params": params or {}},
-        "task": {"name": task, "params": task_params or {}},
-        "model": {"name": model, "id": model},
-        "ratio": None if budget else ratio,
-        "budget": budget,
-        "comm": comm,
-        "cache": {"tokens": 0, "block_len": 128, "k_cache": 32, "policy": "lfu"} | (cache or {}),
-        "seed": 0,
-        "limit": None,
-        "data_dir": None if source == "embedded" else "data",
-    }
+    config: dict[str, Any] = (
+        sparse
+        | ({} if memory is None else {"memory": memory})
+        | {
+            "method": {"name": method, "params": params or {}},
+            "task": {"name": task, "params": task_params or {}},
+            "model": {"name": model, "id": model},
+            "ratio": None if budget else ratio,
+            "budget": budget,
+            "comm": comm,
+            "cache": {"tokens": 0, "block_len": 128, "k_cache": 32, "policy": "lfu"} | (cache or {}),
+            "seed": 0,
+            "limit": None,
+            "data_dir": None if source == "embedded" else "data",
+        }
+    )
     folder = root / run_name(config)
     with RunFolder.open(folder, config, yaml.safe_dump(config)) as run:
         for i, row in enumerate(rows):
@@ -73,7 +80,7 @@ def write(
             dtype="float32", device="cpu", seed=0, ratio_exact=None if budget else ratio, budget=budget,
             comm_exact=comm, protocol="full_prompt", config_hash=config_hash(config), versions={}, git_sha=None,
             peak_rss_bytes=1, metric=metric, notes=notes or [], prefill="minference" if sparse else "exact",
-            prefill_params=prefill or {},
+            prefill_params=prefill or {}, memory_exact=memory, budget_counts=counts,
         )  # fmt: skip
         result = summarise(run.rows, facts)
         run.finish(result, {})
@@ -115,6 +122,33 @@ def every_kind(root: Path) -> None:
     scores(root)
     timings(root)
     layers(root)
+    of_bytes(root)
+    of_answers(root)
+
+
+def of_bytes(root: Path) -> None:
+    """Methods at shares of the full cache's bytes."""
+    held = {"resident_share": 1.0, "moved_bytes_per_step": 0.0}
+    write(root, "full", "longbench", answers(("docs_qa",), 0.7, ledger=held), ratio="1", model="small")
+    for i, method in enumerate(("snapkv", "pqcache")):
+        for j, memory in enumerate(("1/8", "1/4", "1/2")):
+            share = {
+                "resident_share": 0.125 * 2**j,
+                "moved_bytes_per_step": 1e5 * i,
+                "bytes_resident_device": 1e6 * 2**j,
+            }
+            rows = answers(("docs_qa",), 0.3 + 0.1 * j + 0.05 * i, ledger=share)
+            params = PQ if method == "pqcache" else {}
+            write(root, method, "longbench", rows, params=params, ratio=memory, memory=memory, model="small")
+
+
+def of_answers(root: Path) -> None:
+    """Budgets of prompt and answer together."""
+    write(root, "full", "gsm8k", answers(("gsm8k",), 0.7, ledger={"footprint_entries": 1000.0}), ratio="1")
+    for i, method in enumerate(("rkv", "snapkv_decode")):
+        for j, budget in enumerate((96, 128, 160)):
+            rows = answers(("gsm8k",), 0.3 + 0.1 * j + 0.05 * i, ledger={"footprint_entries": 300.0 + 200 * j + i})
+            write(root, method, "gsm8k", rows, ratio=None, budget=budget, comm="0", counts="target")
 
 
 def scores(root: Path) -> None:

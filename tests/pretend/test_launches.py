@@ -7,8 +7,8 @@ from benchmarks.pretend.cuda import Machine
 from evals.overrides import CONF
 from plots.looks import known
 
-# Nothing dropped, and heads with counts of their own. The interpreter takes up to half a minute for each of the others.
-QUICK = ("full", "adakv")
+# Heads with counts of their own. The interpreter takes up to half a minute for each of the others.
+QUICK = ("adakv",)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["model=any", f"model.id={folder}", "model.name=tiny"]
 
 
-QUICK = ("needle", "latency")
+QUICK = ("needle",)
 
 
 @pytest.mark.parametrize(
