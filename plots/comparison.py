@@ -131,13 +131,19 @@ def table(found: Comparison) -> Table:
     view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     heads = ["\nmethod"]
     for task in found.tasks:
-        heads += [f"{name_of(task)}\nscore", f"n {n_of(found, task)}\nless Full", "\n95 % of that"]
+        heads += [f"{name_of(task)}\nscore", f"n {n_of(found, task)}\nless Full"]
+        heads += ["\n95 % of that"] if has_intervals(found, task) else []
     for i, head in enumerate([*heads, "KV on\ndevice", "moved\n/step"]):
         view.add_column(head, justify="right" if i else "left", no_wrap=True)
     for row in found.rows:
-        cells = [cell for task in found.tasks for cell in cells_of(row, task)]
+        cells = [cell for task in found.tasks for cell in cells_of(row, task)[: 2 + has_intervals(found, task)]]
         view.add_row(row.label, *cells, percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
     return view
+
+
+def has_intervals(found: Comparison, task: str) -> bool:
+    """Whether any difference has one: of a single sample there is none."""
+    return any(task in row.against and row.against[task].paired.difference is not None for row in found.rows)
 
 
 def cells_of(row: Row, task: str) -> tuple[str, str, str]:
@@ -158,7 +164,9 @@ def percent(share: float | None) -> str:
 
 
 def n_of(found: Comparison, task: str) -> int:
-    return max((row.runs[task].result.n_samples for row in found.rows if task in row.runs), default=0)
+    """Samples: turns of one do not count apart."""
+    runs = [row.runs[task] for row in found.rows if task in row.runs]
+    return max((len({line.sample_id for line in run.rows}) for run in runs), default=0)
 
 
 def name_of(task: str) -> str:

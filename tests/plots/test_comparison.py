@@ -51,6 +51,20 @@ def test_the_table_says_what_so_few_samples_cannot_show(
     assert max(map(len, shown.splitlines()[: 3 + len(found.rows)])) <= 100
 
 
+def test_turns_of_one_sample_are_one_sample_without_an_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = []
+    for method, hit in (("full", 1.0), ("snapkv", 0.0)):
+        rows = [{"score": hit, "fields": {"sample": "a", "turn": turn}} for turn in range(3)]
+        made.append(write(tmp_path, method, "shared_context", rows, ratio="1/10")[0])
+        made.append(write(tmp_path, method, "needle_short", [{"score": hit}] * N, ratio="1/10")[0])
+    print_comparison(compare(made))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split().count("n") == 2 and f"n {N}" in lines[1] and "n 3" not in lines[1]
+    assert lines[2].count("95 % of that") == 1
+
+
 def test_the_picture_is_the_same_when_it_is_made_again(folders: list[Path], tmp_path: Path) -> None:
     first = draw(compare(folders), tmp_path / "a").read_bytes()
     assert first == draw(compare(folders), tmp_path / "b").read_bytes()
