@@ -43,8 +43,9 @@ class Footprint:
         return (self.room(budget, shape) - self.total(shape, budget.s_prompt)) // max(1, n_layers)
 
     def share(self, shape: ModelShape, s_prompt: int) -> Fraction:
-        """Of the full cache."""
-        return Fraction(self.total(shape, s_prompt), len(shape.attention_layers) * s_prompt * token_bytes(shape))
+        """Of the full cache, the least that is enough: a budget's bytes of a layer are rounded down."""
+        of_layer = ceil(Fraction(self.total(shape, s_prompt), len(shape.attention_layers)))
+        return Fraction(of_layer, s_prompt * token_bytes(shape))
 
     @staticmethod
     def room(budget: Budget, shape: ModelShape) -> int:

@@ -1,5 +1,6 @@
 """`memory`: what every method makes of a byte budget, for every file in conf/method that is a method's own."""
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -46,8 +47,11 @@ def test_every_step_stays_within_the_bytes(name: str, memory: str) -> None:
     subject = ours(name)
     try:
         one = variant(subject, asked(memory, comm=subject.comm))
-    except ConfigError as error:
-        pytest.skip(f"{name} refuses memory={memory} on so short a prompt: {error}")
+    except ConfigError as error:  # with so short a prompt: then at the smallest share that it names
+        least = re.search(r"use memory=(0\.\d+) or more", str(error))
+        if least is None:
+            pytest.skip(f"{name} holds no share of so short a prompt: {error}")
+        one = variant(subject, asked(least[1], comm=subject.comm))
     (said,) = answers([one])
     ledger, shape, budget, kind = said.row.store.ledger, model().shape, one.budget, subject.kind
     assert ledger.within_memory(budget, shape, with_index=not kind.drops)
