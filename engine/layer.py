@@ -66,8 +66,10 @@ class Layer:
         self.n_seen = s_prompt  # tokens so far, the current one included
         self.meter = meter
         self.host = host
+        if host is not None:
+            meter.far_bytes = host.far_bytes(meter.token_bytes)
         self.can_fetch = host is not None
-        self.n_gone = s_prompt - host.v.shape[2] if host is not None else 0  # tokens that a tier with some alone lacks
+        self.n_gone = s_prompt - host.n_prompt if host is not None else 0  # tokens that a tier with some alone lacks
         self.view = kept if is_view else None
         self.n_kept = kept.n_tokens()
         self.n_front = 0 if is_view else self.n_kept  # slots in front of the window
@@ -98,7 +100,7 @@ class Layer:
             meter.beside_bytes = ELEMENT_BYTES * (meter.shape.h_kv * self.n_kept - self.n_spare)
         self.rolling: Rolling | None = None
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
-        self.is_far = host is not None and host.v.device != self.k.device  # the host is another memory
+        self.is_far = host is not None and host.device != self.k.device  # the host is another memory
         self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
@@ -107,10 +109,8 @@ class Layer:
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h); where the window is full, its oldest token leaves."""
         slot, t = self.advance(k_new, v_new), self.n_seen - self.s_prompt
-        if self.host is not None and self.host.has_keys:
-            k, v = self.host.late
-            k[:, :, t - 1 : t] = k_new
-            v[:, :, t - 1 : t] = v_new
+        if self.host is not None:
+            self.host.write(t - 1, k_new, v_new)
         if slot >= 0:
             self.k[:, :, slot : slot + 1] = k_new
             self.v[:, :, slot : slot + 1] = v_new
@@ -315,6 +315,11 @@ class Layer:
     def fetched(self) -> list[Tensor]:
         """Positions that this step fetched, (1, heads, k) each, -1 where there is no token. For checks and reports."""
         return [] if self.host is None else [self.host.positions_of(idx, self.s_prompt) for idx in self.fetches]
+
+    @property
+    def packs(self) -> bool:
+        """Whether its tokens become codes one layer at a time: on the device, or on the host."""
+        return self.is_coded or (self.host is not None and self.host.is_packed)
 
     @property
     def n_recent(self) -> int:

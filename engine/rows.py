@@ -29,11 +29,9 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
     for i, layer in enumerate(layers):
-        if layer.is_coded:
+        if layer.packs:
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
-    places = [
-        [] if layer.is_coded else layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)
-    ]
+    places = [[] if layer.packs else layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
     append_rows_triton(k_new, v_new, places)
 
 
@@ -41,6 +39,9 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
     """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
     parts, brought = [], list[tuple[Layer, Ask, Copies]]()
     for layer, idx in zip(layers, selections, strict=True):
+        if layer.packs:
+            parts.append(layer.fetch(idx.int().long(), padded))
+            continue
         if not layer.is_far:
             parts.append(layer.fetch(idx, padded))
             continue

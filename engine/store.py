@@ -22,7 +22,9 @@ from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.coded import Codec, CodedLayer
 from engine.caches.copies import Shelf
 from engine.caches.host import Host
+from engine.caches.packed_host import host_of
 from engine.caches.recent import RecentTokens
+from engine.caches.token_code import TokenCode
 from engine.caches.unions import union_of
 from engine.layer import Layer
 from engine.prefill import Trace
@@ -43,6 +45,7 @@ class Store:
         self.ledger = Ledger()
         self.layers: dict[int, Layer] = {}
         self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
+        self.host_code: TokenCode | None = None  # or what it sends to the host
         self.shelf = Shelf(trace.s_prompt + n_new, 0)  # one for all layers: each needs it until its attention
         self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # of one token of one KV head
         # Where it is a list, layers that are placed from then on note their fetches in it.
@@ -104,8 +107,7 @@ class Store:
 
     def offload(self, layer: int, n_sink: int, n_window: int, capacity: int | None = None) -> None:
         """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host."""
-        self.trace.offload(layer)
-        host = Host(*self.trace.host(layer), self.n_new)
+        host = host_of(self.trace, layer, self.host_code, self.n_new)
         self._place(layer, self._part(layer, slice(n_sink)), n_window, capacity, host=host)
         self[layer].shelf = self.shelf
 
@@ -122,7 +124,6 @@ class Store:
         host = Host(values[..., :0], values, self.n_new)
         self._place(layer, kept, n_window, None, chosen, host=host)
         meter = self[layer].meter
-        meter.far_bytes = meter.token_bytes // 2
         meter.host_meta_bytes = self.shape.h_kv * chosen.shape[-1] * meter.far_bytes  # values of what is in both tiers
 
     def replace(self, layer: int, made: Part, positions: Tensor) -> None:

@@ -22,10 +22,10 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.checkpoints.header import header_shape, shape_of_config
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.settings import Choice, ModelSpec, Settings, load_class, load_rules
+from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, load_rules
 from evals.tasks.base import Task
 from evals.typed import build, build_params
-from methods.rules.base import Rules
+from methods.rules.base import Coding, Rules
 from methods.rules.dropping.allocators import check_allocator
 
 if TYPE_CHECKING:  # imports torch
@@ -49,7 +49,7 @@ class Asked:
     task_params: Any
     shape: ModelShape | None  # None: the model's header does not say it
     sparsity: "VerticalSlash | None"  # of the prefill
-    coding: tuple[type[Rules], Any] | None = None  # who makes codes of what the method keeps, with what parameters
+    coding: Coding | None = None  # who makes codes of what the method keeps, or has on the host
 
 
 def ask(cells: Sequence[Settings]) -> list[Asked]:
@@ -80,7 +80,9 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
     rules, params = rules_and_params(given.method)
     settings = given
     if not rules.has_budget:
-        settings = replace(given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None)
+        settings = replace(
+            given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0]
+        )
     if settings.allocator is not None:
         with naming(settings):
             check_allocator(rules, params, settings.allocator)
@@ -126,7 +128,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
         if asked.coding is not None:
-            asked.coding[0].check_shape(asked.coding[1], shape)
+            asked.coding.rules.check_shape(asked.coding.params, shape)
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
     if asked.sparsity is not None:
@@ -196,13 +198,17 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "VerticalSlash | None
     return build(load_class(chosen), chosen.params, "prefill")
 
 
-def coding_of(settings: Settings, rules: type[Rules], params: Any) -> tuple[type[Rules], Any] | None:
+def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | None:
     """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
     chosen = settings.compose
     if chosen is None or not rules.has_budget:
+        if rules.has_budget and settings.compose_order != ORDERS[0]:
+            raise ConfigError(
+                f"compose_order={settings.compose_order} means nothing without compose; give compose=kivi"
+            )
         return None
-    coding, coding_params = rules_and_params(chosen)
-    if not coding.composes:
+    coding = Coding(*rules_and_params(chosen), settings.compose_order == "quantise_first")
+    if not coding.rules.composes:
         raise ConfigError(f"compose={chosen.name} makes no codes of what another method keeps; use compose=kivi")
     if settings.allocator is not None and settings.allocator.name != "uniform":
         reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
@@ -210,7 +216,11 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> tuple[type
         reason = rules.uncodable(params)
     if reason:
         raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
-    return coding, coding_params
+    if coding.first and not rules.drops:
+        raise ConfigError(
+            f"compose_order=quantise_first is for methods that drop tokens, and {rules.title} drops none; leave it out"
+        )
+    return coding
 
 
 def early_shape(settings: Settings) -> ModelShape | None:

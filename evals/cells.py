@@ -23,7 +23,7 @@ from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
 from evals.tasks.base import Task
 from methods.base import SelectiveAttention
-from methods.rules.base import Rules
+from methods.rules.base import Coding, Rules
 from methods.variant import Variant
 
 RUNS = Path(__file__).resolve().parents[1] / "runs"
@@ -41,7 +41,7 @@ class Cell:
     config: dict[str, Any]  # what identifies the run
     path: Path
     sparsity: VerticalSlash | None = None  # of the prefill
-    coding: tuple[type[Rules], Any] | None = None  # of a composition: who makes codes, with what parameters
+    coding: Coding | None = None  # of a composition: who makes codes
     draw: int | None = None  # of a prompt's answers, where several are drawn
 
     @property
@@ -61,7 +61,7 @@ class Cell:
         if self.settings.allocator is not None:
             label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)
         if self.coding is not None:
-            label += f" + {self.coding[0].title_of(self.coding[1])}"
+            label += f" + {self.coding.title(self.rules.drops)}"
         if self.sparsity is None:
             return label
         return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title
@@ -87,17 +87,17 @@ class Cell:
         return draw_seed(self.settings.seed, sample_id, self.draw or 0)
 
     @property
-    def partner(self) -> tuple[type[SelectiveAttention], Any] | None:
-        """The method that makes codes of what this one keeps, and its parameters."""
+    def partner(self) -> Coding | None:
+        """The method that makes codes, and no longer its rules alone."""
         if self.settings.compose is None or self.coding is None:
             return None
-        return load_class(self.settings.compose), self.coding[1]
+        return self.coding._replace(rules=load_class(self.settings.compose))
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
-            *("memory", "compose", "allocator", "budget_counts"),
+            *("memory", "compose", "compose_order", "allocator", "budget_counts"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 

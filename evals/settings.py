@@ -33,6 +33,7 @@ from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
+ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Parameters that came later, and what says the same as a run without them: such runs keep their names.
@@ -45,7 +46,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
-    *("budget_counts", "compose", "temperature", "top_p", "top_k", "n_answers"),
+    *("budget_counts", "compose", "compose_order", "temperature", "top_p", "top_k", "n_answers"),
     *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
@@ -135,7 +136,8 @@ class Settings:
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
     budget: BudgetRequest
     sampling: Sampling
-    compose: Choice | None  # what makes codes of the tokens that the method keeps
+    compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
+    compose_order: str  # of ORDERS: whether the method chooses among exact tokens
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
@@ -179,6 +181,7 @@ class Settings:
             **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
             **self.sampling.identity(),
             **({} if self.compose is None else {"compose": identity(self.compose)}),
+            **({} if self.compose_order == ORDERS[0] else {"compose_order": self.compose_order}),
             **({} if memory is None else {"memory": exact(memory)}),
             **({} if prefill is None else {"prefill": identity(prefill)}),
             **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
@@ -230,6 +233,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             n_answers=convert(tree["n_answers"], int, "n_answers"),
         ),
         compose=partner(convert(tree["compose"], str | None, "compose")),
+        compose_order=one_of("compose_order", tree["compose_order"], ORDERS),
         allocator=allocator(tree["allocator"]),
         cache=build(BlockCacheSpec, tree["cache"], "cache"),
         scope=one_of("compression_scope", tree["compression_scope"], SCOPES),

@@ -35,7 +35,7 @@ from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
 from engine.turns.state import Mark, fork_of
-from methods.rules.base import Rules
+from methods.rules.base import Coding, Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 from methods.variant import Partner, Variant
 
@@ -57,7 +57,7 @@ class SelectiveAttention(Rules, ABC):
         self.trace = trace
         self.store = Store(trace, n_new, variant.cache)
         if variant.partner is not None and not variant.is_full:
-            self.store.coder = variant.partner.coder()
+            variant.partner.join(self)
         self.setup()
 
     def setup(self) -> None:
@@ -73,16 +73,16 @@ class SelectiveAttention(Rules, ABC):
         cache: BlockCacheSpec | None = None,
         allocator: Allocator | None = None,
         frame: Frame = NO_FRAME,
-        partner: "tuple[type[SelectiveAttention], Any] | None" = None,
+        partner: Coding | None = None,
     ) -> Variant:
         """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
 
-        Without an `allocator` a scorer's budget is divided as the method itself does. A `partner` and its parameters
-        make codes of what the method keeps.
+        Without an `allocator` a scorer's budget is divided as the method itself does. A `partner` makes codes of what
+        the method keeps, or sends to the host.
         """
         budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, partner)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        made = None if partner is None else Partner(*partner, partner[0].plan_for(partner[1], budget, shape))
+        made = None if partner is None else Partner(partner, partner.rules.plan_for(partner.params, budget, shape))
         return Variant(cls, params, budget, plan, cache, divided, made)
 
     @classmethod

@@ -32,7 +32,11 @@ def pool_scores(raw: Tensor, kernel: int, pooling: str) -> Tensor:
 
 
 def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Tensor:
-    """The last `w` queries' votes, (1, h, s - w); all variants with such a window share them, whatever their method."""
+    """The last `w` queries' votes, (1, h, s - w); all variants with such a window share them, whatever their method.
+
+    They are attention of the prompt's own pass, whatever became of K and V since.
+    """
+    trace = trace.exact
 
     def votes() -> Tensor:
         q = trace.observed(observed, layer)[:, :, -w:]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
 from engine.caches.blocks import BlockCacheSpec
+from engine.caches.rebuilt import RebuiltTrace
 from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.prefill import Thinning, Trace
 from engine.store import Coder
+from methods.rules.base import Coding
 from methods.rules.dropping.allocators import UNIFORM, Allocator
 
 if TYPE_CHECKING:
@@ -20,14 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Partner:
-    """A quantising method that a dropping one is composed with: what the one keeps becomes the codes of the other."""
+    """A quantising method that another is composed with.
 
-    method: type["SelectiveAttention"]
-    params: Any
+    What a dropping method keeps becomes codes; of a retrieving one it is what lies on the host, token by token.
+    """
+
+    coding: Coding
     plan: Any
 
     def coder(self) -> Coder:
-        return self.method.coder(self.params, self.plan)  # type: ignore[attr-defined]
+        return self.coding.rules.coder(self.coding.params, self.plan)  # type: ignore[attr-defined]
+
+    def join(self, row: "SelectiveAttention") -> None:
+        """Let the row's store make codes."""
+        if not row.drops:
+            row.store.host_code = self.coding.token_code()
+            return
+        row.store.coder = self.coder()
+        if self.coding.first:
+            exact = row.trace
+            row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.coder()))
 
 
 @dataclass(frozen=True)
@@ -40,13 +54,14 @@ class Variant:
     plan: Any  # method.Plan
     cache: BlockCacheSpec | None = None  # of a method that retrieves
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
-    partner: "Partner | None" = None  # what makes codes of the tokens that the method keeps
+    partner: "Partner | None" = None  # what makes codes of tokens
 
     @property
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
-        budget = self.budget
-        is_exact = budget.memory == 1 or (budget.memory is None and not (self.method.changes or self.partner))
+        budget, method = self.budget, self.method
+        becomes_codes = method.changes or (self.partner is not None and method.drops)
+        is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
         return budget.attends_all and budget.never_evicts and is_exact
 
     @property

@@ -46,7 +46,8 @@ KEYS = {  # with values that are right
     "cache.k_cache": ("1", "32"), "cache.policy": ("lfu", "lru"), "compression_scope": ("full_prompt", "context_only"),
     "seed": ("1", "9223372036854775807"), "limit": ("1", "null"), "trace": ("true",), "accesses": ("true",),
     "sweep.max_variants": ("auto", "3"), "sweep.refused": ("skip", "stop"),
-    "memory": ("1/2", "0.4", "1"), "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
+    "compose": ("null", "kivi", "kivi_2bit", "hf_quantized_cache", "turboquant"),
+    "compose_order": ("drop_first", "quantise_first"), "memory": ("1/2", "0.4", "1"), "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
     "device": ("cpu",), "weights": ("trained",), "data_dir": ("null",), "hydra.verbose": ("true",),
     "hydra/launcher": ("fused", "ray"), "model": ("opt-6.7b", "a/b"), "scale": ("smoke",),
 }  # fmt: skip

@@ -53,11 +53,21 @@ class Footprint:
 
 
 def held(
-    budget: Budget, shape: ModelShape, tokens: int, index_bytes: int = 0, fetched: int = 0, n_whole: int = 0
-) -> Footprint:
-    """Of a retrieving method: exact `tokens` of a KV head, an index, and as many `fetched` at most."""
+    budget: Budget, shape: ModelShape, tokens: int, index_bytes: int = 0, fetched: int = 0, n_whole: int = 0,
+    cached: int = 0,
+) -> Footprint:  # fmt: skip
+    """Of a retrieving method: exact `tokens` of a KV head, an index, and as many `fetched` at most.
+
+    So many tokens stay `cached` as they came from the host; what is fetched is made exact.
+    """
     of_token, s = token_bytes(shape), budget.s_prompt
-    return Footprint(min(tokens, s) * of_token, index_bytes, min(fetched, s) * of_token, n_whole)
+    kv_bytes = min(tokens, s) * of_token + min(cached, s - min(tokens, s)) * far_bytes(budget, shape)
+    return Footprint(kv_bytes, index_bytes, min(fetched, s) * of_token, n_whole)
+
+
+def far_bytes(budget: Budget, shape: ModelShape) -> int:
+    """Bytes of K and V of a token in one layer, as they lie on the host."""
+    return token_bytes(shape) if budget.host_code is None else shape.h_kv * budget.host_code.token_bytes(shape.d_h)
 
 
 def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> ConfigError:

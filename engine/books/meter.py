@@ -68,7 +68,7 @@ class Meter:
     ) -> None:
         self.shape = shape
         self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
-        self.far_bytes = self.token_bytes  # of them what can be fetched; half where the host has values alone
+        self.far_bytes = self.token_bytes  # the same on the host: fewer where it has values alone, or codes
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.moves = True  # False: what can be fetched lies on the device
@@ -87,7 +87,7 @@ class Meter:
 
     def count_released(self, n: int) -> None:
         """`n` tokens go from the window to the host."""
-        self.counts["released_bytes"] += n * self.shape.h_kv * self.token_bytes * self.moves
+        self.counts["released_bytes"] += n * self.shape.h_kv * self.far_bytes * self.moves
 
     def count_fetch(self, idx: Tensor, n_tokens: int, n_seen: int, n_kept: int, n_host: int) -> None:
         """Fetch the `n_tokens` at `idx` (1, h_kv or h, k), where -1 stands for none.

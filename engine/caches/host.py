@@ -1,6 +1,7 @@
 """The tier from which a step fetches tokens: `Host`.
 
-Not here: what is fetched (`methods`), the device's tokens (`engine/layer.py`).
+Not here: what is fetched (`methods`), the device's tokens (`engine/layer.py`), a tier of codes
+(`engine/caches/packed_host.py`).
 """
 
 from functools import partial
@@ -20,15 +21,29 @@ class Host:
     of the prompt's tokens: generated ones then never come here.
     """
 
+    is_packed = False  # True: tokens are codes, and what is fetched is rebuilt
+
     def __init__(self, k: Tensor, v: Tensor, n_new: int, positions: Tensor | None = None, near: bool = False) -> None:
         """`positions` (1, h_kv, n) are those of its tokens of the prompt; None: all, in order."""
         self.k, self.v = k, v  # (1, h_kv, n, d_h), never written to; keys that are not here have no dimensions
         self.positions, self.is_near = positions, near
         self.has_keys = k.shape[3] > 0
+        self.n_prompt, self.device = v.shape[2], v.device
         # Pinned where the prompt's are: an accelerator writes there.
         room, pinned = (1, v.shape[1], n_new * self.has_keys, v.shape[3]), v.is_pinned()
         make = partial(torch.empty, room, dtype=v.dtype, device=v.device, pin_memory=pinned)
         self.late: tuple[Tensor, Tensor] = (make(), make())
+
+    def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
+        """Take in generated token `at`, 0 for the first: (1, h_kv, 1, d_h) each."""
+        if self.has_keys:
+            k, v = self.late
+            k[:, :, at : at + 1] = k_new
+            v[:, :, at : at + 1] = v_new
+
+    def far_bytes(self, of_token: int) -> int:
+        """Bytes of a token of one KV head, of which K and V have `of_token`."""
+        return of_token if self.has_keys else of_token // 2
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.
@@ -40,6 +55,16 @@ class Host:
             v = bring_values(self.v, idx)
             return Part(v[..., :0], v)
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
+
+    def held(self, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """K and V (1, h_kv, n, d_h) of its first `stop` tokens, of the prompt and behind it."""
+        late_k, late_v = (x[:, :, : max(0, stop - self.n_prompt)] for x in self.late)
+        return [(self.k[:, :, :stop], self.v[:, :, :stop]), (late_k, late_v)]
+
+    def keys(self, start: int, stop: int) -> Tensor:
+        """Keys (h_kv, n, d_h) of the tokens from `start` to `stop`, as they are numbered here."""
+        s, late = self.n_prompt, self.late[0][0, :, max(0, start - self.n_prompt) : max(0, stop - self.n_prompt)]
+        return late if start >= s else torch.cat([self.k[0, :, start : min(stop, s)], late], 1)
 
     def positions_of(self, idx: Tensor, s_prompt: int) -> Tensor:
         """Positions of the tokens that a selection (1, h_kv or h, k) names, -1 where it names none."""

@@ -26,9 +26,8 @@ def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: T
             f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
         )
     kind.step_rows([row], layer, q, k, v)
-    t, h = at.n_seen - at.s_prompt, at.meter.shape.h
-    late_k, late_v = (x[:, :, :t].to(q.device) for x in host.late)
-    parts = [Part(host.k.to(q.device), host.v.to(q.device)), Part(late_k, late_v)]
+    h = at.meter.shape.h
+    parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(at.n_seen)]
     out, _ = attend_rows(q, [parts], scale, [False])
     kind.after_rows([row], layer, out.clone(), [None])
     at.meter.counts["attended"], at.meter.owed = (at.n_seen - at.n_kept - at.n_window) * h, None

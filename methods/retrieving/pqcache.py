@@ -133,14 +133,11 @@ class PQCache(PQCacheRules, SelectiveAttention):
 
     def keys(self, layer: int, start: int, stop: int) -> Tensor:
         """Keys of the tokens at these positions on the host, (h_kv, n, d_h)."""
-        s = self.trace.s_prompt
-        prompt = self.trace.host(layer)[0][0, :, start : min(stop, s)]
-        if stop <= s:
-            return prompt
+        if stop <= self.trace.s_prompt:  # exact, whatever the tier makes of them: variants share the clusters
+            return self.trace.host(layer)[0][0, :, start:stop]
         host = self.store[layer].host
         assert host is not None
-        late = host.late[0][0, :, max(0, start - s) : stop - s]
-        return late if start >= s else torch.cat([prompt, late], 1)
+        return host.keys(start, stop)
 
     # The adaptive bound.
 

@@ -8,11 +8,12 @@ Not here: what a method does with tokens (`methods/base.py`).
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from engine.books.footprint import Footprint, largest, too_small
+from engine.books.footprint import Footprint, far_bytes, largest, too_small
 from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
 from engine.caches.blocks import BlockCacheSpec
+from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
 
 # What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
 COMPARABLE = ("none", "set", "heads", "layers")
+
+
+class Coding(NamedTuple):
+    """Who makes codes in a composition."""
+
+    rules: "type[Rules]"
+    params: Any
+    first: bool = False  # True: before a dropping method looks at K and V
+
+    def token_code(self) -> TokenCode | None:
+        return self.rules.token_code(self.params)
+
+    def title(self, drops: bool) -> str:
+        """Behind the name of a method that drops, or retrieves."""
+        code = None if drops else self.token_code()
+        if code is not None:
+            return code.title
+        return f"{self.rules.title_of(self.params)}{' first' if self.first else ''}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,8 @@ class Rules:
     has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
-    composes: ClassVar[bool] = False  # True: it can make codes of what a dropping method keeps (`compose=`)
+    composes: ClassVar[bool] = False  # True: it can make codes for another method (`compose=`)
+    packs_host: ClassVar[bool] = False  # True: what it fetches may lie on the host as codes; it searches elsewhere
     simulated: ClassVar[bool] = False  # True: its codes are counted in bytes, but numbers are kept
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
@@ -92,31 +112,32 @@ class Rules:
     @classmethod
     def planned(
         cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int,
-        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: "tuple[type[Rules], Any] | None" = None,
+        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
-        if partner is not None:
-            return *cls.composed(params, request, shape, s_prompt, frame, *partner), cache
-        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
+        if partner is not None and cls.drops:
+            return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
+        code = None if partner is None else partner.token_code()
+        budget = replace(cls.budget_with(params, request, s_prompt), frame=frame, host_code=code)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
         budget, plan = cls.fit(params, budget, shape)
         if cache is not None and cache.tokens:
             spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
-            n_blocks = min(cache.tokens, spare // token_bytes(shape)) // cache.block_len
+            n_blocks = min(cache.tokens, spare // far_bytes(budget, shape)) // cache.block_len
             cache = replace(cache, tokens=n_blocks * cache.block_len)
         return budget, plan, cache
 
     @classmethod
     def composed(
-        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int, frame: Frame,
-        coding: "type[Rules]", coding_params: Any,
-    ) -> tuple[Budget, Any]:  # fmt: skip
+        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int, frame: Frame, partner: Coding
+    ) -> tuple[Budget, Any]:
         """Budget and integers where the tokens that stay become codes: as many as `ratio` says and as fit in bytes."""
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape)
-        plan, n = coding.plan_for(coding_params, budget, shape), budget.tokens
+        coding, n = partner.rules, budget.tokens
+        plan = coding.plan_for(partner.params, budget, shape)
         if request.memory_alone:
             n = s_prompt
         while n and not Footprint(coding.code_bytes(plan, n, shape)).fits(budget, shape):
@@ -142,12 +163,17 @@ class Rules:
         raise NotImplementedError(cls.title)
 
     @classmethod
+    def token_code(cls, params: Any) -> TokenCode | None:
+        """Of a quantising method: how it packs a token that lies on the host; None where it cannot."""
+        return None
+
+    @classmethod
     def uncodable(cls, params: Any) -> str:
-        """Why what the method keeps cannot become codes with these parameters; "" where it can."""
+        """Why what the method keeps, or has on the host, cannot become codes; "" where it can."""
         if cls.changes:
             return f"{cls.title} makes codes itself, and nothing is packed twice"
         if not cls.drops:
-            return f"{cls.title} drops no tokens"
+            return "" if cls.packs_host else f"{cls.title} drops no tokens, and has no host tier that could hold codes"
         if cls.thins:
             return f"{cls.title} has a prefill of its own"
         if cls.of_answers:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.budget import Budget, BudgetRequest
+from engine.caches.token_code import TokenCode
 from engine.checks import one_of, whole_number
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -16,6 +17,7 @@ from methods.rules.quantising.kivi import packed_bytes
 
 class HFQuantizedCacheRules(QuantisingRules):
     title = "QuantizedCache"
+    composes = True
 
     @dataclass(frozen=True)
     class Params:
@@ -64,5 +66,13 @@ class HFQuantizedCacheRules(QuantisingRules):
         return 2 * packed_bytes(shape.h_kv, shape.d_h, n, 0, plan.bits, plan.group)
 
     @classmethod
+    def token_code(cls, params: Params) -> TokenCode:
+        return TokenCode(params.bits, params.bits, params.group)
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        return cls.title if request.memory_alone else f"{cls.title} {params.bits} bit"
+        return cls.title if request.memory_alone else cls.title_of(params)
+
+    @classmethod
+    def title_of(cls, params: Params) -> str:
+        return f"{cls.title} {params.bits} bit"

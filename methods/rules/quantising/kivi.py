@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
+from engine.caches.token_code import TokenCode
 from engine.checks import whole_number
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -80,6 +81,11 @@ class KIVIRules(QuantisingRules):
         r_k, r_v = plan.exact_keys(n), plan.exact_values(n)
         keys = packed_bytes(shape.h_kv, shape.d_h, n - r_k, r_k, plan.key_bits, plan.group)
         return keys + packed_bytes(shape.h_kv, shape.d_h, n - r_v, r_v, plan.value_bits, plan.group)
+
+    @classmethod
+    def token_code(cls, params: Params) -> TokenCode:
+        """Keys too in groups of channels: the tokens of a block of keys could not be fetched one by one."""
+        return TokenCode(params.key_bits, params.value_bits, params.group)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:

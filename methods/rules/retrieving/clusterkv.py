@@ -20,6 +20,7 @@ TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 class ClusterKVRules(Rules):
     title = "ClusterKV"
     drops = False
+    packs_host = True
     skips = True
 
     @dataclass(frozen=True)
@@ -94,4 +95,4 @@ class ClusterKVRules(Rules):
         wide = shape.g if params.agg == "query_head" else 1
         fetched = min(plan.k * wide, budget.s_prompt - plan.n_sink)
         recent = min(params.cache_steps * fetched, budget.s_prompt - plan.n_sink)
-        return held(budget, shape, plan.n_sink + recent, index, fetched, cls.n_whole(params, shape))
+        return held(budget, shape, plan.n_sink, index, fetched, cls.n_whole(params, shape), recent)

@@ -25,6 +25,7 @@ MOST_BITS = 8  # of one code
 class PQCacheRules(Rules):
     title = "PQCache"
     drops = False
+    packs_host = True
 
     @dataclass(frozen=True)
     class Params:

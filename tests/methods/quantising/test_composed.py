@@ -12,7 +12,7 @@ from evals.asked import coding_of, rules_and_params
 from evals.settings import from_words
 from kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
 from methods.quantising.kivi import KIVI
-from methods.rules.base import Rules
+from methods.rules.base import Coding
 from tests.conformance import answers, model, ours
 from tests.vectors import built, step, trace_of
 
@@ -38,24 +38,24 @@ def in_bytes(memory: str, ratio: str | None = None) -> BudgetRequest:
 def test_tokens_follow_from_memory_and_bits(
     shape: ModelShape, s: int, bits: int, residual: int, tokens: tuple[int, int, int]
 ) -> None:
-    coding: tuple[type[Rules], KIVI.Params] = KIVI, KIVI.Params(bits, bits, 32, residual)
+    coding = Coding(KIVI, KIVI.Params(bits, bits, 32, residual))
     for memory, n in zip(("1/4", "1/8", "1/16"), tokens, strict=True):
         budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, in_bytes(memory), shape, s, partner=coding)
         assert budget.tokens == n, (memory, budget.tokens)
 
 
 def test_memory_follows_from_ratio_and_bits() -> None:
-    coding = KIVI, KIVI.Params(4, 4, 32, 128)
+    coding = Coding(KIVI, KIVI.Params(4, 4, 32, 128))
     half = BudgetRequest(Fraction(1, 2), None, Fraction(0))
     budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, half, LARGE, 10_000, partner=coding)
-    plan = KIVI.plan_for(coding[1], budget, LARGE)
+    plan = KIVI.plan_for(coding.params, budget, LARGE)
     assert KIVI.code_bytes(plan, budget.tokens, LARGE) == 6_591_488
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff_kvpress", "lagkv"])
 def test_a_composition_decodes_within_its_bytes(name: str) -> None:
     one = ours(name)
-    coding = KIVI, KIVI.Params(4, 4, 8, 16)
+    coding = Coding(KIVI, KIVI.Params(4, 4, 8, 16))
     if one.kind.uncodable(one.params):
         pytest.skip(one.kind.uncodable(one.params))
     variant = one.kind.variant_for(one.params, in_bytes("2/5"), model().shape, 240, partner=coding)
@@ -67,7 +67,7 @@ def test_a_composition_decodes_within_its_bytes(name: str) -> None:
 
 
 def test_the_whole_memory_is_exact() -> None:
-    coding = KIVI, KIVI.Params(2, 2, 8, 16)
+    coding = Coding(KIVI, KIVI.Params(2, 2, 8, 16))
     variant = SNAPKV.kind.variant_for(SNAPKV.params, in_bytes("1"), model().shape, 240, partner=coding)
     assert variant.is_full
     alike = SNAPKV.kind.variant_for(SNAPKV.params, BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, 240)
@@ -81,7 +81,8 @@ def test_selection_is_on_exact_keys_and_codes_are_of_kept_tokens_in_order() -> N
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 96, 16)
     trace, request = trace_of(k, v, 4), BudgetRequest(None, 48, Fraction(0))
-    variant = streaming.kind.variant_for(params, request, trace.shape, 96, partner=(KIVI, KIVI.Params(4, 4, 16, 16)))
+    coding = Coding(KIVI, KIVI.Params(4, 4, 16, 16))
+    variant = streaming.kind.variant_for(params, request, trace.shape, 96, partner=coding)
     row = built(variant.row(trace, 4))
     kept = torch.cat([torch.arange(4), torch.arange(52, 96)])
     assert row.store[0].positions()[0, 0].tolist() == kept.tolist()
@@ -98,7 +99,10 @@ def test_selection_is_on_exact_keys_and_codes_are_of_kept_tokens_in_order() -> N
     ("words", "said"),
     [
         (["method=kivi", "ratio=1", "compose=kivi"], "nothing is packed twice"),
-        (["method=pqcache", "compose=kivi"], "PQCache drops no tokens"),
+        (["method=sparq", "compose=kivi"], "SPARQ drops no tokens"),
+        (["method=pqcache", "compose=kivi", "compose_order=quantise_first"], "PQCache drops none"),
+        (["method=snapkv", "compose_order=quantise_first"], "means nothing without compose"),
+        (["method=snapkv", "compose=kivi", "compose_order=last"], "compose_order=last"),
         (["method=snapkv", "compose=snapkv"], "makes no codes"),
         (["method=snapkv_paper", "compose=kivi"], "each query head keeps tokens of its own"),
         (["method=tova", "compose=kivi"], "TOVA evicts while it decodes"),
@@ -117,5 +121,5 @@ def test_what_cannot_be_composed_is_one_sentence(words: list[str], said: str) ->
 def test_a_preset_has_its_own_bits() -> None:
     settings = from_words(["method=snapkv", "compose=kivi_2bit", "memory=1/8"])
     coding = coding_of(settings, *rules_and_params(settings.method))
-    assert coding is not None and coding[0].title_of(coding[1]) == "KIVI 2 bit"
+    assert coding is not None and coding.title(drops=True) == "KIVI 2 bit"
     assert settings.resolved()["compose"]["params"]["key_bits"] == 2
