@@ -62,8 +62,13 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
         except ConfigError as error:
             if not settings.skips_refused or (not asked and settings is cells[-1]):
                 raise
-            sys.stderr.write(f"left out: {error}\n")
+            say_left_out(error)
     return asked
+
+
+def say_left_out(error: ConfigError) -> None:
+    """Say what a sweep with `sweep.refused=skip` leaves out."""
+    sys.stderr.write(f"left out: {error}\n")
 
 
 @contextmanager

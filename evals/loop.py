@@ -45,7 +45,7 @@ from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_id
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
-from evals.turns.waiting import Waiting, check_window
+from evals.turns.waiting import Waiting, check_cells, check_window
 from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
 from methods.variant import Variant
@@ -178,8 +178,7 @@ class Group:
         """The sample's prompt; raises `ConfigError` where a cell cannot answer it."""
         prompt = self.encode(sample)
         check_window(self.first, sample, prompt)
-        for cell in self.cells_asked:
-            self.variant(cell, prompt)
+        check_cells(self, prompt)
         short = shortened(sample, prompt, self.tokenizer)
         return Waiting.of(place, short, sample_hash(sample, prompt), prompt)
 

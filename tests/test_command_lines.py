@@ -47,7 +47,8 @@ KEYS = {  # with values that are right
     "seed": ("1", "9223372036854775807"), "limit": ("1", "null"), "trace": ("true",), "accesses": ("true",),
     "sweep.max_variants": ("auto", "3"), "sweep.refused": ("skip", "stop"),
     "compose": ("null", "kivi", "kivi_2bit", "hf_quantized_cache", "turboquant"),
-    "compose_order": ("drop_first", "quantise_first"), "memory": ("1/2", "0.4", "1"), "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
+    "compose_order": ("drop_first", "quantise_first"), "memory": ("1/2", "0.4", "1"),
+    "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
     "device": ("cpu",), "weights": ("trained",), "data_dir": ("null",), "hydra.verbose": ("true",),
     "hydra/launcher": ("fused", "ray"), "model": ("opt-6.7b", "a/b"), "scale": ("smoke",),
 }  # fmt: skip
@@ -168,7 +169,8 @@ def ends(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     if code == 0:
         return "printed"
     assert code == 2, said
-    assert re.fullmatch(r"run\.py: [^\n]+\n", said.split("UserWarning")[-1]), said
+    left_out = r"(left out: [^\n]+\n)*"  # of sweeps with sweep.refused=skip
+    assert re.fullmatch(rf"{left_out}run\.py: [^\n]+\n", said.split("UserWarning")[-1]), said
     assert len(said) < 8_000
     return "refused"
 
@@ -197,3 +199,23 @@ def test_command_lines_are_prepared_or_refused_in_one_sentence(
     assert seen["refused"] > n // 4, seen
     assert seen["junk refused"] > n // 8, seen
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("-m method=snapkv,pqcache compose=null,kivi ratio=0.2", "prepared"),
+        ("method=clusterkv compose=kivi_2bit memory=1/4", "prepared"),
+        ("method=keydiff_kvpress compose=hf_quantized_cache compose_order=quantise_first memory=1/8", "prepared"),
+        ("-m method=snapkv,kivi memory=1/2,1/32 sweep.refused=skip", "prepared"),
+        ("-m method=snapkv,kivi memory=1/2,1/32", "refused"),
+        ("method=quest compose=kivi", "refused"),
+        ("method=kivi compose=kivi memory=1/2", "refused"),
+        ("method=snapkv compose=rkv", "refused"),
+        ("method=snapkv compose_order=quantise_first", "refused"),
+        ("method=pqcache compose=kivi compose_order=quantise_first", "refused"),
+    ],
+)
+def test_compositions_are_prepared_or_refused(words: str, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(words.split(), capsys) == end

@@ -5,16 +5,20 @@ Not here: who asks it (`evals/loop.py`).
 
 from array import array
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from engine.budget import Frame
 from engine.errors import ConfigError
+from evals.asked import say_left_out
 from evals.cells import Cell
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.encode import TalkPrompt
+
+if TYPE_CHECKING:
+    from evals.loop import Group
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,17 @@ def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
             f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to {sample.max_new_tokens}, more than "
             f"the {window} of model {model!r}; use a shorter task or a longer model"
         )
+
+
+def check_cells(group: "Group", prompt: Prompt) -> None:
+    """Let every cell that is asked make its variant for a prompt; `ConfigError` where one cannot and must not go."""
+    for cell in group.cells_asked:
+        try:
+            group.variant(cell, prompt)
+        except ConfigError as error:
+            if not cell.settings.skips_refused or len(group.cells) == 1:
+                raise
+            say_left_out(error)
+            group.cells, group.cells_asked = (
+                [other for other in cells if other is not cell] for cells in (group.cells, group.cells_asked)
+            )

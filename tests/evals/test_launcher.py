@@ -86,6 +86,34 @@ def test_waves_say_what_all_variants_say_at_once(
     assert said(by_two) == said(one_by_one) == said(at_once)
 
 
+QUANTISED = ["method=hf_quantized_cache", "method.group=8", "memory=1/8"]
+BYTES = ["model=any", "task=fidelity", "task.prompt_tokens=300", "task.windows=1", "task.steps=2"]
+
+
+@pytest.mark.parametrize("task", [BYTES, ["model=any", *TASK, "task.max_new_tokens=2"]])
+def test_a_cell_that_cannot_be_met_is_left_out_and_said_and_the_rest_runs(
+    task: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one task the lengths of prompts are known before they are made, of the other they are not."""
+    given = [*task, f"model.id={model}", "comm=1/8"]
+    variants = [QUANTISED, ["method=snapkv", "memory=1/8"], ["method=full"]]
+    cells = [cell([*given, *words, "sweep.refused=skip"], tmp_path / "all", True) for words in variants]
+    done = runner.run_cells(cells)
+    assert [result.method for _, result in done] == ["snapkv", "full"]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir() if path.is_dir()) == sorted(
+        folder.name for folder, _ in done
+    )
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("left out"))
+    assert line.startswith("left out: method=hf_quantized_cache memory=1/8: memory=1/8 of a prompt of ")
+    assert "use memory=0." in line
+    stopping = [cell([*given, *words], tmp_path / "stopped", True) for words in variants]
+    with pytest.raises(ConfigError, match="use memory=0"):
+        runner.run_cells(stopping)
+    with pytest.raises(ConfigError, match="use memory=0"):
+        runner.run_cells(cells[:1])
+    assert not (tmp_path / "stopped").exists()
+
+
 def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
     sweep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
