@@ -153,7 +153,8 @@ class Grid:
 
 def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
     """The measure's runs; None where none is of a method with a budget, ValueError where they are of several sets."""
-    sets = run_sets(runs, lambda run: one.has(run) and (run.is_full or run.result.ratio is not None))
+    sets = run_sets(runs, lambda run: one.has(run) and (run.is_full or is_by_ratio(run)))
+    sets = [found for found in sets if not all(run.is_full for run in found.runs)]  # full attention of other figures
     if not sets:
         return None
     if len(sets) > 1:
@@ -181,6 +182,11 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
         return None
     full = next((Cell(run.rows, one) for run in found.runs if run.is_full), None)
     return Grid(one, about(found), full, cells, labels)
+
+
+def is_by_ratio(run: Run) -> bool:
+    """Whether its budget counts tokens, and not bytes."""
+    return run.result.ratio is not None and run.result.memory_exact is None
 
 
 def about(found: RunSet) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 import matplotlib
 
 from evals.results.intervals import Interval
-from plots import style
+from plots import frontier, style
 from plots.figures.results import SVG, against_bytes, by_budget, save
-from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, is_by_ratio, measure, moved_bytes
 from plots.looks import told_apart
 from plots.read import Run, load, over_budget
 from plots.stats import LEVEL, corrected
@@ -273,7 +273,7 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
     """The page and its figures; nothing where no run is of a measure."""
     scores, fidelity = ([grid for one in some if (grid := grid_of(one, runs))] for some in (SCORES, FIDELITY))
     grids = [*scores, *fidelity]
-    if not grids:
+    if not grids and not frontier.tables(runs):
         return []
     folder = out / NAME
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,10 +287,15 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         for name in pictures:
             draw, title, some = drawn[name]
             save(draw(title, some), folder / f"{name}.svg")
-    used = [run for run in runs if any(grid.measure.has(run) for grid in grids)]
+        in_bytes = frontier.pictures(runs)
+        for name, picture in in_bytes.items():
+            save(picture, folder / f"{name}.svg")
+    used = [run for run in runs if any(grid.measure.has(run) and (run.is_full or is_by_ratio(run)) for grid in grids)]
     path = out / f"{NAME}.md"
-    path.write_text(page(grids, used, pictures), encoding="utf-8")
-    return [path, *(folder / f"{name}.svg" for name in pictures)]
+    by_bytes = frontier.part(runs, [f"{NAME}/{name}" for name in in_bytes])
+    by_tokens = page(grids, used, pictures) if grids else "# Results\n"
+    path.write_text("\n".join(filter(None, (by_tokens, by_bytes))), encoding="utf-8")
+    return [path, *(folder / f"{name}.svg" for name in [*pictures, *in_bytes])]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -45,19 +45,16 @@ class Height:
 def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     """Two panels for each set of runs with a byte budget; full attention is taken along."""
     made = []
-    for run_set in run_sets(runs, lambda run: run.result.task == "fidelity" or scored(run)):
-        here = run_set.only(lambda run: run.is_full or run.result.memory_exact is not None)
-        is_error = run_set.task == "fidelity"
-        height = Height("output error", True) if is_error else Height("mean score in %", False)
+    for here in sets_with_bytes(runs):
+        height = height_of(here)
+        is_error = height.falls
         axes = [AXES["share"], AXES["reads"]]
         found = [drawn_over(here, axis, height) for axis in axes]
-        if len(found[0]) < 2:
-            continue
         used = list({run.folder: run for line in found[0] for run in line.runs}.values())
         full = [run for run in here.runs if run.is_full][:1]
         title = "Output error" if is_error else "Score"
         picture = sheet.new(
-            f"{title} against the bytes on the device", run_set.about, [*full, *used], WIDE, 2.8, ncols=2, sharey=True
+            f"{title} against the bytes on the device", here.about, [*full, *used], WIDE, 2.8, ncols=2, sharey=True
         )
         for ax, axis, each in zip(picture.axes, axes, found, strict=True):
             for line in each:
@@ -81,6 +78,19 @@ def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         explain(picture, axes[0], found[0])
         made.append(picture.finish(columns=3))
     return made
+
+
+def sets_with_bytes(runs: Sequence[Run]) -> list[RunSet]:
+    """Runs with a byte budget that may share a figure, with those of full attention; two methods at least."""
+    found = [
+        run_set.only(lambda run: run.is_full or run.result.memory_exact is not None)
+        for run_set in run_sets(runs, lambda run: run.result.task == "fidelity" or scored(run))
+    ]
+    return [here for here in found if len(drawn_over(here, AXES["share"], height_of(here))) > 1]
+
+
+def height_of(run_set: RunSet) -> Height:
+    return Height("output error", True) if run_set.task == "fidelity" else Height("mean score in %", False)
 
 
 def drawn_over(run_set: RunSet, axis: Axis, height: Height) -> list[Line]:

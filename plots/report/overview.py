@@ -36,6 +36,11 @@ COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that
     "device": ("bytes_resident_device",),
     "resident": ("bytes_resident_device", "bytes_resident_host"),
     "moved": ("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+    "memory": ("resident_share",),
+    "reads": (
+        *("bytes_resident_device", "bytes_moved_kv_per_step", "bytes_moved_meta_per_step"),
+        "bytes_searched_per_step",
+    ),
 }
 
 

@@ -1,7 +1,19 @@
-"""The frontier: points that are clearly better than all with as few bytes."""
+"""What bytes buy: the frontier's points, and the part of docs/results.md that is made of runs with a byte budget."""
 
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plots import frontier
 from plots.figures.frontier import front
+from plots.read import load
+from plots.results import main, write
 from plots.run_sets import Estimate, Line, Point
+from tests.plots import made_runs
+
+LABELS = {"snapkv": "SnapKV", "kivi": "KIVI", "pqcache": "PQCache", "full": "Full"}
 
 
 def line(*points: tuple[float, float, float, float], outside: str = "") -> Line:
@@ -17,3 +29,56 @@ def test_a_point_is_on_the_frontier_where_its_interval_lies_beyond_all_before() 
 
 def test_what_broke_its_budget_is_on_no_frontier() -> None:
     assert front([line((0.1, 50, 45, 55), outside="over its budget")], falls=False) == []
+
+
+def rows(error: float, share: float, n: int = 4) -> list[dict[str, Any]]:
+    """Samples of a fidelity run."""
+    ledger = {"resident_share": share, "moved_bytes_per_step": 1e4 * share, "bytes_resident_device": 1e7 * share}
+    measures = [{"output_error": error + i / 1000, "recall": 1 - error} for i in range(n)]
+    return [{"ledger": ledger, "fields": {"dataset": "pydoc", "measures": each}} for each in measures]
+
+
+def make_runs(root: Path) -> None:
+    made_runs.write(root, "full", "fidelity", rows(0.0, 1.0), ratio="1", metric="recall")
+    for method, errors in {"snapkv": (0.2, 0.4), "kivi": (0.05,), "pqcache": (0.1, 0.3)}.items():
+        for memory, error in zip(("1/2", "1/8"), errors, strict=False):
+            share = 0.9 * float(Fraction(memory))
+            made_runs.write(
+                root, method, "fidelity", rows(error, share), ratio=memory, memory=memory, metric="recall",
+                label=LABELS[method],
+            )  # fmt: skip
+
+
+def test_the_page_has_a_part_by_memory_made_of_its_runs(tmp_path: Path) -> None:
+    make_runs(tmp_path / "runs")
+    path, *others = write(tmp_path / "docs", load(tmp_path / "runs"))
+    text = path.read_text()
+    assert text.startswith("# Results\n") and [other.name for other in others] == ["frontier-1.svg"]
+    assert "![output error against bytes](results/frontier-1.svg)" in text
+    lines = {line.split("|")[1].strip(): line for line in reversed(text.splitlines()) if line.startswith("| ")}
+    assert lines["memory"] == "| memory | 1/2 | 1/8 |"
+    assert lines["PQCache"].split("|")[2:4] == [" 0.102 (0.099 to 0.104) ", " 0.302 (0.299 to 0.304) "]  # t intervals
+    assert lines["KIVI"].split("|")[2:4] == [" 0.052 (0.049 to 0.054) ", " - "]
+    below = text[text.index("At memory 1/2") :]
+    assert "| SnapKV | 200 | 0.450 | 4.5 | 4.5 | 0.0 | 0 | held |" in below
+
+
+def test_runs_with_a_byte_budget_are_not_taken_for_those_of_a_ratio(tmp_path: Path) -> None:
+    """The same method at memory=1/2 and at ratio=1/2 stands once in each part."""
+    make_runs(tmp_path / "runs")
+    made_runs.write(tmp_path / "runs", "snapkv", "fidelity", rows(0.6, 0.5), ratio="1/2", metric="recall")
+    text = write(tmp_path / "docs", load(tmp_path / "runs"))[0].read_text()
+    by_tokens, by_bytes = text.split("## What bytes buy")
+    assert "| SnapKV (C) |" in by_tokens and "| PQCache |" not in by_tokens
+    assert "| SnapKV (C) |" not in by_bytes and "| PQCache |" in by_bytes
+
+
+def test_two_runs_at_one_share_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs(tmp_path)
+    made_runs.write(
+        tmp_path, "kivi", "fidelity", rows(0.1, 0.4), ratio="1/2", memory="1/2", metric="recall", label="KIVI",
+        params={"group": 64},
+    )  # fmt: skip
+    assert main([str(tmp_path), "--out", str(tmp_path / "docs")]) == 2
+    assert "several runs of KIVI at memory 1/2" in capsys.readouterr().err
+    assert not frontier.tables([])

@@ -5,9 +5,11 @@ const COSTS = {
   device: "K, V and metadata on the device, bytes",
   moved: "moved per step to attend and to find, bytes",
   resident: "K, V and metadata on device and host, bytes",
+  memory: "share of the full cache's bytes on the device, measured",
+  reads: "on the device and moved per step, bytes",
   tpot: "seconds per output token (of a shared batch)",
 };
-const AXES = { "budget-chart": ["tokens", "share"], "cost-chart": ["device", "moved", "resident", "tpot"] };
+const AXES = { "budget-chart": ["tokens", "share"], "cost-chart": ["device", "moved", "reads", "memory", "resident", "tpot"] };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
 
 // What can be looked at: a dataset, or the average of a benchmark, of runs that may be compared.
@@ -122,7 +124,7 @@ async function drawScores({ view, rows }) {
     const costs = found.map((one) => one.cost);
     const isWide = Math.min(...costs) > 0 && Math.max(...costs) / Math.min(...costs) > 12;
     const chart = await draw(id, specs[isWide ? "log" : "linear"], {
-      "@format": { tokens: ",d", share: "~g", tpot: "~g" }[axis] || "~s",
+      "@format": { tokens: ",d", share: "~g", memory: "~g", tpot: "~g" }[axis] || "~s",
       "@score": `${view.metric}, ${lower(view.metric) ? "lower" : "higher"} is better`, "@cost": COSTS[axis],
     }, { points: found, front: front.length > 1 ? front : [], full: found.filter((one) => one.full).slice(0, 1) });
     chart.addEventListener("click", (event, item) => {

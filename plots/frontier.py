@@ -1,0 +1,122 @@
+"""What bytes buy, as a part of docs/results.md: every method at several shares of the full cache's bytes.
+
+Not here: the figure (`plots/figures/frontier.py`), the page's other parts, by `ratio` (`plots/results.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from plots.figures.frontier import Height, frontier, height_of, sets_with_bytes
+from plots.looks import LOOKS
+from plots.read import Run, measured, over_budget
+from plots.run_sets import Estimate, RunSet
+from plots.style import Picture, Sheet
+from plots.tables.formats import ABSENT, pipes
+
+HEAD = """\
+## What bytes buy
+
+`memory` is the share of the full cache's bytes that may lie on the device behind the prompt: codes, scales, index and
+the buffer for what is fetched included ([one byte budget](byte-budget.md)). A method that needs more is left out. On
+the figures' axes stands what the ledgers measured, over all steps; beside it what a step can read: what lies on the
+device, and what is moved. Made by
+
+    python run.py -m experiment=frontier out=runs/results
+    python run.py -m experiment=frontier_needle out=runs/results
+    python run.py -m experiment=frontier_composed out=runs/results
+"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One set of runs: a row for each method, by its label, which names who makes codes."""
+
+    run_set: RunSet
+    height: Height
+    runs: dict[str, dict[Fraction, Run]]
+    full: Run | None
+
+    @property
+    def shares(self) -> list[Fraction]:
+        return sorted({share for of in self.runs.values() for share in of}, reverse=True)
+
+    def scores(self) -> str:
+        """Methods down, shares across."""
+        rows = [] if self.full is None else [["Full", *[self.said(self.full)] * len(self.shares)]]
+        for label, of in self.runs.items():
+            rows.append([label, *(self.said(of[share]) if share in of else ABSENT for share in self.shares)])
+        return "\n".join(pipes(["memory", *map(str, self.shares)], rows))
+
+    def said(self, run: Run) -> str:
+        found = self.height.of(run.rows)
+        return ABSENT if found is None else spanned(found, self.height) + (" †" if over_budget(run.rows) else "")
+
+    def costs(self) -> str:
+        """What each method holds and moves at the share that most of them meet, the smaller one of two."""
+        share = max(self.shares, key=lambda share: (sum(share in of for of in self.runs.values()), -share))
+        head = ["method", "attended", "resident share", "device, MB", "moved a step, KB", "host, MB", "whole layers"]
+        rows = [[label, *cost_of(of[share])] for label, of in self.runs.items() if share in of]
+        return f"At memory {share}:\n\n" + "\n".join(pipes([*head, "bytes"], rows))
+
+
+def cost_of(run: Run) -> Iterator[str]:
+    for key, unit, form in (
+        ("tokens_attended_mean", 1, ",.0f"), ("resident_share", 1, ".3f"), ("bytes_resident_device", 1e6, ",.1f"),
+        ("moved_bytes_per_step", 1e3, ",.1f"), ("bytes_resident_host", 1e6, ",.1f"),
+    ):  # fmt: skip
+        value = measured(run.rows, key)
+        yield ABSENT if value is None else f"{value / unit:{form}}"
+    yield str(run.whole_layers)
+    yield "simulated" if run.result.simulated else "held"
+
+
+def spanned(found: Estimate, height: Height) -> str:
+    form = ".3f" if height.falls else ".0f"
+    ends = "" if found.low is None or found.high is None else f" ({found.low:{form}} to {found.high:{form}})"
+    return f"{found.mean:{form}}{ends}"
+
+
+def tables(runs: Sequence[Run]) -> list[Table]:
+    """A table for each set of runs with byte budgets; ValueError where a method has two runs at one share."""
+    made = []
+    for run_set in sets_with_bytes(runs):
+        found: dict[str, dict[Fraction, Run]] = {}
+        places = {name: i for i, name in enumerate(LOOKS)}
+        for run in sorted(run_set.runs, key=lambda run: (places.get(run.method, len(places)), run.result.method_label)):
+            if run.is_full or run.result.memory_exact is None:
+                continue
+            at, share = found.setdefault(run.result.method_label, {}), Fraction(run.result.memory_exact)
+            if share in at:
+                raise ValueError(
+                    f"{run_set.task} has several runs of {run.result.method_label} at memory {share}; give a folder "
+                    "with one of them"
+                )
+            at[share] = run
+        full = next((run for run in run_set.runs if run.is_full), None)
+        made.append(Table(run_set, height_of(run_set), found, full))
+    return made
+
+
+def pictures(runs: Sequence[Run]) -> dict[str, Picture]:
+    """The figures by their files' names."""
+    return {f"frontier-{i}": picture for i, picture in enumerate(frontier(runs, Sheet()), 1)}
+
+
+def part(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """The page's part, with the figures of these files; "" without runs with a byte budget."""
+    found = tables(runs)
+    if not found:
+        return ""
+    parts = [HEAD]
+    for table, name in zip(found, names, strict=True):
+        n = max(len(run.rows) for of in table.runs.values() for run in of.values())
+        better = "lower is better" if table.height.falls else "in %"
+        parts += [
+            f"### {table.run_set.task}: {table.height.label}",
+            f"{table.run_set.about} · n = {n} · {better}",
+            f"![{table.height.label} against bytes]({name}.svg)",
+            table.scores(),
+            table.costs(),
+        ]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
