@@ -10,7 +10,6 @@ and dtype.
 Not here: the papers' tables (`plots/tables`) and figures (`plots/figures`).
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +22,11 @@ import matplotlib
 
 from evals.results.intervals import Interval
 from plots import frontier, style
+from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
 from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, is_by_ratio, measure, moved_bytes
 from plots.looks import told_apart
-from plots.read import Run, load, over_budget
+from plots.read import Run, over_budget
 from plots.stats import LEVEL, corrected
 from plots.tables.formats import ABSENT, pipes
 
@@ -298,21 +298,8 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
     return [path, *(folder / f"{name}.svg" for name in [*pictures, *in_bytes])]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.results", description="Write docs/results.md from runs.")
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help="folder of runs")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        paths = write(options.out, load(options.runs))
-    except (ValueError, OSError) as error:
-        print(f"plots.results: {error}", file=sys.stderr)
-        return 2
-    if not paths:
-        print(f"plots.results: {options.runs} has no runs for the page; make results makes them", file=sys.stderr)
-        return 2
-    print(", ".join(str(path) for path in paths))
-    return 0
+NOTHING = "{} has no runs for the page; make results makes them"
+main = Page("plots.results", "Write docs/results.md from runs.", write, NOTHING, runs=RUNS).main
 
 
 if __name__ == "__main__":

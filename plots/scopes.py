@@ -8,13 +8,13 @@ writes the same tables beside the papers', as Markdown, LaTeX and CSV.
 Not here: how a table is made of runs (`plots/tables/generic.py`) and written (`plots/tables/texts.py`).
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plots.read import Run, default_root, load
-from plots.tables.generic import Sheet, WrongKey, sheets
+from plots.command import Page
+from plots.read import Run
+from plots.tables.generic import Sheet, sheets
 from plots.tables.texts import as_csv, latex, markdown
 
 NAME = "scopes"
@@ -74,24 +74,19 @@ def write_tables(out: Path, runs: Sequence[Run]) -> list[Path]:
     return paths
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.scopes", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        made = tables(load(options.runs))
-        if not made:
-            print(f"plots.scopes: no run below {options.runs} was made in both scopes", file=sys.stderr)
-            return 2
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"{NAME}.md"
-        path.write_text(HEAD + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
-    except (WrongKey, ValueError, OSError) as error:
-        print(f"plots.scopes: {error}", file=sys.stderr)
-        return 2
-    print(path)
-    return 0
+def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """The page; nothing without runs of both scopes."""
+    made = tables(runs)
+    if not made:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{NAME}.md"
+    path.write_text(HEAD + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
+    return [path]
+
+
+NOTHING = "no run below {} was made in both scopes"
+main = Page("plots.scopes", (__doc__ or "").partition("\n")[0], write_page, NOTHING).main
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ samples: turns of one sample are not independent of each other.
 Not here: runs whose samples have one question each (`plots/scopes.py`).
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from math import fsum
@@ -21,8 +20,9 @@ from evals.foreign import write_csv
 from evals.results.intervals import mean_ci95
 from evals.results.summary import combined_ci95
 from plots import style
+from plots.command import Page
 from plots.looks import told_apart
-from plots.read import Run, default_root, load
+from plots.read import Run
 from plots.style import Sheet
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
@@ -137,22 +137,14 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
     return [page, table, *(draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.turns", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
-    parser.add_argument("--out", type=Path, default=Path("outputs/turns"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        runs = with_turns(load(options.runs))
-        if not runs:
-            print(f"plots.turns: no run below {options.runs} has samples with several turns", file=sys.stderr)
-            return 2
-        for path in write(runs, options.out):
-            print(path)
-    except (ValueError, OSError) as error:
-        print(f"plots.turns: {error}", file=sys.stderr)
-        return 2
-    return 0
+def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """Table and figures; nothing without samples of several turns."""
+    found = with_turns(runs)
+    return write(found, out) if found else []
+
+
+NOTHING = "no run below {} has samples with several turns"
+main = Page("plots.turns", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/turns").main
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""The command line of a page: `python -m plots.NAME [RUNS] [--out FOLDER]`.
+
+Not here: what stands on a page (`plots/results.py`, `plots/scopes.py`, `plots/turns.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plots.read import Run, default_root, load
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that is made of runs."""
+
+    prog: str  # plots.NAME
+    about: str  # in a line
+    write: Callable[[Path, Sequence[Run]], list[Path]]  # into a folder; no paths where no run is of the page
+    nothing: str  # what to say then of RUNS, which stands as {}
+    out: str = "docs"
+    runs: Path | None = None  # where they are usually; None: where all runs are
+
+    def main(self, arguments: Sequence[str]) -> int:
+        parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
+        parser.add_argument("runs", nargs="?", type=Path, default=self.runs or default_root(), help="folder of runs")
+        parser.add_argument("--out", type=Path, default=Path(self.out), help="where to write")
+        options = parser.parse_args(arguments)
+        try:
+            paths = self.write(options.out, load(options.runs))
+        except (ValueError, OSError) as error:
+            return self.refuse(str(error))
+        if not paths:
+            return self.refuse(self.nothing.format(options.runs))
+        for path in paths:
+            print(path)
+        return 0
+
+    def refuse(self, sentence: str) -> int:
+        print(f"{self.prog}: {sentence}", file=sys.stderr)
+        return 2
