@@ -121,6 +121,7 @@ class Grid:
     full: Cell | None
     cells: Mapping[str, Mapping[float, Cell]]  # by method
     labels: Mapping[str, str]
+    runs: Sequence[Run] = ()  # that are in it, full attention's among them
 
     @property
     def ratios(self) -> list[float]:
@@ -181,7 +182,7 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
     if not cells:
         return None
     full = next((Cell(run.rows, one) for run in found.runs if run.is_full), None)
-    return Grid(one, about(found), full, cells, labels)
+    return Grid(one, about(found), full, cells, labels, found.runs)
 
 
 def is_by_ratio(run: Run) -> bool:

@@ -24,7 +24,7 @@ from evals.results.intervals import Interval
 from plots import frontier, style
 from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
-from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, is_by_ratio, measure, moved_bytes
+from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
 from plots.looks import told_apart
 from plots.read import Run, over_budget
 from plots.stats import LEVEL, corrected
@@ -290,7 +290,8 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         in_bytes = frontier.pictures(runs)
         for name, picture in in_bytes.items():
             save(picture, folder / f"{name}.svg")
-    used = [run for run in runs if any(grid.measure.has(run) and (run.is_full or is_by_ratio(run)) for grid in grids)]
+    mine = {run.folder for grid in grids for run in grid.runs}
+    used = [run for run in runs if run.folder in mine]
     path = out / f"{NAME}.md"
     by_bytes = frontier.part(runs, [f"{NAME}/{name}" for name in in_bytes])
     by_tokens = page(grids, used, pictures) if grids else "# Results\n"

@@ -61,7 +61,7 @@ DRAWINGS = (
         score_figures.score_vs_ratio, "two budgets or more",
         ("pqcache_figure10a", "pqcache_figure10c", "clusterkv_figure9", "xkv_figure11", "xkv_figure12"),
     ),
-    Drawing(frontier.frontier, "byte budgets", ("frontier", "frontier_composed")),
+    Drawing(frontier.frontier, "byte budgets", ("frontier", "frontier_needle", "frontier_composed")),
     Drawing(score_figures.score_vs_comm, "two values of comm or more", ("pqcache_figure10d",)),
     Drawing(score_figures.mxb_bars, "PQCache with several m and b", ("pqcache_figure10b",)),
     Drawing(maps.needle_heatmaps, "a needle by two methods", ("pqcache_figure9",)),
