@@ -9,6 +9,7 @@ from typing import Self
 
 from engine.budget import Frame
 from engine.errors import ConfigError
+from engine.sampling.spec import draw_id
 from evals.cells import Cell
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
@@ -76,3 +77,8 @@ def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
             f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to {sample.max_new_tokens}, more than "
             f"the {window} of model {model!r}; use a shorter task or a longer model"
         )
+
+
+def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
+    """What the lines of a sample are called: one, or one for each turn, for each draw."""
+    return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]
