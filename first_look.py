@@ -1,7 +1,7 @@
 """`make run`: does a method keep the model's answers, and what does it take? One table, one picture, in two minutes.
 
 What is run stands in conf/experiment/first_look.yaml; words of the command line change it as those of run.py do. Where
-the processor is slow at the dtype, fewer samples are asked, and the first line says so.
+the processor is slow at the dtype, fewer and shorter samples are asked, and the first line says so.
 
 Not here: how anything is run (`run.py`), compared or drawn (`plots/comparison.py`).
 """
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 OUT = "runs/first_look"
-FEWER = 9  # samples of each task where the dtype is slow; of fewer needles no difference could be shown
-FEWER_TASKS = "longbench_short,needle_short"  # there: without the context that is asked several times
+BRIEF = "longbench_brief,needle_brief"  # where the dtype is slow: shorter, and no context that is asked several times
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,11 +29,9 @@ def main(argv: Sequence[str]) -> int:
     words = ["-m", "experiment=first_look", *argv]
     if "out" not in given:
         words.append(f"out={OUT}")
-    if "limit" not in given and (why := slow(given.get("dtype", "auto"))):
-        print(f"{why}: at most {FEWER} samples of each task (limit=N asks more)", file=sys.stderr)
-        words.append(f"limit={FEWER}")
-        if "task" not in given:
-            words.append(f"task={FEWER_TASKS}")
+    if "task" not in given and (why := slow(given.get("dtype", "auto"))):
+        print(f"{why}: fewer and shorter samples, task={BRIEF}", file=sys.stderr)
+        words.append(f"task={BRIEF}")
     code = run.main(words, lambda done: show(done, Path(given.get("out", OUT))))
     if code == 0:
         print(f"took {cpu_seconds():.0f} s of CPU time, {time.monotonic() - STARTED:.0f} s of wall time")

@@ -48,8 +48,7 @@ class Store:
         self.host_code: TokenCode | None = None  # or what it sends to the host
         self.shelf = Shelf(trace.s_prompt + n_new, 0)  # one for all layers: each needs it until its attention
         self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # of one token of one KV head
-        # Where it is a list, layers that are placed from then on note their fetches in it.
-        self.accesses: list[Access] | None = None
+        self.accesses: list[Access] | None = None  # a list: layers that are placed from then on note fetches in it
 
     def __getitem__(self, layer: int) -> Layer:
         return self.layers[layer]
@@ -119,12 +118,11 @@ class Store:
         """
         self.trace.offload(layer)
         prompt = self._part(layer, slice(None))
-        kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen))
-        values = self.trace.host(layer)[1]
+        kept, values = Part(*(gather_tokens(x, chosen) for x in (prompt.k, prompt.v))), self.trace.host(layer)[1]
         host = Host(values[..., :0], values, self.n_new)
         self._place(layer, kept, n_window, None, chosen, host=host)
-        meter = self[layer].meter
-        meter.host_meta_bytes = self.shape.h_kv * chosen.shape[-1] * meter.far_bytes  # values of what is in both tiers
+        n_values = self.shape.h_kv * chosen.shape[-1]  # that are in both tiers
+        self[layer].meter.host_meta_bytes = n_values * self.token_bytes // 2
 
     def replace(self, layer: int, made: Part, positions: Tensor) -> None:
         """K and V that a method has made stand for the prompt's, with a bias each; generated tokens come on top.

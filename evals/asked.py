@@ -8,7 +8,7 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,15 +60,21 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
         try:
             asked.append(ask_one(settings, shapes))
         except ConfigError as error:
-            if not settings.skips_refused or (not asked and settings is cells[-1]):
-                raise
-            say_left_out(error)
+            leave_out(settings, error)
+    refuse_nothing_left(asked)
     return asked
 
 
-def say_left_out(error: ConfigError) -> None:
-    """Say what a sweep with `sweep.refused=skip` leaves out."""
+def leave_out(settings: Settings, error: ConfigError) -> None:
+    """Say which cell a sweep goes on without; raise what refuses it where the sweep stops at such a cell."""
+    if not settings.skips_refused:
+        raise error
     sys.stderr.write(f"left out: {error}\n")
+
+
+def refuse_nothing_left(left: Collection[Any]) -> None:
+    if not left:
+        raise ConfigError("every cell of this sweep is left out; the sentences above say why")
 
 
 @contextmanager

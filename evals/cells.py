@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
-from evals.asked import Asked, check, naming
+from evals.asked import Asked, check, leave_out, naming, refuse_nothing_left
 from evals.models import located, look_up, resolve_hardware
 from evals.results import read_config, run_name
 from evals.results.config import differing_keys
@@ -116,13 +116,18 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
         if key in once:
             ready.append(once[key])
             continue
-        cell = ready_cell(one, found)
+        try:
+            cell = ready_cell(one, found)
+        except ConfigError as error:
+            leave_out(one.settings, error)
+            continue
         if cell.path in places:
             raise ConfigError(f"two cells of this sweep are the same run ({cell.path.name}); leave one of them out")
         places.add(cell.path)
         ready.append(cell)
         if not one.rules.has_budget:
             once[key] = cell
+    refuse_nothing_left(ready)
     return ready
 
 

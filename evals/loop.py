@@ -20,14 +20,13 @@ from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
 from engine.decode import Answer, decode
-from engine.errors import one_line
+from engine.errors import ConfigError, one_line
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
-from engine.sampling.spec import draw_id
 from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
-from evals.asked import naming
+from evals.asked import leave_out, naming
 from evals.cells import Cell
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, tokenizer_of
@@ -45,7 +44,7 @@ from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_id
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
-from evals.turns.waiting import Waiting, check_cells, check_window
+from evals.turns.waiting import Waiting, check_window, line_ids_of
 from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
 from methods.variant import Variant
@@ -70,7 +69,7 @@ class Group:
         self.prompts: list[Waiting] | None = None  # every sample that is asked, in the task's order
 
     def check_prompts(self) -> None:
-        """Make and encode each sample once; `ConfigError` where a cell cannot answer it.
+        """Make and encode each sample once; a cell that cannot answer it is refused, or left out of its sweep.
 
         Where all cells have a result, nothing is read.
         """
@@ -175,10 +174,17 @@ class Group:
         )
 
     def check_sample(self, place: int, sample: Sample) -> Waiting:
-        """The sample's prompt; raises `ConfigError` where a cell cannot answer it."""
+        """The sample's prompt; a cell that cannot answer it is refused, or left out of its sweep."""
         prompt = self.encode(sample)
         check_window(self.first, sample, prompt)
-        check_cells(self, prompt)
+        for cell in self.cells_asked:
+            try:
+                self.variant(cell, prompt)
+            except ConfigError as error:
+                leave_out(cell.settings, error)
+                self.cells, self.every, self.cells_asked = (
+                    [one for one in cells if one is not cell] for cells in (self.cells, self.every, self.cells_asked)
+                )
         short = shortened(sample, prompt, self.tokenizer)
         return Waiting.of(place, short, sample_hash(sample, prompt), prompt)
 
@@ -407,11 +413,6 @@ def cues_of(rows: Sequence[SelectiveAttention], tokenizer: Any) -> dict[int, Cue
     encode = partial(tokenizer.encode, add_special_tokens=False)
     found = {i: row.interruption() for i, row in enumerate(rows)}
     return {i: Cue.of(each, encode) for i, each in found.items() if each is not None}
-
-
-def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
-    """What the lines of a sample are called: one, or one for each turn, for each draw."""
-    return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]
 
 
 def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:

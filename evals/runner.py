@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evals.asked import ask
+from evals.asked import ask, refuse_nothing_left
 from evals.results import RunResult
 from evals.settings import Settings
 
@@ -37,12 +37,14 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     from evals.models import Models
     from evals.shards import run_groups
 
-    own = distinct(ready)
-    copies = Copies([cell.settings for cell in own], [cell.path for cell in own])
-    groups = [Group(each) for each in grouped(own)]
+    groups = [Group(each) for each in grouped(distinct(ready))]
     for group in groups:
         group.check_prompts()
+    own = {cell.path: cell for group in groups for cell in group.cells}  # less those that a prompt leaves out
+    refuse_nothing_left(own)
     refuse_folders(groups)
+    groups = [group for group in groups if group.cells]
+    copies = Copies([cell.settings for cell in own.values()], list(own))
     results: dict[Path, RunResult] = {}
     if cells and cells[0].pool is not None:
         results = run_groups(groups, cells[0].pool)
@@ -52,4 +54,4 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
             results.update(run_group(group, models))
             copies.send(results)
     copies.send(results)
-    return [(cell.path, results[cell.path]) for cell in ready if cell.path in results]
+    return [(cell.path, results[cell.path]) for cell in ready if cell.path in own]

@@ -5,20 +5,17 @@ Not here: who asks it (`evals/loop.py`).
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from engine.budget import Frame
 from engine.errors import ConfigError
-from evals.asked import say_left_out
+from engine.sampling.spec import draw_id
 from evals.cells import Cell
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.encode import TalkPrompt
-
-if TYPE_CHECKING:
-    from evals.loop import Group
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,6 @@ def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
         )
 
 
-def check_cells(group: "Group", prompt: Prompt) -> None:
-    """Let every cell that is asked make its variant for a prompt; `ConfigError` where one cannot and must not go."""
-    for cell in group.cells_asked:
-        try:
-            group.variant(cell, prompt)
-        except ConfigError as error:
-            if not cell.settings.skips_refused or len(group.cells) == 1:
-                raise
-            say_left_out(error)
-            group.cells, group.cells_asked = (
-                [other for other in cells if other is not cell] for cells in (group.cells, group.cells_asked)
-            )
+def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
+    """What the lines of a sample are called: one, or one for each turn, for each draw."""
+    return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]

@@ -398,3 +398,27 @@ def test_no_size_is_larger_than_the_models_window(cell: Any, words: list[str]) -
     words = [*[word for word in GRID if not word.startswith(words[-1].split("=")[0])], *words]
     with pytest.raises(ConfigError, match=r"give at most|at most (2048|10000)"):
         runner.prepare([cell(*words)])
+
+
+def test_a_sweep_goes_on_without_what_its_settings_or_its_prompts_refuse(
+    cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget of 20 tokens has no room for InfLLM's blocks, which is known with the prompts alone."""
+    words = {
+        "kept": ("method=oracle", "budget=20"),
+        "by_prompt": ("method=infllm", "budget=20"),
+        "by_model": ("method=pqcache", "budget=20", "method.m=7"),
+    }
+    cells = [replace(cell(*asked, out=out), skips_refused=True) for out, asked in words.items()]
+    ((folder, result),) = run(*cells)
+    assert (folder.name, result.method) == ("kept", "oracle")
+    said = capsys.readouterr().err
+    assert "left out: method=infllm budget=20" in said and "left out: method=pqcache budget=20" in said
+    assert not (folder.parent / "by_prompt").exists()
+
+
+def test_a_sweep_of_which_nothing_is_left_says_so(cell: Any) -> None:
+    with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
+        run(replace(cell("method=infllm", "budget=20"), skips_refused=True))
+    with pytest.raises(ConfigError, match="method=infllm budget=20"):
+        run(cell("method=infllm", "budget=20"))
