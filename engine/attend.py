@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
+from kernels.rows.weights import soften_rows
 from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
 
@@ -84,7 +85,7 @@ def attend_rows(
         for parts, wants in zip(rows, wants_weights, strict=True)
     ]
     out, lse = attend_rows_triton(q, [[part.tokens() for part in parts] for parts in rows], scale, logits)
-    return out, [None if x is None else (x - lse[i]).exp_().unsqueeze(0) for i, x in enumerate(logits)]
+    return out, soften_rows(logits, lse)
 
 
 def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
