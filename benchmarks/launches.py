@@ -97,7 +97,7 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
     "snapkv_decode": Cost(40, 0, 1),
     "triattention": Cost(40, 0, 1),
     "rkv": Cost(40, 0, 1),
-    "hf_quantized_cache": Cost(55, 16, 1),
+    "hf_quantized_cache": Cost(41, 0, 1),
     "turboquant": Cost(43, 0, 1),
     "kivi": Cost(43, 0, 1),
     "shadowkv": Cost(84, 44, 1),  # makes and rotates keys row by row
