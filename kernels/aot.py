@@ -37,10 +37,10 @@ from kernels.packed import tokens
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
 from kernels.pq_codes import PackedCodes
-from kernels.rows import append, columns, logits, union, values, weights
+from kernels.rows import append, columns, landmarks, logits, union, values, weights
 
 MODULES = (
-    *(append, attend_kept, clusters, column_sums, columns, logits, packed_rows),
+    *(append, attend_kept, clusters, column_sums, columns, landmarks, logits, packed_rows),
     *(pages, pq_fit, pq_scores, select_attend, tokens, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
@@ -210,6 +210,15 @@ def code_sites(shape: Shape, s: int) -> None:
             tokens.pack_tokens([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group)
 
 
+def landmark_sites(shape: Shape, s: int) -> None:
+    h_kv, d_h, rank, c = shape.h_kv, shape.d_h, 160, s // 8 - 48
+    means, basis = empty(h_kv, c, d_h), empty(h_kv, rank, d_h)
+    row = landmarks.Chunks(means, positions(h_kv, 48), empty(s, rank), basis, 8, s // 64)
+    tables = empty(s, d_h, dtype=torch.float32)
+    for rotation in (landmarks.Rotation(positions(d_h), tables, tables), None):
+        landmarks.make_rows(empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5)
+
+
 def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:
     rows = packed_rows.CodedRows(len(sides))
     exact = [rows.add(i, Packed(k, v, n), None) for i, (k, v) in enumerate(sides)]
@@ -239,6 +248,7 @@ SITES: dict[str, Callable[[Shape, int], None]] = {
     "rows": row_sites,
     "weights": weight_sites,
     "codes": code_sites,
+    "landmarks": landmark_sites,
 }
 
 
