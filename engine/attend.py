@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
+from kernels.packed.rows import CodedRows, takes_codes
+from kernels.rows.weights import soften_rows
 from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
 
@@ -87,8 +89,20 @@ def attend_rows(
         q.new_empty(h, sum(part.n_tokens() for part in parts), dtype=torch.float32) if wants else None
         for parts, wants in zip(rows, wants_weights, strict=True)
     ]
-    out, lse = attend_rows_triton(q, [[part.tokens() for part in parts] for parts in rows], scale, logits)
-    return out, [None if x is None else (x - lse[i]).exp_().unsqueeze(0) for i, x in enumerate(logits)]
+    coded = CodedRows(len(rows))
+    tokens = [
+        [each for part in parts for each in tokens_of(q, part, None if wants else coded, i)]
+        for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
+    ]
+    out, lse = attend_rows_triton(q, tokens, scale, logits, coded if coded.by_form else None)
+    return out, soften_rows(logits, lse)
+
+
+def tokens_of(q: Tensor, part: Part, coded: CodedRows | None, row: int) -> list[Tokens]:
+    """A part as the kernel takes it; its packed tokens go to `coded`, whose kernel reads them as they are."""
+    if part.packed is None or coded is None or not takes_codes(q, part.packed):
+        return [part.tokens()]
+    return coded.add(row, part.packed, part.q)
 
 
 def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:

@@ -225,6 +225,16 @@ class Layer:
         self.evictions = positions.gather(-1, slots)
         self._keep(positions.scatter(-1, holes, last)[..., : n - k])
 
+    def has_evicted(self, positions: Tensor, evicted: Tensor) -> None:
+        """As `evict` of one token per head, where a kernel has moved the newest token already.
+
+        `evicted` (1, h_kv, 1) are positions that left, `positions` (1, h_kv, n - 1) those that stayed, slot by slot.
+        """
+        self._assert_drops()
+        assert self.view is None, f"layer {self.index} holds its prompt as a view"
+        self.evictions = evicted
+        self._keep(positions)
+
     def drop_but(self, slots: Tensor) -> None:
         """After attention, drop for good all but the tokens in these ascending slots (k,), for all KV heads alike.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.meter import Owed
+from engine.caches.coded import Codec, CodedLayer, Place
 from engine.caches.copies import Copies
 from engine.layer import Layer
 from kernels.rows.append import append_rows_triton
@@ -28,10 +29,21 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
         for i, layer in enumerate(layers):
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
+    places: list[list[Place]] = []
+    coded: dict[type[Codec], dict[int, Codec]] = {}
     for i, layer in enumerate(layers):
-        if layer.packs:
-            layer.append(k_new[i : i + 1], v_new[i : i + 1])
-    places = [[] if layer.packs else layer.places(k_new[i : i + 1], v_new[i : i + 1]) for i, layer in enumerate(layers)]
+        k, v = k_new[i : i + 1], v_new[i : i + 1]
+        if isinstance(layer, CodedLayer):
+            coded.setdefault(type(layer.codec), {})[i] = layer.codec
+        elif layer.packs:
+            layer.append(k, v)
+            places.append([])
+            continue
+        places.append(layer.places(k, v))
+    for kind, codecs in coded.items():
+        k, v = ([x[i : i + 1] for i in codecs] for x in (k_new, v_new))
+        for i, found in zip(codecs, kind.append_rows([*codecs.values()], k, v), strict=True):
+            places[i] = found
     append_rows_triton(k_new, v_new, places)
 
 

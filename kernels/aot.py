@@ -32,12 +32,16 @@ from torch import Tensor
 
 from kernels import attend_kept, clusters, column_sums, pages, pq_fit, pq_scores, select_attend
 from kernels.jit import INTERPRETED, triton
+from kernels.packed import rows as packed_rows
+from kernels.packed import tokens
+from kernels.packed.attend import Packed, Side
+from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
 from kernels.pq_codes import PackedCodes
-from kernels.rows import append, columns, logits, union, values
+from kernels.rows import append, columns, landmarks, logits, union, values, weights
 
 MODULES = (
-    *(append, attend_kept, clusters, column_sums, columns, logits),
-    *(pages, pq_fit, pq_scores, select_attend, union, values),
+    *(append, attend_kept, clusters, column_sums, columns, landmarks, logits, packed_rows),
+    *(pages, pq_fit, pq_scores, select_attend, tokens, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 LENGTHS = (4096, 32768, 131072)
@@ -167,6 +171,60 @@ def prompt_sites(shape: Shape, s: int) -> None:
     attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept, met, 64)
 
 
+def weight_sites(shape: Shape, s: int) -> None:
+    n = s // 10 + 1
+    lse = empty(2, shape.h, 1, dtype=torch.float32)
+    weights.soften_rows([empty(shape.h, n, dtype=torch.float32)] * 2, lse)
+    k, got = empty(1, shape.h_kv, n + 40, shape.d_h), empty(1, shape.h, n, dtype=torch.float32)
+    for owners in sorted({shape.h_kv, 1}):
+        held = weights.Held(k, k, positions(1, shape.h_kv, n - 1), n - 1, s)
+        before = empty(1, owners, n - 1, dtype=torch.float32)
+        weights.receive_rows([weights.Row(got, before, held, 32, s)] * 2, owners, "sum")
+
+
+def code_sites(shape: Shape, s: int) -> None:
+    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens behind values alone, and behind both."""
+    h_kv, d_h = shape.h_kv, shape.d_h
+    q, exact = empty(2, shape.h, 1, d_h), empty(1, h_kv, 130, d_h)
+    norm = empty(h_kv, s, 1, dtype=torch.float16)
+    for bits in (2, 3, 4):
+        codes = empty(h_kv, s, d_h * bits // 8, dtype=torch.uint8)
+        uniform = Side(BY_TOKEN, bits, d_h, s, Quantised(codes, norm, norm), exact)
+        table = empty(16, dtype=torch.float32)
+        unit = Side(BY_UNIT_TABLE, bits, d_h, s, Quantised(codes, norm, norm), exact, table)
+        coded([(unit, uniform)] * 2, q, s)
+        ageing = [tokens.Ageing(q[:1, :h_kv], uniform.packed, 7)] * 2
+        book = tokens.Book(
+            empty(d_h, d_h, dtype=torch.float32), empty((1 << bits) - 1, dtype=torch.float32), bits, bits, 1e-8
+        )
+        tokens.code_tokens(ageing, ageing, book)
+        for group in (32, 64) if bits != 3 else ():
+            beside = empty(h_kv, s, d_h // group)
+            of_group, channels = (
+                empty(h_kv, s // group, d_h, group * bits // 8, dtype=torch.uint8),
+                empty(h_kv, s // group, d_h),
+            )
+            v = Side(BY_TOKEN, bits, group, s - 128, Quantised(codes, beside, beside), exact)
+            k = Side(BY_CHANNEL, bits, group, s - 64, Quantised(of_group, channels, channels), exact)
+            coded([(k, v), (v._replace(n=s - 128), v)], q, s)
+            tokens.pack_tokens([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group)
+
+
+def landmark_sites(shape: Shape, s: int) -> None:
+    h_kv, d_h, rank, c = shape.h_kv, shape.d_h, 160, s // 8 - 48
+    means, basis = empty(h_kv, c, d_h), empty(h_kv, rank, d_h)
+    row = landmarks.Chunks(means, positions(h_kv, 48), empty(s, rank), basis, 8, s // 64)
+    tables = empty(s, d_h, dtype=torch.float32)
+    for rotation in (landmarks.Rotation(positions(d_h), tables, tables), None):
+        landmarks.make_rows(empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5)
+
+
+def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:
+    rows = packed_rows.CodedRows(len(sides))
+    exact = [rows.add(i, Packed(k, v, n), None) for i, (k, v) in enumerate(sides)]
+    select_attend.attend_rows_triton(q, exact, q.shape[3] ** -0.5, others=rows)
+
+
 def row_sites(shape: Shape, s: int) -> None:
     k, late = empty(1, shape.h_kv, s, shape.d_h), empty(1, shape.h_kv, 64, shape.d_h)
     new = empty(2, shape.h_kv, 1, shape.d_h)
@@ -188,6 +246,9 @@ SITES: dict[str, Callable[[Shape, int], None]] = {
     "prompt": prompt_sites,
     "search": search_sites,
     "rows": row_sites,
+    "weights": weight_sites,
+    "codes": code_sites,
+    "landmarks": landmark_sites,
 }
 
 

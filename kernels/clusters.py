@@ -147,7 +147,8 @@ def stand_in_ref(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 # On a GPU.
 
 SLOTS = 32  # that one program fills
-CHUNK = 128  # clusters that it looks at together; all 2,048 of a prompt of 131,072 tokens would spill registers
+RANKED = 64  # clusters that it looks at together; 128 spill registers on an A100, where the prompt has 131,072 tokens
+CHUNK = 128  # clusters that are weighed together
 
 
 def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0) -> Tensor:
@@ -158,7 +159,7 @@ def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Te
     if chosen.numel():
         fill_slots[(cdiv(k, SLOTS), n * heads)](
             order, sizes, ends, tokens, chosen, heads, heads // len(sizes), order.stride(1), r, sizes.shape[-1],
-            tokens.shape[-1], k, first, min(CHUNK, power_of_2(r)), SLOTS,
+            tokens.shape[-1], k, first, min(RANKED, power_of_2(r)), SLOTS,
         )  # fmt: skip
     return chosen
 

@@ -28,7 +28,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -237,39 +238,67 @@ def select_attend_triton(
     return attend_rows_triton(q, [[Tokens(k, v, idx, late)]], scale)
 
 
+class Others(Protocol):
+    """Tokens of some rows in a form of their own, which another kernel attends to, item by item as this one does."""
+
+    h_kv: int
+
+    def n_tokens(self) -> int:
+        """Of all rows."""
+        ...
+
+    def plan(self, q: Tensor, first: int, split: int) -> tuple[list[int], list[list[int]]]:
+        """Numbers for the work list, and each row's items, counted on from `first`."""
+        ...
+
+    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float) -> None:
+        """Write the sums and log-sum-exps of those items; `work` has the numbers."""
+        ...
+
+
 def attend_rows_triton(
-    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = ()
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = (),
+    others: Others | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
     A part lies anywhere that the GPU can read, pinned host memory included: work items hold distances in memory from q.
     q may have more rows behind these, for which nothing is written. Where a row has `logits`, (h, tokens of all its
-    parts) float32, its scaled logits are stored there.
+    parts) float32, its scaled logits are stored there; `others` come on top of a row's parts.
     """
     n, h, d_h = len(rows), q.shape[1], q.shape[3]
     q = q.contiguous()
-    h_kv = min(part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row)
-    total = sum(part.n_tokens() for row in rows for part in row)
+    heads = [part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row]
+    h_kv = min(heads) if others is None else others.h_kv
+    total = sum(part.n_tokens() for row in rows for part in row) + (0 if others is None else others.n_tokens())
     split = max(SPLIT, TILE * cdiv(total * h_kv, TILE * PROGRAMS))
     items: list[list[int]] = []
-    ends = [0]
+    own: list[list[int]] = []  # numbers of each row's items
     for i, parts in enumerate(rows):
-        at = 0
+        at, first = 0, len(items)
         for part in parts:
             items += work_items(q, i, part, h_kv, split, at, logits[i] if logits else None)
             at += part.n_tokens()
-        ends.append(len(items))
-    work = upload([number for item in items for number in item] + ends, q.device)
+        own.append([*range(first, len(items))])
+    more: list[int] = []
+    if others is not None:
+        more, behind = others.plan(q, len(items), split)
+        own = [[*mine, *theirs] for mine, theirs in zip(own, behind, strict=True)]
+    n_all, ends = sum(map(len, own)), [0, *accumulate(map(len, own))]
+    numbers = [number for item in items for number in item]
+    work = upload([*numbers, *ends, *(item for mine in own for item in mine), *more], q.device)
     g = h // h_kv
     width = power_of_2(d_h, 16)
     out, lse = torch.empty_like(q), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
-    sums = torch.empty(len(items), h, d_h, dtype=torch.float32, device=q.device)
-    lses = torch.empty(len(items), h, dtype=torch.float32, device=q.device)
+    sums = torch.empty(n_all, h, d_h, dtype=torch.float32, device=q.device)
+    lses = torch.empty(n_all, h, dtype=torch.float32, device=q.device)
     if items:
         attend_items[(len(items), h_kv)](
             q, work, sums, lses, scale, h_kv, d_h, g, power_of_2(g, 16), width, TILE, ITEM, lanes(q, items),
             INTERPRETED,
         )  # fmt: skip
+    if others is not None:
+        others.launch(q, work[len(work) - len(more) :], sums, lses, scale)
     join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_h, ITEM, width)
     return out, lse
 
@@ -432,19 +461,21 @@ def attend_items(
 def join_items(sums, lses, out, lse, work, n_items, h, d_h, ITEM: tl.constexpr, WIDTH: tl.constexpr):
     """The items of one row for one query head, weighted by their log-sum-exps."""
     row, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(work + n_items * ITEM + row).to(tl.int32)
-    last = tl.load(work + n_items * ITEM + row + 1).to(tl.int32)
+    ends = work + n_items * ITEM
+    items = ends + tl.num_programs(0) + 1
+    first, last = tl.load(ends + row).to(tl.int32), tl.load(ends + row + 1).to(tl.int32)
     column = tl.arange(0, WIDTH)
     highest = tl.full((1,), -1e30, tl.float32)
     total, acc = tl.zeros((1,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for start in range(first, last, 16):
-        item = start + tl.arange(0, 16)
-        mine = tl.load(lses + item.to(tl.int64) * h + head, item < last, other=float("-inf"))
+        place = start + tl.arange(0, 16)
+        item = tl.load(items + place, place < last, other=0)
+        mine = tl.load(lses + item * h + head, place < last, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(mine, 0))
         weights, shrink = tl.exp(mine - higher), tl.exp(highest - higher)
         # What an item has of other query heads was never written.
-        there = ((item < last) & (weights > 0))[:, None] & (column < d_h)[None]
-        part = tl.load(sums + (item.to(tl.int64) * h + head)[:, None] * d_h + column[None], there, other=0.0)
+        there = ((place < last) & (weights > 0))[:, None] & (column < d_h)[None]
+        part = tl.load(sums + (item * h + head)[:, None] * d_h + column[None], there, other=0.0)
         acc = acc * shrink + tl.sum(part * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         highest = higher

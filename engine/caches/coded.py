@@ -8,6 +8,7 @@ Not here: how a method packs (`methods/quantising`), what packed bytes look like
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.layer import Layer
+from kernels.rows.append import Place
 
 
 class Codec(ABC):
@@ -25,6 +27,15 @@ class Codec(ABC):
     @abstractmethod
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token, (1, h_kv, 1, d_h) each."""
+
+    @classmethod
+    def append_rows(
+        cls, codecs: Sequence["Codec"], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+    ) -> list[list[Place]]:
+        """`append` of rows on an accelerator; places that tokens still have to be written to, all in one launch."""
+        for codec, k, v in zip(codecs, k_new, v_new, strict=True):
+            codec.append(k, v)
+        return [[] for _ in codecs]
 
     @abstractmethod
     def part(self) -> Part:
@@ -64,6 +75,11 @@ class CodedLayer(Layer):
         self.advance(k_new, v_new)
         self.codec.append(k_new, v_new)
 
+    def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
+        """None: codecs of all rows say them together."""
+        self.advance(k_new, v_new)
+        return []
+
     def resident(self) -> list[Part]:
         return [self.codec.part()]
 
@@ -94,12 +110,16 @@ class Rows:
         return self.buffer[:, :, self.start : self.start + self.n]
 
     def append(self, token: Tensor) -> None:
+        self.place().copy_(token)
+
+    def place(self) -> Tensor:
+        """Where the next token goes, (1, h_kv, 1, d_h); it counts from now on."""
         end = self.start + self.n
         if end == self.buffer.shape[2]:
             self.buffer[:, :, : self.n] = self.view().clone()
             self.start, end = 0, self.n
-        self.buffer[:, :, end : end + 1] = token
         self.n += 1
+        return self.buffer[:, :, end : end + 1]
 
     def leave(self, n: int) -> Tensor:
         """The oldest `n` tokens, which are gone from now on."""

@@ -3,7 +3,8 @@
 Shapes    q (1, h, 1, d_h); codes, scales and zeros as in `kernels/packed/codes.py`; exact (1, h_kv, rows, d_h), whose
           first row is the first token that is not packed. K and V may be packed to different lengths.
           out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32.
-Paths     C++ on a CPU, which makes numbers of codes in registers; else numbers are rebuilt for the length of the call.
+Paths     C++ on a CPU, which makes numbers of codes in registers, as Triton does on a GPU (`kernels/packed/rows.py`);
+          else numbers are rebuilt for the length of the call.
 Checks    tests/kernels/test_packed.py, benchmarks/bench_packed.py.
 
 Not here: what is packed when (`engine/caches/coded.py`).

@@ -13,9 +13,14 @@ Differs   - with `interval=1` it is H2O as published (`methods/dropping/h2o.py`)
 Fails     on long answers: sums of the prompt, which all later tokens looked at, outgrow those of any newer token.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import Tensor
 
+from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
+from methods.base import SelectiveAttention
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.rules.decoding.h2o_decode import H2ODecodeRules
 from methods.rules.decoding.schedule import Schedule
@@ -56,6 +61,20 @@ class H2ODecode(H2ODecodeRules, CuttingMethod):
 
     def reorder(self, layer: int, slots: Tensor) -> None:
         self.sums[layer] = self.sums[layer].gather(-1, slots)
+
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        """On a GPU all rows add up at once."""
+        if not out.is_cuda:
+            return super().after_rows(rows, layer, out, weights)
+        mine, h_kv = cast("Sequence[H2ODecode]", rows), rows[0].trace.shape.h_kv
+        given = [x for x in weights if x is not None]
+        learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(mine, given, strict=True)]
+        for row, sums in zip(mine, learn_rows(learning, h_kv, "sum"), strict=True):
+            row.sums[layer] = sums
+            row.store[layer].meter.count("resident_meta_bytes", SUM_BYTES * sums.numel())
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what each token got."""

@@ -22,11 +22,14 @@ Fails     where an answer needs what the prompt did not look at. Sums over the w
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
+from methods.base import SelectiveAttention
 from methods.rules.dropping.h2o import H2ORules
 from methods.scorers import lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
@@ -87,6 +90,30 @@ class H2O(H2ORules, ScoringMethod):
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or self.params.generated == "on_top"
+
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        """On a GPU rows that reduce alike learn at once."""
+        if not out.is_cuda:
+            return super().after_rows(rows, layer, out, weights)
+        learning: dict[str, list[tuple[H2O, Learning]]] = {}
+        for row, given in zip(cast("Sequence[H2O]", rows), weights, strict=True):
+            if not row.is_still:
+                assert given is not None, "H2O learns from the weights"
+                learning.setdefault(row.params.reduce, []).append((row, row.learning(layer, given)))
+        for reduce, some in learning.items():
+            found = learn_rows([each for _, each in some], rows[0].trace.shape.h_kv, reduce)
+            for (row, _), sums in zip(some, found, strict=True):
+                row.sums[layer] = sums
+
+    def learning(self, layer: int, weights: Tensor) -> Learning:
+        """What the layer learns from a step; once the cache is full, a token leaves it."""
+        at, plan, n = self.store[layer], self.plan, weights.shape[-1]
+        at.meter.count("resident_meta_bytes", SCORE_BYTES * self.trace.shape.h_kv * n)
+        candidates = (plan.n_sink, at.n_seen - plan.n_recent) if n > plan.tokens else None
+        return Learning(at, weights, self.sums[layer], candidates)
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""

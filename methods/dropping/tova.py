@@ -18,15 +18,19 @@ Fails     where an answer needs what the latest query does not look at: a token 
 """
 
 from collections.abc import Hashable, Sequence
+from typing import cast
 
 from torch import Tensor
 
+from engine.caches.eviction import Learning, learn_rows
 from engine.observe import MeanWeights, Observation
+from methods.base import SelectiveAttention
 from methods.rules.dropping.tova import TOVARules
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
 
 LAST_QUERY = MeanWeights(1)
+EVERY = (0, 1 << 31)  # positions
 
 
 class TOVA(TOVARules, ScoringMethod):
@@ -63,6 +67,21 @@ class TOVA(TOVARules, ScoringMethod):
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or not self.wants_weights
+
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> None:
+        """On a GPU all rows evict at once."""
+        if not out.is_cuda:
+            return super().after_rows(rows, layer, out, weights)
+        full = [
+            Learning(row.store[layer], given, candidates=EVERY)
+            for row, given in zip(cast("Sequence[TOVA]", rows), weights, strict=True)
+            if row.wants_weights and given is not None and given.shape[-1] > row.plan.tokens
+        ]
+        if full:
+            learn_rows(full, 1, "mean")
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Once there are more than `tokens`, the one that this step looked at least leaves every head."""

@@ -12,7 +12,8 @@ Differs   groups are of one token and head; transformers' lie one behind the oth
 Fails     no prompt token is exact, and keys with a few large channels suffer at 2 bits.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from engine.caches.coded import Codec
 from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
+from kernels.rows.append import Place
 from methods.quantising.base import QuantisingMethod
 from methods.rules.quantising.hf_quantized_cache import HFQuantizedCacheRules
 from methods.rules.quantising.kivi import packed_bytes
@@ -49,6 +51,17 @@ class WholeCodec(Codec):
         self.late[0, :, :, at : at + 1] = k_new
         self.late[1, :, :, at : at + 1] = v_new
         self.n += 1
+
+    @classmethod
+    def append_rows(
+        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+    ) -> list[list[Place]]:
+        return [codec.places() for codec in cast("Sequence[WholeCodec]", codecs)]
+
+    def places(self) -> list[Place]:
+        """Where the current token is to be written."""
+        self.n += 1
+        return [(self.late[0], self.late[1], self.n - 1 - self.n_packed)]
 
     def sides(self) -> tuple[Side, Side]:
         plan = self.plan

@@ -14,7 +14,8 @@ Differs   as the authors' code, and unlike the paper's listing, a block is packe
 Fails     2 bits lose passages and needles, most of all where few KV heads serve many queries.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from engine.caches.coded import Codec, Rows
 from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
+from kernels.packed.tokens import Ageing, pack_tokens, packs
+from kernels.rows.append import Place
 from methods.quantising.base import QuantisingMethod
 from methods.rules.quantising.kivi import KIVIRules, packed_bytes
 
@@ -44,9 +47,31 @@ class KIVICodec(Codec):
         self.late_v = Rows(v[:, :, self.n_v :], plan.residual)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        self.pack_aged()
         self.late_k.append(k_new)
         self.late_v.append(v_new)
         self.n += 1
+
+    @classmethod
+    def append_rows(
+        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+    ) -> list[list[Place]]:
+        """Values that aged in the step before are packed in one launch."""
+        mine, ageing = cast("Sequence[KIVICodec]", codecs), dict[tuple[int, int], list[Ageing]]()
+        for codec in mine:
+            if codec.has_aged and packs(codec.d_h, codec.plan.group):
+                form = codec.plan.value_bits, codec.plan.group
+                ageing.setdefault(form, []).append(Ageing(codec.late_v.leave(1), codec.values, codec.n_v))
+                codec.n_v += 1
+        for form, tokens in ageing.items():
+            pack_tokens(tokens, *form)
+        return [codec.places() for codec in mine]
+
+    def places(self) -> list[Place]:
+        """Where the current token is to be written."""
+        self.pack_aged()
+        self.n += 1
+        return [(self.late_k.place(), self.late_v.place(), 0)]
 
     def part(self) -> Part:
         plan = self.plan
@@ -62,16 +87,26 @@ class KIVICodec(Codec):
             for target, new in zip(self.keys, block, strict=True):
                 target[:, first : first + new.shape[1]] = new
             self.n_k += plan.residual
-        if self.late_v.n > plan.residual:
-            oldest = quantise_tokens(self.late_v.leave(1)[0], plan.value_bits, plan.group)
+        if not self.nothing.is_cuda:  # there all rows' go at once, before the next token comes
+            self.pack_aged()
+
+    @property
+    def has_aged(self) -> bool:
+        """Whether the oldest exact value is to be packed."""
+        return self.late_v.n > self.plan.residual
+
+    def pack_aged(self) -> None:
+        if self.has_aged:
+            oldest = quantise_tokens(self.late_v.leave(1)[0], self.plan.value_bits, self.plan.group)
             for target, new in zip(self.values, oldest, strict=True):
                 target[:, self.n_v : self.n_v + 1] = new
             self.n_v += 1
 
     def counted_bytes(self) -> int:
-        plan = self.plan
+        """A value that has aged counts as packed."""
+        plan, n_v = self.plan, self.n_v + self.has_aged
         return packed_bytes(self.h_kv, self.d_h, self.n_k, self.late_k.n, plan.key_bits, plan.group) + packed_bytes(
-            self.h_kv, self.d_h, self.n_v, self.late_v.n, plan.value_bits, plan.group
+            self.h_kv, self.d_h, n_v, self.n - n_v, plan.value_bits, plan.group
         )
 
     def tensors(self) -> list[Tensor]:

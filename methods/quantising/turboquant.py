@@ -12,24 +12,28 @@ Differs   as vLLM's backend, which differs from the paper: Hadamard matrix witho
           rotation, a codebook of the normal distribution, keys scaled to their stored norm when they are read, values
           uniform and not rotated. `objective=prod`, `values=mse` and `rotation=haar` are the paper's. vLLM leaves two
           layers whole at either end (`turboquant_vllm`); its own codebook is off by up to 0.002 standard deviations.
-          Attention reads 2 and 4 bits packed; keys and values of 3 bits, eight-bit keys and `prod` are kept packed, and
-          rebuilt for the length of a layer's attention.
+          Attention reads 2 and 4 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and rebuilt
+          for the length of a layer's attention.
 Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softmax amplifies the noise that it adds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.caches.coded import Codec
+from engine.caches.coded import Codec, CodedLayer
 from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
+from kernels.packed.tokens import Ageing, code_tokens
+from kernels.packed.tokens import Book as TokenBook
+from kernels.rows.append import Place
+from methods.base import SelectiveAttention
 from methods.quantising import codebooks
 from methods.quantising.base import QuantisingMethod
 from methods.rules.quantising.turboquant import (
@@ -156,6 +160,27 @@ class TurboQuantCodec(Codec):
                 target[:, self.n : self.n + 1] = x
         self.n += 1
 
+    @classmethod
+    def append_rows(
+        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+    ) -> list[list[Place]]:
+        """Codecs that make codes alike do so in one launch."""
+        alike: dict[Hashable, list[tuple[TurboQuantCodec, Tensor, Tensor]]] = {}
+        for codec, k, v in zip(cast("Sequence[TurboQuantCodec]", codecs), k_new, v_new, strict=True):
+            if codec.is_rotated and codec.value_table is None:
+                kind = codec.plan, codec.params.rotation, codec.params.seed
+                alike.setdefault(kind, []).append((codec, k, v))
+            else:
+                codec.append(k, v)
+        for some in alike.values():
+            one = some[0][0]
+            book = TokenBook(one.rotation, one.midpoints, one.plan.key_bits, one.plan.value_bits, TINY)
+            keys = [Ageing(k, codec.keys, codec.n) for codec, k, _ in some]
+            code_tokens(keys, [Ageing(v, codec.values, codec.n) for codec, _, v in some], book)
+            for codec, _, _ in some:
+                codec.n += 1
+        return [[] for _ in codecs]
+
     def part(self) -> Part:
         key_kind = BY_UNIT_TABLE if self.is_rotated else BY_TABLE
         key_bits = self.plan.key_bits if self.is_rotated else FP8  # others are rebuilt by themselves
@@ -177,9 +202,15 @@ class TurboQuantCodec(Codec):
         return list({x.data_ptr(): x for x in (*self.keys, *self.values)}.values())
 
 
+def turned(q: Tensor, rotation: Tensor) -> Tensor:
+    """Queries (n, h, 1, d_h) in the frame in which keys are packed."""
+    return (q.float() @ rotation.mT).to(q.dtype)
+
+
 class TurboQuant(TurboQuantRules, QuantisingMethod):
     params: TurboQuantRules.Params
     plan: TurboQuantRules.Plan
+    rotated_q: Tensor  # of the layer and step at hand, on a GPU
 
     @classmethod
     def coder(cls, params: TurboQuantRules.Params, plan: TurboQuantRules.Plan) -> Coder:
@@ -188,11 +219,31 @@ class TurboQuant(TurboQuantRules, QuantisingMethod):
     def skipped_layers(self) -> Sequence[int]:
         return sorted(boundary(self.params, self.trace.shape))
 
-    def resident(self, layer: int, q: Tensor) -> list[Part]:
+    @classmethod
+    def step_rows(
+        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor, k_new: Tensor, v_new: Tensor
+    ) -> list[list[Part]]:
+        """On a GPU all rows' queries are rotated at once."""
+        if q.is_cuda:
+            rotated: dict[Hashable, Tensor] = {}
+            for i, row in enumerate(cast("Sequence[TurboQuant]", rows)):
+                kind = row.params.rotation, row.params.seed
+                if (rotation := row.rotation(layer)) is not None:
+                    if kind not in rotated:
+                        rotated[kind] = turned(q, rotation)
+                    row.rotated_q = rotated[kind][i : i + 1]
+        return super().step_rows(rows, layer, q, k_new, v_new)
+
+    def rotation(self, layer: int) -> Tensor | None:
+        """Of the layer's keys, if they are attended to by a rotated query."""
         at = self.store[layer]
-        parts = at.resident()
-        if at.is_coded and at.codec.is_rotated:  # type: ignore[attr-defined]
-            parts[0].q = (q.float() @ at.codec.rotation.mT).to(q.dtype)  # type: ignore[attr-defined]
+        codec = at.codec if isinstance(at, CodedLayer) else None
+        return codec.rotation if isinstance(codec, TurboQuantCodec) and codec.is_rotated else None
+
+    def resident(self, layer: int, q: Tensor) -> list[Part]:
+        parts = self.store[layer].resident()
+        if (rotation := self.rotation(layer)) is not None:
+            parts[0].q = self.rotated_q if q.is_cuda else turned(q, rotation)
         return parts
 
     def report(self) -> dict[str, Any]:

@@ -31,15 +31,16 @@ Fails     where the mean of a chunk is near none of its keys: a single token tha
           chunks, the more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.books.spans import span
 from engine.budget import key_bytes
+from kernels.rows.landmarks import Chunks, Rotation, make_rows, rotation_of
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.rules.retrieving.shadowkv import ShadowKVRules
@@ -132,8 +133,10 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
     factors: dict[int, Factors]
     landmarks: dict[int, Landmarks]
 
+    made: Tensor | None  # keys of the tokens that were just selected, where a GPU makes them at once
+
     def setup(self) -> None:
-        self.factors, self.landmarks = {}, {}
+        self.factors, self.landmarks, self.made = {}, {}, None
 
     # While the prompt is read.
 
@@ -160,19 +163,55 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
 
     # A decode step.
 
-    def select(self, layer: int, q: Tensor) -> Tensor:
-        """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
-        landmarks, plan, shape = self.landmarks[layer], self.plan, self.trace.shape
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        """On a GPU all rows' chunks are found, and their keys made, at once."""
+        mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
+        if not q.is_cuda or not mine[0].turns_pairs():
+            return super().select_rows(rows, layer, q)
+        found = make_rows(q, [row.chunks(layer) for row in mine], mine[0].rotation(), trace.scales[layer])
+        for row, (_, row.made) in zip(mine, found, strict=True):
+            row.count(layer)
+        return [idx for idx, _ in found]
+
+    def rotation(self) -> Rotation | None:
+        """Tables of the model's rotation on a GPU; None where it has none, or none that turns pairs of numbers."""
+        trace = self.trace
+        if trace.turn is None:
+            return None
+        turn, d_h = trace.turn, trace.shape.d_h
+        make: Callable[[], Rotation | None] = lambda: rotation_of(turn, trace.s_prompt, d_h, trace.device)  # noqa: E731
+        return trace.once("ShadowKV's rotation", make)
+
+    def turns_pairs(self) -> bool:
+        return self.trace.turn is None or self.rotation() is not None
+
+    def chunks(self, layer: int) -> Chunks:
+        """As the kernels take them."""
+        landmarks, factors, plan = self.landmarks[layer], self.factors[layer], self.plan
+        return Chunks(landmarks.means, landmarks.outliers, factors.rows, factors.basis, plan.chunk, plan.n_selected)
+
+    def count(self, layer: int) -> None:
+        """What selecting costs goes into the books."""
+        plan, shape = self.plan, self.trace.shape
         factor_bytes, landmark_bytes = plan.meta_bytes(self.trace.s_prompt, shape)
         meter = self.store[layer].meter
         meter.count("resident_meta_bytes", factor_bytes + landmark_bytes)
         meter.count("moved_meta_bytes", landmark_bytes)
         meter.count("made_kv_bytes", plan.n_selected * plan.chunk * key_bytes(shape, 1))
+
+    def select(self, layer: int, q: Tensor) -> Tensor:
+        """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
+        landmarks, plan = self.landmarks[layer], self.plan
+        self.count(layer)
         scores = landmark_scores(q, landmarks.means, self.trace.scales[layer])[0]
         ranks = top_stable(scores, plan.n_selected)  # (h_kv, n_selected)
         return tokens_of(landmarks.numbers(ranks), plan.chunk)
 
     def made_keys(self, layer: int, idx: Tensor) -> Tensor:
+        if self.made is not None:
+            made, self.made = self.made, None
+            return made
         keys, turn = self.factors[layer].keys(idx[0]), self.trace.turn
         if turn is not None:
             keys = turn(keys.unsqueeze(1), idx[0]).squeeze(1)  # every head has positions of its own

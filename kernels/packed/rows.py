@@ -1,0 +1,305 @@
+"""Attention over packed K and V on a GPU, for all rows of a batch: codes become numbers in registers.
+
+The tokens of a row fall into three stretches: K and V packed, one of them packed, none. The first two are read here, in
+a launch for each form of codes that occurs; the exact ones behind them are tokens as any others, and the join with them
+is `attend_rows_triton`'s.
+
+Shapes    as in `kernels/packed/attend.py`.
+Checks    tests/kernels/test_packed_rows.py, `python -m kernels.aot`.
+
+Keys that are packed by channel have one scale per channel and group: it is multiplied into the query, and the product
+with the tensor cores is that with the codes. All others become numbers first.
+
+Not here: packing (`kernels/packed/tokens.py`), forms that only their method can read (`Side.rebuilt`).
+"""
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.jit import INTERPRETED, distance, jit, power_of_2, tl, triton
+from kernels.packed.attend import Packed, Side
+from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
+from kernels.select_attend import Tokens
+
+EXACT = -1  # beside the kinds of codes: not packed
+TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
+LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
+FIELDS = 21  # numbers of a work item, as `attend_codes` reads them
+READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
+
+
+class Form(NamedTuple):
+    """What a launch is compiled for, of K or of V."""
+
+    kind: int
+    bits: int = 8
+    group: int = 1
+    dtype: torch.dtype | None = None  # of scales
+
+
+class Stretch(NamedTuple):
+    """Tokens `first` to `last` of a row, of which K and V lie in one form each."""
+
+    row: int
+    packed: Packed
+    q: Tensor | None  # (1, h, 1, d_h), turned for these tokens
+    first: int
+    last: int
+
+
+def takes_codes(q: Tensor, packed: Packed) -> bool:
+    """Whether the kernel can read these."""
+    if not q.is_cuda or triton is None or packed.v.kind != BY_TOKEN:
+        return False
+    return all(is_readable(side, q) for side in packed[:2])
+
+
+def is_readable(side: Side, q: Tensor) -> bool:
+    d_h, group = q.shape[3], side.group
+    even = group & (group - 1) == 0  # tiles have such lengths
+    fits = even and group >= LEAST_GROUP if side.kind == BY_CHANNEL else group == d_h or (even and d_h % group == 0)
+    return side.bits in READABLE.get(side.kind, ()) and fits and side.exact.dtype == q.dtype
+
+
+class CodedRows:
+    """The packed tokens of some rows."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+        self.by_form: dict[tuple[Form, Form], list[Stretch]] = {}
+        self.h_kv = 0
+
+    def add(self, row: int, packed: Packed, q: Tensor | None) -> list[Tokens]:
+        """Take a row's packed tokens in; what is left are those of which neither K nor V is packed."""
+        (k, v, n), self.h_kv = packed, packed.k.exact.shape[1]
+        both, either = sorted((k.n, v.n))
+        for first, last in ((0, both), (both, either)):
+            if first < last:
+                forms = form_of(k, last), form_of(v, last)
+                self.by_form.setdefault(forms, []).append(Stretch(row, packed, q, first, last))
+        if either == n:
+            return []
+        return [Tokens(k.exact[:, :, either - k.n : n - k.n], v.exact[:, :, either - v.n : n - v.n], q=q)]
+
+    def n_tokens(self) -> int:
+        return sum(each.last - each.first for some in self.by_form.values() for each in some)
+
+    def plan(self, q: Tensor, first: int, split: int) -> tuple[list[int], list[list[int]]]:
+        """As `Others` says; items of one form stand together."""
+        numbers: list[int] = []
+        own: list[list[int]] = [[] for _ in range(self.n_rows)]
+        self.launches: list[tuple[Form, Form, Stretch, int, int, bool]] = []
+        self.first, at = first, 0
+        for (k, v), some in self.by_form.items():
+            start, items = at, list[list[int]]()
+            for each in some:
+                fixed = numbers_of(q, each, some[0].packed)
+                begins = range(each.first, each.last, split)
+                items += [[*fixed, begin, min(each.last, begin + split)] for begin in begins]
+                own[each.row] += range(first + at, first + at + len(begins))
+                at += len(begins)
+            self.launches.append((k, v, some[0], start, at - start, is_even(q, some[0].packed, items)))
+            numbers += [number for item in items for number in item]
+        return numbers, own
+
+    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float) -> None:
+        h, d_h = q.shape[1], q.shape[3]
+        g, width = h // self.h_kv, power_of_2(d_h, 16)
+        for k, v, one, start, n_items, even in self.launches:
+            (packed_k, packed_v, _), lanes = one.packed, 16 if even else 1
+            table = q if packed_k.table is None else packed_k.table
+            attend_codes[(n_items, self.h_kv)](
+                q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
+                table, work[start * FIELDS :], sums[self.first + start :], lses[self.first + start :], scale,
+                self.h_kv, d_h,
+                row_bytes(k, d_h), row_bytes(v, d_h),
+                g, power_of_2(g, 16), width, tile_of(k, v), FIELDS,
+                k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),
+                lanes, max(1, lanes // q.element_size()), INTERPRETED,
+            )  # fmt: skip
+
+
+def tile_of(k: Form, v: Form) -> int:
+    """Tokens that fit the registers at once; those of looked-up keys, and codes of 3 bits, need more of them."""
+    if k.kind == BY_CHANNEL:
+        return min(TILE, k.group)
+    return 16 if 3 in (k.bits, v.bits) else 32 if k.kind == BY_UNIT_TABLE else TILE
+
+
+def form_of(side: Side, last: int) -> Form:
+    """The form of the tokens in front of `last`."""
+    return Form(EXACT) if side.n < last else Form(side.kind, side.bits, side.group, side.packed.scales.dtype)
+
+
+def row_bytes(form: Form, d_h: int) -> int:
+    """Of a token's codes, or of a channel's in a group of tokens."""
+    return -(-(form.group if form.kind == BY_CHANNEL else d_h) * form.bits // 8)
+
+
+def wide_group(form: Form, d_h: int, width: int) -> int:
+    """A group's channels, padded where it is the whole token; of keys by channel its tokens."""
+    return width if form.kind != BY_CHANNEL and form.group == d_h else form.group
+
+
+def numbers_of(q: Tensor, each: Stretch, base: Packed) -> list[int]:
+    """The numbers of a work item but for its tokens."""
+    own_q = q[each.row] if each.q is None else each.q
+    assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
+    found = [distance(own_q, q)]
+    exact = [0, 0, 0]
+    for side, there in zip(each.packed[:2], base[:2], strict=True):
+        if side.n < each.last:
+            assert side.exact.stride()[2:] == (q.shape[3], 1), side.exact.stride()
+            exact = [distance(side.exact, q), side.exact.stride(1), side.n]
+        codes, scales, zeros = side.packed
+        assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
+        assert side.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
+        away = distance(scales, there.packed.scales), distance(zeros, there.packed.scales)
+        found += [distance(codes, there.packed.codes), codes.stride(0), *away, *scales.stride()]
+    table = each.packed.k.table
+    return [*found, *exact, 0 if table is None else distance(table, base.k.table)]  # type: ignore[arg-type]
+
+
+def is_even(q: Tensor, base: Packed, items: list[list[int]]) -> bool:
+    """Whether codes and exact tokens can be read 16 bytes at a time."""
+    size, codes = q.element_size(), (base.k.packed.codes, base.v.packed.codes)
+    far = (number for item in items for number in (item[1], item[2], item[8], item[9]))
+    exact = (number * size for item in items for number in (item[0], item[15], item[16]))
+    starts = (q.data_ptr(), q.shape[3] * size, *(x.data_ptr() for x in codes))
+    return all(number % 16 == 0 for number in (*far, *exact, *starts))
+
+
+@jit
+def spread(x, BITS: tl.constexpr):
+    """Codes (rows, n * 8 / BITS) of bytes (rows, n), the first in the lowest bits."""
+    if BITS == 4:
+        x = tl.interleave(x & 15, x >> 4)
+    if BITS == 2:
+        x = tl.interleave(tl.interleave(x & 3, (x >> 4) & 3), tl.interleave((x >> 2) & 3, x >> 6))
+    return x
+
+
+@jit
+def codes_of(codes, token, real, d_h, row_bytes, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The codes of some tokens packed one by one, (tokens, WIDTH) float32."""
+    rows = codes + token.to(tl.int64)[:, None] * row_bytes
+    if BITS == 3:  # a code may lie in two bytes
+        first = tl.arange(0, WIDTH) * 3
+        byte, inside = first // 8, tl.arange(0, WIDTH) < d_h
+        low = tl.load(rows + byte[None], real[:, None] & inside[None], other=0).to(tl.int32)
+        behind = real[:, None] & (inside & (byte + 1 < row_bytes))[None]
+        high = tl.load(rows + byte[None] + 1, behind, other=0).to(tl.int32)
+        return (((low | (high << 8)) >> (first % 8)[None]) & 7).to(tl.float32)
+    else:
+        byte = tl.arange(0, WIDTH * BITS // 8)
+        x = tl.load(rows + byte[None], real[:, None] & (byte < row_bytes)[None], other=0)
+        return spread(x, BITS).to(tl.float32)
+
+
+@jit
+def scaled(
+    x, scales, zeros, token, real, d_h, token_step, group_step,
+    TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of tokens with groups of channels as numbers."""
+    GROUPS: tl.constexpr = WIDTH // GROUP
+    group = tl.arange(0, GROUPS)
+    at = token.to(tl.int64)[:, None] * token_step + group[None] * group_step
+    there = real[:, None] & (group * GROUP < d_h)[None]
+    scale = tl.load(scales + at, there, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + at, there, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (TILE, GROUPS, GROUP)) * scale[:, :, None] + zero[:, :, None]
+    return tl.reshape(x, (TILE, WIDTH))
+
+
+@jit
+def attend_codes(
+    q, k_codes, v_codes, k_scales, v_scales, table, work, sums, lses, scale, h_kv, d_h, k_bytes, v_bytes,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
+    LANES: tl.constexpr, EXACT_LANES: tl.constexpr,
+    WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
+):  # fmt: skip
+    """Softmax over the tokens of an item for the query heads of a KV head, padded to ROWS for the tensor cores.
+
+    Kinds are those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table
+    brought to length 1.
+    """
+    item, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = work + item * FIELDS
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside, mine = column < d_h, row < G
+    where = tl.multiple_of(tl.load(at), EXACT_LANES) + (head * G + row)[:, None] * d_h + column[None]
+    queries = tl.load(q + where, mine[:, None] & inside[None], other=0.0)
+    product = queries.dtype
+    if WIDE:
+        queries, product = queries.to(tl.float32), tl.float32
+    wide = queries.to(tl.float32)
+    keys_at = k_codes + tl.multiple_of(tl.load(at + 1) + head * tl.load(at + 2), LANES)
+    k_scale = k_scales + tl.load(at + 3) + head * tl.load(at + 5)
+    k_zero = k_scales + tl.load(at + 4) + head * tl.load(at + 5)
+    k_step, k_group_step = tl.load(at + 6), tl.load(at + 7)
+    values_at = v_codes + tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 9), LANES)
+    v_scale = v_scales + tl.load(at + 10) + head * tl.load(at + 12)
+    v_zero = v_scales + tl.load(at + 11) + head * tl.load(at + 12)
+    v_step, v_group_step = tl.load(at + 13), tl.load(at + 14)
+    exact_at = q + tl.multiple_of(tl.load(at + 15) + head * tl.load(at + 16), EXACT_LANES)
+    first_exact = tl.load(at + 17).to(tl.int32)
+    entries = table + tl.load(at + 18)
+    first, last = tl.load(at + 19).to(tl.int32), tl.load(at + 20).to(tl.int32)
+    highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(first // TILE * TILE, last, TILE):
+        token = start + tl.arange(0, TILE)
+        real = (token >= first) & (token < last)
+        there = real[:, None] & inside[None]
+        if K_KIND == 0:
+            group, byte = start // K_GROUP, tl.arange(0, TILE * K_BITS // 8)
+            rows = keys_at + (group * d_h + column).to(tl.int64)[:, None] * (K_GROUP * K_BITS // 8)
+            if K_GROUP > TILE:
+                rows += start % K_GROUP // TILE * (TILE * K_BITS // 8)
+            x = tl.load(rows + byte[None], inside[:, None], other=0)
+            channel = group * d_h + column
+            of_group = wide * tl.load(k_scale + channel, inside, other=0.0).to(tl.float32)[None]
+            base = tl.sum(wide * tl.load(k_zero + channel, inside, other=0.0).to(tl.float32)[None], 1)
+            keys = spread(x, K_BITS).to(tl.float32).to(product)
+            logits = tl.dot(of_group.to(product), keys, input_precision="ieee") + base[:, None]
+        elif K_KIND == -1:
+            keys = tl.load(exact_at + (token - first_exact)[:, None] * d_h + column[None], there, other=0.0).to(product)
+            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        else:
+            x = codes_of(keys_at, token, real, d_h, k_bytes, K_BITS, WIDTH)
+            if K_KIND == 3:
+                x = tl.where(there, tl.load(entries + x.to(tl.int32)), 0.0)
+                norm = tl.load(k_scale + token.to(tl.int64) * k_step, real, other=0.0).to(tl.float32)
+                length = tl.sqrt(tl.sum(x * x, 1) + 1e-16)
+                logits = tl.dot(queries, tl.trans(x.to(product)), input_precision="ieee") * (norm / length)[None]
+            else:
+                x = scaled(x, k_scale, k_zero, token, real, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH)
+                logits = tl.dot(queries, tl.trans(x.to(product)), input_precision="ieee")
+        seen = mine[:, None] & real[None]
+        logits = tl.where(seen, logits * scale, -1e30)
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
+        shrink = tl.exp(highest - higher)
+        if V_KIND == -1:
+            values = tl.load(exact_at + (token - first_exact)[:, None] * d_h + column[None], there, other=0.0)
+        else:
+            x = codes_of(values_at, token, real, d_h, v_bytes, V_BITS, WIDTH)
+            values = scaled(x, v_scale, v_zero, token, real, d_h, v_step, v_group_step, TILE, V_GROUP, WIDTH)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(product), values.to(product), input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = higher
+    some = tl.where(total > 0, total, 1.0)
+    to = (item * h_kv + head) * G + row
+    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), mine)
+    tl.store(sums + to[:, None] * d_h + column[None], acc / some[:, None], mine[:, None] & inside[None])

@@ -1,0 +1,174 @@
+"""Packing single tokens of many rows on a GPU, in one launch: by their ranges, or as a norm and entries of a codebook.
+
+Shapes    as in `kernels/packed/codes.py`, whose torch makes the same codes.
+Checks    tests/kernels/test_packed_rows.py.
+
+Not here: packing a whole prompt, which is done once (`kernels/packed/codes.py`).
+"""
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.jit import distance, jit, power_of_2, tl, upload
+from kernels.packed.codes import Quantised
+
+FIELDS = 9  # numbers of a token
+COLUMNS = 32  # of a rotation, for one pass
+
+
+class Ageing(NamedTuple):
+    """A token, and where it is packed."""
+
+    x: Tensor  # (1, h_kv, 1, d_h)
+    to: Quantised
+    at: int  # place in it
+
+
+class Book(NamedTuple):
+    """What keys are made codes with; values by their range."""
+
+    rotation: Tensor  # (d_h, d_h) float32
+    midpoints: Tensor  # float32, ascending
+    key_bits: int
+    value_bits: int
+    least: float  # scale, and what is added to a norm
+
+
+def fields(token: Ageing, x: Tensor, to: Quantised) -> list[int]:
+    """The numbers of a token, as the kernels read them: distances from those of the first one."""
+    codes, scales, zeros = token.to
+    assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
+    assert token.x.stride(3) == 1, token.x.stride()
+    beside = token.at * scales.stride(1)
+    return [
+        distance(token.x, x), token.x.stride(1), distance(codes, to.codes) + token.at * codes.stride(1),
+        codes.stride(0), distance(scales, to.scales) + beside, distance(zeros, to.scales) + beside, *scales.stride(),
+    ]  # fmt: skip
+
+
+def packs(d_h: int, group: int) -> bool:
+    """Whether `pack_tokens` knows such groups: codes of one follow those of the one before without a gap."""
+    return group == d_h or (group >= 8 and group & (group - 1) == 0 and d_h % group == 0)
+
+
+def pack_tokens(tokens: Sequence[Ageing], bits: int, group: int) -> None:
+    """As `quantise_tokens`, in the tokens' own arithmetic."""
+    x, to, _ = tokens[0]
+    _, h_kv, _, d_h = x.shape
+    table = upload([number for token in tokens for number in fields(token, x, to)], x.device)
+    pack_ranges[(len(tokens), h_kv)](
+        x, to.codes, to.scales, table, d_h, group, FIELDS, bits, power_of_2(group, 8), power_of_2(d_h // group)
+    )
+
+
+def code_tokens(keys: Sequence[Ageing], values: Sequence[Ageing], book: Book) -> None:
+    """Norms and codes of rotated keys, and values by their range, of as many rows."""
+    k, v = keys[0], values[0]
+    _, h_kv, _, d_h = k.x.shape
+    numbers = [x for token in keys for x in fields(token, k.x, k.to)]
+    numbers += [x for token in values for x in fields(token, v.x, v.to)]
+    code_units[(len(keys), h_kv, 2)](
+        k.x, v.x, k.to.codes, v.to.codes, k.to.scales, v.to.scales, book.rotation, book.midpoints,
+        upload(numbers, k.x.device), book.least, len(book.midpoints), d_h, *book.rotation.stride(), FIELDS,
+        book.key_bits, book.value_bits, COLUMNS, power_of_2(d_h, 8),
+    )  # fmt: skip
+
+
+@jit
+def store_codes(to, codes, first, n_bytes, BITS: tl.constexpr, N: tl.constexpr):
+    """Codes (N, 8), of which eight fill as many bytes as they have bits, to the bytes from `first` on."""
+    place = tl.arange(0, 8)
+    words = tl.sum(codes.to(tl.int64) << (place * BITS)[None].to(tl.int64), 1)  # (N,)
+    byte = (words[:, None] >> (place * 8)[None].to(tl.int64)) & 255
+    where = first + tl.arange(0, N)[:, None] * BITS + place[None]
+    tl.store(to + where, byte.to(tl.uint8), (place < BITS)[None] & (where < n_bytes))
+
+
+@jit
+def rounded(x, cast: tl.constexpr):
+    """A float32 as the type has it; of bfloat16 by its bits, since Triton's interpreter cuts them off."""
+    if cast == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(cast).to(tl.float32)
+
+
+@jit
+def pack_ranges(
+    x, codes, scales, table, d_h, group,
+    FIELDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    at, head = table + tl.program_id(0) * FIELDS, tl.program_id(1).to(tl.int64)
+    own = x + tl.load(at) + head * tl.load(at + 1)
+    cast: tl.constexpr = x.dtype.element_ty
+    which, place = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    where = which[:, None] * group + place[None]
+    inside = (place < group)[None] & (where < d_h)
+    number = tl.load(own + where, inside, other=0.0).to(tl.float32)
+    low = tl.min(tl.where(inside, number, float("inf")), 1)
+    high = tl.max(tl.where(inside, number, float("-inf")), 1)
+    real = which * group < d_h
+    low, high = tl.where(real, low, 0.0), tl.where(real, high, 0.0)
+    width = rounded(high - low, cast)
+    scale = rounded(tl.math.div_rn(width, tl.full((GROUPS,), (1 << BITS) - 1, tl.float32)), cast)
+    above = rounded(number - low[:, None], cast)
+    unit = tl.where(scale == 0, 1.0, scale)
+    steps = rounded(tl.math.div_rn(above, tl.broadcast_to(unit[:, None], (GROUPS, GROUP))), cast)
+    steps = tl.where((scale == 0)[:, None], 0.0, tl.minimum(tl.maximum(steps, 0.0), (1 << BITS) - 1.0))
+    # What is added to 1.5 * 2^23 is rounded to an integer, halves to even.
+    code = tl.where(inside, (steps + 12582912.0) - 12582912.0, 0.0).to(tl.int32)
+    beside = head * tl.load(at + 6) + which * tl.load(at + 8)
+    tl.store(scales + tl.load(at + 4) + beside, scale.to(cast), real)
+    tl.store(scales + tl.load(at + 5) + beside, low.to(cast), real)
+    to = codes + tl.load(at + 2) + head * tl.load(at + 3)
+    eights = tl.reshape(code, (GROUPS * GROUP // 8, 8))
+    store_codes(to, eights, 0, d_h * BITS // 8, BITS, GROUPS * GROUP // 8)
+
+
+@jit
+def code_units(
+    k, v, k_codes, v_codes, k_scales, v_scales, rotation, midpoints, table, least, n_midpoints, d_h, row_step,
+    column_step,
+    FIELDS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < d_h
+    if tl.program_id(2) == 0:
+        at = table + row * FIELDS
+        key = tl.load(k + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
+        norm = tl.sqrt(tl.sum(key * key, 0))
+        unit = key / (norm + least)
+        to = k_codes + tl.load(at + 2) + head * tl.load(at + 3)
+        for first in range(0, d_h, COLUMNS):
+            turned = first + tl.arange(0, COLUMNS)
+            those = (turned < d_h)[:, None] & inside[None]
+            rows = tl.load(rotation + turned[:, None] * row_step + column[None] * column_step, those, other=0.0)
+            number = tl.sum(rows * unit[None], 1)
+            code = tl.zeros((COLUMNS,), tl.int32)
+            for i in range(n_midpoints):
+                code += (number >= tl.load(midpoints + i)).to(tl.int32)
+            code = tl.where(turned < d_h, code, 0)
+            eights = tl.reshape(code, (COLUMNS // 8, 8))
+            store_codes(to, eights, first // 8 * K_BITS, (d_h * K_BITS + 7) // 8, K_BITS, COLUMNS // 8)
+        tl.store(k_scales + tl.load(at + 4) + head * tl.load(at + 6), norm.to(tl.float16))
+    else:
+        at = table + (tl.num_programs(0) + row) * FIELDS
+        value = tl.load(v + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
+        low = tl.min(tl.where(inside, value, float("inf")), 0)
+        high = tl.max(tl.where(inside, value, float("-inf")), 0)
+        scale = tl.maximum((high - low) / ((1 << V_BITS) - 1), least)
+        code = tl.minimum((value - low) / scale + 0.5, (1 << V_BITS) - 1.0)
+        code = tl.where(inside, tl.maximum(code, 0.0), 0.0).to(tl.int32)
+        to = v_codes + tl.load(at + 2) + head * tl.load(at + 3)
+        store_codes(to, tl.reshape(code, (WIDTH // 8, 8)), 0, (d_h * V_BITS + 7) // 8, V_BITS, WIDTH // 8)
+        tl.store(v_scales + tl.load(at + 4) + head * tl.load(at + 6), scale.to(tl.float16))
+        tl.store(v_scales + tl.load(at + 5) + head * tl.load(at + 6), low.to(tl.float16))

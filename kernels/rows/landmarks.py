@@ -1,0 +1,186 @@
+"""Chunks found by their mean keys, and keys made of low-rank factors, for all rows at once: ShadowKV's step on a GPU.
+
+Three launches and a top-k: what each query head gives to each landmark, the most of them of any head of a group, and
+then of the best chunks their tokens' positions and keys, rotated to where they stand.
+
+Shapes    q (n, h, 1, d_h); means (h_kv, c, d_h) and basis (h_kv, r, d_h), factors (s, r) in q's dtype; outliers
+          (h_kv, n_outliers) int64 ascending; a row's positions (1, h_kv, k) int64, keys (1, h_kv, k, d_h).
+Checks    tests/kernels/test_landmarks.py.
+
+Not here: a CPU's way, landmarks and factors themselves (`methods/retrieving/shadowkv.py`).
+"""
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, upload
+from kernels.topk import pack_key, top_keys
+
+MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
+FIELDS = 11  # numbers of a row
+
+
+class Rotation(NamedTuple):
+    """What turning a key to a position does: number * own + its partner's number * other, float32."""
+
+    partners: Tensor  # (d_h,) int64
+    own: Tensor  # (s, d_h)
+    other: Tensor  # (s, d_h)
+
+
+class Chunks(NamedTuple):
+    """What one row searches, and what it makes keys of."""
+
+    means: Tensor
+    outliers: Tensor  # chunks that are none of the landmarks
+    factors: Tensor
+    basis: Tensor
+    chunk: int  # tokens
+    n_selected: int  # chunks
+
+
+def rotation_of(turn: Callable[[Tensor, Tensor], Tensor], s: int, d_h: int, device: torch.device) -> Rotation | None:
+    """The tables of a model's rotation for positions below s; None where it does more than turn pairs of numbers."""
+    images = turn(torch.eye(d_h, device=device)[None, None], torch.ones(1, d_h, dtype=torch.int64, device=device))[0, 0]
+    others = images - images.diagonal().diag()  # row by row what a number adds to the others
+    places = torch.arange(d_h, device=device)
+    partners = torch.where((others != 0).any(0), others.abs().argmax(0), places)
+    if bool(((others != 0).sum(0) > 1).any()) or not torch.equal(partners[partners], places):
+        return None
+    is_first, every = places <= partners, torch.arange(s, device=device).unsqueeze(0)
+    first, second = (turn(x.float().expand(1, 1, s, d_h), every)[0, 0] for x in (is_first, ~is_first))
+    return Rotation(partners, torch.where(is_first, first, second), torch.where(is_first, second, first))
+
+
+def make_rows(
+    q: Tensor, rows: Sequence[Chunks], rotation: Rotation | None, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Positions and keys of the tokens of each row's best chunks."""
+    (n, h, _, d_h), h_kv = q.shape, rows[0].means.shape[0]
+    q, g, width = q.contiguous(), h // h_kv, power_of_2(d_h, 16)
+    lengths = [row.chunk * row.n_selected for row in rows]
+    places = torch.empty(h_kv * sum(lengths), dtype=torch.int64, device=q.device)
+    keys = torch.empty(h_kv * sum(lengths), d_h, dtype=q.dtype, device=q.device)
+    mine = [x.view(1, h_kv, -1) for x in places.split([h_kv * k for k in lengths])]
+    table = upload([x for row, idx in zip(rows, mine, strict=True) for x in fields(row, q, idx)], q.device)
+    c, n_outliers = (max(x.shape[1] for x in some) for some in zip(*(row[:2] for row in rows), strict=True))
+    n_blocks = cdiv(c, MEANS)
+    logits = torch.empty(n, h, c, dtype=torch.float32, device=q.device)
+    lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
+    scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
+    grid = n, n_blocks, h_kv
+    score_landmarks[grid](q, table, logits, lses, scale, d_h, c, g, FIELDS, MEANS, width)
+    weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, MEANS, power_of_2(n_blocks))
+    order = top_keys(scores, max(row.n_selected for row in rows)).contiguous()
+    partners, own, other = rotation or (order, q, q)
+    make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
+        q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
+        TOKENS, RANK, width, power_of_2(n_outliers), INTERPRETED,
+    )  # fmt: skip
+    made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
+    return list(zip(mine, made, strict=True))
+
+
+def fields(row: Chunks, q: Tensor, idx: Tensor) -> list[int]:
+    """The numbers of a row, as the kernels read them."""
+    means, outliers, factors, basis, chunk, n_selected = row
+    assert means.is_contiguous() and outliers.is_contiguous() and factors.is_contiguous(), means.stride()
+    assert basis.is_contiguous() and basis.shape[1] == factors.shape[1], (basis.shape, factors.shape)
+    return [
+        distance(means, q), means.shape[1], outliers.data_ptr(), outliers.shape[1], distance(factors, q),
+        distance(basis, q), factors.shape[1], chunk, n_selected, int(idx.storage_offset()), idx.shape[2],
+    ]  # fmt: skip
+
+
+@jit
+def score_landmarks(
+    q, table, logits, lses, scale, d_h, c, g, FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    at, mean, column = table + row * FIELDS, block * MEANS + tl.arange(0, MEANS), tl.arange(0, WIDTH)
+    n, inside = tl.load(at + 1), column < d_h
+    real = mean < n
+    where = q + tl.load(at) + (head * n + mean)[:, None] * d_h + column[None]
+    those = tl.load(where, real[:, None] & inside[None], other=0.0).to(tl.float32)
+    for i in range(g):
+        query_head = (row * h_kv + head) * g + i
+        query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
+        x = tl.where(real, tl.sum(those * query[None], 1) * scale, float("-inf"))
+        tl.store(logits + query_head.to(tl.int64) * c + mean, x, mean < c)
+        highest = tl.maximum(tl.max(x, 0), -1e30)  # finite: a row may have no landmark here
+        total = tl.sum(tl.exp(x - highest), 0)
+        lse = tl.where(total > 0, highest + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
+        tl.store(lses + query_head * tl.num_programs(1) + block, lse)
+
+
+@jit
+def weigh_landmarks(
+    table, logits, lses, scores, c, g, n_blocks, FIELDS: tl.constexpr, MEANS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    mean, every = block * MEANS + tl.arange(0, MEANS), tl.arange(0, BLOCKS)
+    real = mean < tl.load(table + row * FIELDS + 1)
+    most = tl.full((MEANS,), float("-inf"), tl.float32)
+    for i in range(g):
+        query_head = ((row * h_kv + head) * g + i).to(tl.int64)
+        parts = tl.load(lses + query_head * n_blocks + every, every < n_blocks, other=float("-inf"))
+        highest = tl.max(parts, 0)
+        joined = highest + tl.log(tl.sum(tl.exp(parts - highest), 0))
+        most = tl.maximum(most, tl.load(logits + query_head * c + mean, real, other=float("-inf")) - joined)
+    none = tl.full((MEANS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    key = tl.where(real, pack_key(most, mean), none)
+    tl.store(scores + (row * h_kv + head).to(tl.int64) * c + mean, key, mean < c)
+
+
+@jit
+def make_keys(
+    q, table, order, places, keys, partners, own, other, d_h, n_ordered, FIELDS: tl.constexpr, TURNS: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, OUTLIERS: tl.constexpr,
+    WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
+):  # fmt: skip
+    row, head, h_kv = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    at, place = table + row * FIELDS, tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    rank, chunk, k = tl.load(at + 6), tl.load(at + 7), tl.load(at + 10)
+    real = place < k
+    ranked = tl.load(order + (row * h_kv + head) * n_ordered + place // chunk, real, other=0).to(tl.int32)
+    n_outliers, each = tl.load(at + 3), tl.arange(0, OUTLIERS)
+    outliers = tl.load(at + 2).to(tl.pointer_type(tl.int64)) + head * n_outliers
+    in_front = tl.load(outliers + each, each < n_outliers, other=1 << 40) - each  # landmarks in front of each
+    number = ranked + tl.sum((in_front[None] <= ranked[:, None]).to(tl.int32), 1)
+    token = number.to(tl.int64) * chunk + place % chunk
+    to = tl.load(at + 9) + head * k + place
+    tl.store(places + to, token, real)
+    column, part = tl.arange(0, WIDTH), tl.arange(0, RANK)
+    inside = column < d_h
+    factors, basis = q + tl.load(at + 4), q + tl.load(at + 5) + head * rank * d_h
+    made = tl.zeros((TOKENS, WIDTH), tl.float32)
+    across = tl.zeros((TOKENS, WIDTH), tl.float32)
+    partner = column
+    if TURNS:
+        partner = tl.load(partners + column, inside, other=0).to(tl.int32)
+    for first in range(0, rank, RANK):
+        j = first + part
+        x = tl.load(factors + token[:, None] * rank + j[None], real[:, None] & (j < rank)[None], other=0.0)
+        there = (j < rank)[:, None] & inside[None]
+        y = tl.load(basis + j[:, None] * d_h + column[None], there, other=0.0)
+        if WIDE:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        made += tl.dot(x, y, input_precision="ieee")
+        if TURNS:
+            z = tl.load(basis + j[:, None] * d_h + partner[None], there, other=0.0)
+            if WIDE:
+                z = z.to(tl.float32)
+            across += tl.dot(x, z, input_precision="ieee")
+    both = real[:, None] & inside[None]
+    if TURNS:
+        where = token[:, None] * d_h + column[None]
+        made = made * tl.load(own + where, both, other=0.0) + across * tl.load(other + where, both, other=0.0)
+    tl.store(keys + to[:, None] * d_h + column[None], made.to(keys.dtype.element_ty), both)
