@@ -2,8 +2,8 @@
 
 A feed goes through the model in one pass over all rows, each with tokens of its own: shorter feeds are padded in front.
 Within a layer a row takes its tokens one after the other, as it would step by step, so that every token sees what the
-method offers for it and the tokens before it in the feed. Rows that only add tokens to what is resident take them all
-at once (`engine/turns/at_once.py`).
+method offers for it and the tokens before it in the feed. Rows in which a token changes nothing but what is added take
+many at once (`engine/turns/at_once.py`).
 
 Not here: one token at a time (`engine/decode.py`), going back (`engine/turns/state.py`).
 """
@@ -19,8 +19,8 @@ from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.decode import Answer, attend_groups, attend_own
 from engine.prefill import Trace
-from engine.turns.at_once import read_at_once, takes_at_once
 from engine.turns.dense import read_dense
+from engine.turns.feed import Feed, moments
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -160,11 +160,9 @@ class Talk:
                     for j in range(self.pads[i], m):
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
                         out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
-                elif m > 1 and takes_at_once(row, layer, m - self.pads[i]):
-                    at = slice(self.pads[i], m)
-                    out[i : i + 1, :, at] = read_at_once(
-                        row, layer, q[i : i + 1, :, at], k[i : i + 1, :, at], v[i : i + 1, :, at], scale
-                    )
+                elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
+                    own = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
+                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, *own, scale)
                 else:
                     left.append(i)
         ahead = self.look_ahead(layer, left)
@@ -199,6 +197,21 @@ class Talk:
         beside = {key: rows_of(value, looking) for key, value in self.calls[layer].beside.items()}
         queries = self.model.speculate(layer, self.calls[layer - 1].x[looking], beside)
         return dict(zip(looking, queries.split(1), strict=True))
+
+
+def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
+    outs, start, m = list[Tensor](), 0, q.shape[2]
+    while start < m:
+        row.store[layer].leave()
+        n = row.at_once(layer, m - start)
+        some = [x[:, :, start : start + n] for x in (q, k, v)]
+        if n > 1:
+            outs.append(row.read_feed(layer, Feed(*some, scale, moments(row.store[layer], n))))
+        else:
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, *some, scale))
+        start += n
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
 def name_of(kind: type) -> str:

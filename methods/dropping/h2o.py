@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from engine.observe import ColumnSums, Observation
+from engine.turns.feed import Feed
+from methods.evicting import read_evicting
 from methods.rules.dropping.h2o import H2ORules
 from methods.scorers import lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
@@ -102,6 +104,26 @@ class H2O(H2ORules, ScoringMethod):
             self.store[layer].evict(slots)
             scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
         self.sums[layer] = scores
+        return out
+
+    def at_once(self, layer: int, m: int) -> int:
+        if self.variant.is_full or self.params.generated == "on_top" or self.store[layer].k.is_cuda:
+            return super().at_once(layer, m)
+        return m
+
+    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+        """As one by one: what tokens got is added up, and once the cache is full the lowest sum leaves it."""
+        if self.is_still:
+            return super().read_feed(layer, feed)
+        sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
+
+        def scores(weights: Tensor, n_held: int) -> Tensor:
+            self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * sums.shape[1] * n_held)
+            return sums.add_(reduce_group(weights, sums.shape[1], self.params.reduce))
+
+        keeps = self.plan.n_sink, self.plan.n_recent
+        out, held = read_evicting(self, layer, feed, self.plan.tokens, keeps, scores)
+        self.sums[layer] = sums.gather(-1, held)
         return out
 
     def protected(self, layer: int) -> Sequence[int]:
