@@ -258,6 +258,10 @@ class Layer:
         self.evictions = positions.gather(-1, leaves.topk(n - k).indices)  # a mask's own indices would have to wait
         self._keep(positions.gather(-1, slots))
 
+    def count_in(self, n_held: int) -> None:
+        """Count the current token in, where the caller keeps the tokens until `hold`: `n_held` of them by now."""
+        self.n_seen, self.n_window, self.evictions = self.n_seen + 1, n_held - self.n_kept, None
+
     def hold(self, k: Tensor, v: Tensor, positions: Tensor, held: Tensor) -> None:
         """From now on hold these tokens alone, `held` (1, h_kv, k) of k and v (1, h_kv, n, d_h) at their positions."""
         self._assert_drops()

@@ -42,7 +42,7 @@ def read_evicting(
         weights = torch.add(logits[:, :, t], hidden, out=logits[:, :, t]).softmax(-1)  # (h_kv, g, n)
         logits[:, :, t] = weights
         n_held += 1
-        at.n_seen, at.n_window = at.n_seen + 1, n_held - at.n_kept
+        at.count_in(n_held)
         worth = scores(weights.flatten(0, 1).unsqueeze(0), n_held)
         row.store.close(layer)
         if n_held > n_most:

@@ -34,11 +34,15 @@ def row_of(one: Subject, ratio: str = "0.2") -> tuple[Trace, Any]:
 
 
 def said(
-    trace: Trace, rows: Sequence[Any], feed: Sequence[int], n: int = 8, how: str = "compressed"
+    trace: Trace, rows: Sequence[Any], feed: Sequence[int], n: int = 8, how: str = "compressed", n_before: int = 0
 ) -> list[list[int]]:
+    """What rows answer to a feed, of which they read the first tokens apart, one by one."""
     model = conformance.model()
     with model.hooked():
         talk = Talk(model, trace, rows)
+        for token in feed[:n_before]:
+            talk.read([[token]] * len(rows))
+        feed = feed[n_before:]
         return [answer.ids for answer in talk.answer(talk.read([feed] * len(rows), how), [n] * len(rows))]
 
 
@@ -50,7 +54,7 @@ def reads_as_steps(name: str) -> None:
         rows = [built(first), *(built(first.variant.row(trace, N_NEW)) for _ in range(2))]
     with model.hooked():
         stepwise = decode(model, trace, rows[:1], max_new_tokens=8, feed=FEED).answers[0].ids
-    assert said(trace, rows[1:2], FEED) == [stepwise]
+    assert said(trace, rows[1:2], FEED, n_before=2) == [stepwise]
     assert said(trace, rows[2:], FEED, how="tokenwise") == [stepwise]
     books = [sorted(row.store.ledger.entries) for row in rows]
     assert books[0] == books[1] == books[2]
