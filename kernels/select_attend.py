@@ -178,7 +178,7 @@ def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tup
 
 
 def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries (1, h, n, d_h), each over places of its own, as idx (n, heads, k) and bias say: out, and lse (1, h, n)."""
+    """Queries (1, h, n, d_h), each over its own places idx (n, heads, k), with a bias alike: out, and lse (1, h, n)."""
     _, h, n, d_h = q.shape
     assert part.idx is not None and len(part.idx) == n and q.device.type == "cpu", (part.idx, q.shape)
     queries = q.transpose(1, 2).contiguous()  # (1, n, h, d_h)

@@ -130,7 +130,9 @@ def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: fl
     return idx, weights, entries
 
 
-def find_twice_ref(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float) -> tuple[Tensor, Tensor, Tensor]:
+def find_twice_ref(
+    codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Head by head and table by table, in float64."""
     (h, n_tables), (bits, tokens, starts) = codes.shape, hashed.tables
     entries = torch.zeros(h, dtype=torch.int64)

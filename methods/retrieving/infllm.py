@@ -64,7 +64,7 @@ def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_
 
 
 def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
-    """Queries (n, h, 1, d_h) times the means of blocks (n_blocks, heads, d_h): (n, 1, n_blocks), or (n, h, n_blocks)."""
+    """Queries (n, h, 1, d_h) times means of blocks (n_blocks, heads, d_h): (n, 1, n_blocks), or (n, h, n_blocks)."""
     n_blocks, heads, d_h = means.shape
     grouped = q.float().reshape(len(q), heads, -1, d_h)  # (n, heads, h // heads, d_h)
     if per_head:
