@@ -161,8 +161,8 @@ class Talk:
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
                         out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
                 elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
-                    own = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
-                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, *own, scale)
+                    q_i, k_i, v_i = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
+                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, scale)
                 else:
                     left.append(i)
         ahead = self.look_ahead(layer, left)
@@ -205,11 +205,11 @@ def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, 
     while start < m:
         row.store[layer].leave()
         n = row.at_once(layer, m - start)
-        some = [x[:, :, start : start + n] for x in (q, k, v)]
+        q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
         if n > 1:
-            outs.append(row.read_feed(layer, Feed(*some, scale, moments(row.store[layer], n))))
+            outs.append(row.read_feed(layer, Feed(q_n, k_n, v_n, scale, moments(row.store[layer], n))))
         else:
-            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, *some, scale))
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, scale))
         start += n
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
