@@ -258,6 +258,13 @@ class Layer:
         self.evictions = positions.gather(-1, leaves.topk(n - k).indices)  # a mask's own indices would have to wait
         self._keep(positions.gather(-1, slots))
 
+    def rest(self, slots: Tensor, room: int) -> int:
+        """Between steps, hold these slots' tokens alone as `retain` does: the bytes that were written."""
+        self.evictions = None
+        self.retain(slots, room)
+        self.evictions = None
+        return slots.shape[-1] * self.meter.shape.h_kv * self.meter.token_bytes
+
     def count_in(self, n_held: int) -> None:
         """Count the current token in, where the caller keeps the tokens until `hold`: `n_held` of them by now."""
         self.n_seen, self.n_window, self.evictions = self.n_seen + 1, n_held - self.n_kept, None

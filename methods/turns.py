@@ -16,6 +16,7 @@ from engine.turns.state import Mark, fork_of
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention
+    from methods.variant import Variant
 
 HOOKS = ("after_attention", "resident", "stand_ins")
 CLASSWIDE = ("step_rows", "after_rows")
@@ -79,6 +80,14 @@ class Turns:
         `lse` (1, h, m) are the log-sum-exps of the scaled logits of all that each token attended to.
         """
         return out
+
+    def extend(self, layer: int, q: Tensor, grown: "Variant") -> None:
+        """Hold a feed's tokens within the budget of `grown`, the method on prompts as long as the conversation is.
+
+        The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone, and what this
+        reads and writes goes into `rebuilt_bytes` of the ledger.
+        """
+        raise AssertionError(f"{type(self).__name__} keeps the budget of the context")
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h)."""

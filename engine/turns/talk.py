@@ -25,6 +25,7 @@ from engine.turns.feed import Feed, moments
 if TYPE_CHECKING:
     from engine.model import Call, Model
     from methods.base import SelectiveAttention
+    from methods.variant import Variant
 
 
 class Talk:
@@ -46,6 +47,8 @@ class Talk:
         self.clock = Clock()
         self.is_dense = False  # while a feed is read that attends to all that rows hold
         self.calls: dict[int, Call] = {}
+        self.growing: dict[int, Variant] = {}  # rows that hold a feed within a budget of this length once it is read
+        self.asked: dict[tuple[int, int], list[Tensor]] = {}  # by row and layer the feed's queries, of those rows
 
     def fork(self) -> "Talk":
         """The same rows a second time, to go on from here."""
@@ -54,8 +57,16 @@ class Talk:
         talk.positions = list(self.positions)
         return talk
 
-    def read(self, feeds: Sequence[Sequence[int]], feed: str = "compressed") -> Tensor:
-        """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32."""
+    def read(
+        self, feeds: Sequence[Sequence[int]], feed: str = "compressed", grown: "Sequence[Variant | None]" = ()
+    ) -> Tensor:
+        """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32.
+
+        A row with a `grown` variant then holds what it has within that one's budget.
+        """
+        self.growing = {
+            i: variant for i, variant in enumerate(grown) if variant is not None and not self.rows[i].variant.is_full
+        }
         assert len(feeds) == len(self.rows) and all(feeds), [len(each) for each in feeds]
         longest = max(map(len, feeds))
         pads = [longest - len(each) for each in feeds]
@@ -78,7 +89,15 @@ class Talk:
         self.is_dense = False
         if len(found) == 2:
             found[0][stepwise] = found[1][stepwise]
+        self.extend()
         return found[0]
+
+    def extend(self) -> None:
+        """Let rows whose budget grows compress what they read."""
+        with torch.inference_mode():
+            for (i, layer), queries in self.asked.items():
+                self.rows[i].extend(layer, torch.cat(queries, 2), self.growing[i])
+        self.growing, self.asked = {}, {}
 
     def answer(
         self, logits: Tensor, max_new_tokens: Sequence[int], stop_ids: Iterable[int] = (), min_new_tokens: int = 0,
@@ -129,6 +148,7 @@ class Talk:
         Returns the logits of the next token, (n, vocabulary) float32; of other rows they are undefined.
         """
         assert not (self.has_own_layers and any(pads)), "layers that the model keeps to itself read feeds of one length"
+        self.which = list(which)
         self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
         m, which = ids.shape[1], list(which)
         self.starts = [self.positions[i] - pads[i] for i in which]
@@ -153,6 +173,9 @@ class Talk:
         if layer not in self.compressed:
             return attend_own(q, k, v, scale, window) if m == 1 else attend_own_past(q, k, v, scale, window)
         rows, out = self.active, q.new_zeros(q.shape)
+        for at, i in enumerate(self.which if self.growing else ()):
+            if i in self.growing and layer not in rows[at].skipped_layers():
+                self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])
         with span("attention", layer):
             left = []
             for i, row in enumerate(rows):

@@ -30,8 +30,9 @@ from engine.observe import ColumnSums, Observation
 from engine.turns.feed import Feed
 from methods.evicting import read_evicting
 from methods.rules.dropping.h2o import H2ORules
-from methods.scorers import lowest_slot, reduce_group
+from methods.scorers import keep_top, lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
+from methods.variant import Variant
 
 SCORE_BYTES = 4
 
@@ -125,6 +126,18 @@ class H2O(H2ORules, ScoringMethod):
         out, held = read_evicting(self, layer, feed, self.plan.tokens, keeps, scores)
         self.sums[layer] = sums.gather(-1, held)
         return out
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        """The cache grows, for tokens to come. Where nothing left it while it was read, the lowest sums leave now."""
+        at, plan = self.store[layer], grown.plan
+        positions, sums = at.positions(), self.sums[layer]
+        n = positions.shape[-1]
+        ends = (positions < plan.n_sink) | (positions >= at.n_seen - plan.n_recent)
+        stays = keep_top(sums.masked_fill(ends, torch.inf), min(n, plan.tokens))
+        self.sums[layer] = sums.gather(-1, stays)
+        room = min(self.store.n_new - (at.n_seen - self.trace.s_prompt), plan.tokens + 1 - stays.shape[-1])
+        self.store.ledger.rebuilt_bytes += at.rest(stays, room) + SCORE_BYTES * sums.numel()
+        self.plan = plan
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
