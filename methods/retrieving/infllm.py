@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import ELEMENT_BYTES
+from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.turns.feed import Feed, Selected
@@ -276,6 +276,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
+        self.store.ledger.rebuilt_bytes += plan.block_len * key_bytes(self.trace.shape, 1)
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0

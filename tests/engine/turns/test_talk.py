@@ -1,11 +1,13 @@
 """Feeds of several tokens against the same tokens step by step, and rows that go back."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
+from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import Trace, prefill
@@ -13,6 +15,7 @@ from engine.turns.talk import Talk
 from methods.base import SelectiveAttention
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
+from methods.variant import Variant
 from tests import conformance
 from tests.conformance import METHODS, Refused, Subject, read, variant
 from tests.tiny import CONFIGS, prompt, tiny
@@ -75,14 +78,25 @@ def goes_back(name: str) -> None:
     assert said(trace, [row, row.fork()], FEED) == alone * 2
 
 
+def with_everything(one: Subject) -> Variant:
+    """The method with every token: with all bytes where it makes codes, for all turns where its budget has answers."""
+    asked = request("1", comm=one.comm)
+    if one.kind.changes:
+        asked = BudgetRequest(None, None, asked.comm, memory=Fraction(1))
+    if one.kind.of_answers:
+        asked = BudgetRequest(None, conformance.S + N_NEW, Fraction(0), counts=one.counts)
+    return one.kind.variant_for(one.params, asked, conformance.model().shape, conformance.S, allocator=one.allocator)
+
+
 def is_full_at_ratio_1(name: str) -> None:
     """With the whole budget, three turns that stay are those of full attention."""
     model = conformance.model()
     answers = []
     for one in (conformance.ours("full"), conformance.ours(name)):
-        trace, row = row_of(one, "1")
+        whole = with_everything(one)
+        trace = read([whole])
         with torch.inference_mode():
-            built(row)
+            row = built(whole.row(trace, N_NEW))
         with model.hooked():
             talk, mine = Talk(model, trace, [row]), []
             for turn in range(3):
