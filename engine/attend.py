@@ -18,6 +18,9 @@ from kernels.packed.rows import CodedRows, takes_codes
 from kernels.rows.weights import soften_rows
 from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
 
+Partial = tuple[Tensor, Tensor]  # attention over some tokens, and the log-sum-exp of their logits
+MANY = 512  # tokens of a part from which it is worth asking whether rows share it
+
 
 @dataclass(slots=True)  # not frozen: to make a part would take 1.5 us more, a row makes some in every layer and step
 class Part:
@@ -78,9 +81,12 @@ def attend_rows(
     On a GPU one launch for all rows; on a CPU they take turns. What q has behind the rows is nobody's.
     """
     if q.device.type == "cpu":
+        shared, left = attend_shared(q, rows, scale, wants_weights)
         done = [
-            attend_weights(q[i : i + 1], parts, scale) if wants else (attend(q[i : i + 1], parts, scale), None)
-            for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
+            attend_weights(q[i : i + 1], parts, scale)
+            if wants
+            else (attend(q[i : i + 1], parts, scale, shared.get(i, ())), None)
+            for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True))
         ]
         outs = [out for out, _ in done]
         return outs[0] if len(outs) == 1 else torch.cat(outs), [weights for _, weights in done]
@@ -105,11 +111,51 @@ def tokens_of(q: Tensor, part: Part, coded: CodedRows | None, row: int) -> list[
     return coded.add(row, part.packed, part.q)
 
 
-def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
-    """Softmax attention of one query per head over the union of `parts`."""
-    assert parts, "a query must attend to something"
+def attend_shared(
+    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+) -> tuple[dict[int, list[Partial]], Sequence[list[Part]]]:
+    """Attention over parts that several rows have in common, which are read once for all of them.
+
+    By row what `attend` is to join with the row's other parts, and those. Only parts of many tokens are worth it.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i, parts in enumerate(rows):
+        for part in () if wants_weights[i] else parts:
+            if part.k.shape[2] >= MANY and is_stretch(part):
+                places.setdefault(memory_of(part), []).append(i)
+    owners = {memory: which for memory, which in places.items() if len(which) > 1}
+    if not owners:
+        return {}, rows
+    done: dict[int, list[Partial]] = {}
+    for memory, which in owners.items():
+        part = next(part for part in rows[which[0]] if memory_of(part) == memory)
+        asking = q[which].unflatten(1, (part.k.shape[1], -1)).squeeze(3).transpose(0, 1)  # (h_kv, rows, g, d_h)
+        found = partial(asking.reshape(1, -1, 1, q.shape[3]), part, scale)  # as if they were heads of one row
+        out, lse = (x[0].unflatten(1, (len(which), -1)).transpose(0, 1) for x in found)  # (rows, h_kv, g, d_h)
+        for at, i in enumerate(which):
+            done.setdefault(i, []).append((out[at : at + 1], lse[at : at + 1]))
+    left = [
+        [part for part in parts if i not in done or memory_of(part) not in owners] for i, parts in enumerate(rows)
+    ]  # fmt: skip
+    return done, left
+
+
+def is_stretch(part: Part) -> bool:
+    """Whether a part is tokens beside each other and nothing else."""
+    others = part.mask, part.q, part.idx, part.spans, part.bias, part.packed
+    return all(x is None for x in others)
+
+
+def memory_of(part: Part) -> tuple[int, ...]:
+    """Equal where two stretches are the same tokens; nothing where it is none."""
+    return (part.k.data_ptr(), part.v.data_ptr(), *part.k.shape, *part.k.stride()) if is_stretch(part) else ()
+
+
+def attend(q: Tensor, parts: list[Part], scale: float, joins: Sequence[Partial] = ()) -> Tensor:
+    """Softmax attention of one query per head over the union of `parts`, and of what `joins` already attended to."""
+    assert parts or joins, "a query must attend to something"
     n, h, _, d_h = q.shape
-    done, rest = [], [part for part in parts if part.n_tokens()]
+    done, rest = [*joins], [part for part in parts if part.n_tokens()]
     if any(part.idx is not None or part.spans is not None or part.bias is not None for part in rest):
         # Where a part is places or spans of a cache, or has a bias, one call is for all parts: joining two costs more
         # than 400 tokens.

@@ -125,8 +125,7 @@ class Layer:
 
     def advance(self, k_new: Tensor, v_new: Tensor) -> int:
         """Count the current token in: the slot that it takes, -1 where the window has none."""
-        if self.n_releases:
-            self._leave()
+        self.leave()
         slot = self.n_front + (self.n_seen - self.start) % self.capacity if self.capacity else -1
         self.newest = k_new, v_new
         self.n_seen += 1
@@ -269,6 +268,25 @@ class Layer:
         self.evictions = positions.gather(-1, leaves.topk(n - k).indices)  # a mask's own indices would have to wait
         self._keep(positions.gather(-1, slots))
 
+    def rest(self, slots: Tensor, room: int) -> int:
+        """Between steps, hold these slots' tokens alone as `retain` does: the bytes that were written."""
+        self.evictions = None
+        self.retain(slots, room)
+        self.evictions = None
+        return slots.shape[-1] * self.meter.shape.h_kv * self.meter.token_bytes
+
+    def count_in(self, n_held: int) -> None:
+        """Count the current token in, where the caller keeps the tokens until `hold`: `n_held` of them by now."""
+        self.n_seen, self.n_window, self.evictions = self.n_seen + 1, n_held - self.n_kept, None
+
+    def hold(self, k: Tensor, v: Tensor, positions: Tensor, held: Tensor) -> None:
+        """From now on hold these tokens alone, `held` (1, h_kv, k) of k and v (1, h_kv, n, d_h) at their positions."""
+        self._assert_drops()
+        assert self.view is None, f"layer {self.index} holds its prompt as a view"
+        for buffer, tokens in ((self.k, k), (self.v, v)):
+            buffer[:, :, : held.shape[-1]] = gather_tokens(tokens, held)
+        self._keep(positions.gather(-1, held))
+
     def keys(self) -> Tensor:
         """Keys of kept tokens and window, slot by slot as `positions` has them: (1, h_kv, n, d_h)."""
         return torch.cat([part.k for part in self.resident()], 2)
@@ -348,8 +366,10 @@ class Layer:
         assert self.n_releases <= self.n_window, f"layer {self.index} has {self.n_window} tokens to release"
         self.meter.count_released(self.n_releases)
 
-    def _leave(self) -> None:
-        """Let released tokens go; what stays moves to the window's first slots."""
+    def leave(self) -> None:
+        """Let released tokens go, if there are any; what stays moves to the window's first slots."""
+        if not self.n_releases:
+            return
         n_stay = self.n_window - self.n_releases
         if n_stay:
             assert self.n_window == self.n_seen - self.start, "a window that slid is released as a whole"

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.meter import Owed
-from engine.caches.coded import Codec, CodedLayer, Place
+from engine.caches.coded import Codec, CodedLayer
 from engine.caches.copies import Copies
 from engine.layer import Layer
-from kernels.rows.append import append_rows_triton
+from kernels.rows.append import Place, append_rows_triton
 from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
 
 

@@ -108,7 +108,8 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
         )
     if task.asking is not None:
         with naming(settings):
-            task.asking.check(rules)
+            is_plain = settings.allocator is settings.compose is settings.budget.memory is None
+            task.asking.check(rules, params, is_plain)
         if not settings.sampling.is_greedy:
             raise ConfigError(
                 f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns "

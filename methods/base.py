@@ -34,9 +34,9 @@ from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
-from engine.turns.state import Mark, fork_of
 from methods.rules.base import Coding, Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
+from methods.turns import Turns
 from methods.variant import Partner, Variant
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row", bound="SelectiveAttention")
 
 
-class SelectiveAttention(Rules, ABC):
+class SelectiveAttention(Rules, Turns, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
@@ -208,28 +208,6 @@ class SelectiveAttention(Rules, ABC):
             corrected = row.after_attention(layer, given, weights[i])
             if corrected is not given:
                 given.copy_(corrected)
-
-    @property
-    def is_still(self) -> bool:
-        """Whether a step only adds its token to what is resident: then several tokens may be read at once."""
-        kind, usual = type(self), SelectiveAttention
-        hooks, classwide = ("after_attention", "resident", "stand_ins"), ("step_rows", "after_rows")
-        return self.variant.is_full or (
-            all(getattr(kind, name) is getattr(usual, name) for name in hooks)
-            and all(getattr(kind, name).__func__ is getattr(usual, name).__func__ for name in classwide)
-        )
-
-    def mark(self) -> Mark:
-        """This moment, to go back to."""
-        return Mark(self)
-
-    def reset(self, mark: Mark) -> None:
-        """Go back to where the mark was made, as if nothing had been read since; the ledger begins anew."""
-        mark.restore(self)
-
-    def fork(self) -> "SelectiveAttention":
-        """A second row that goes on from here."""
-        return fork_of(self)
 
     def after_step(self) -> None:
         """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""

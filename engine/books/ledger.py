@@ -57,6 +57,7 @@ class Ledger:
     def __init__(self) -> None:
         self.written: list[Entry] = []
         self.debt: Debt | None = None  # counts that an accelerator still has
+        self.rebuilt_bytes = 0  # read and written between steps, to choose or to index tokens anew
 
     @property
     def entries(self) -> list[Entry]:

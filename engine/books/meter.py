@@ -85,6 +85,11 @@ class Meter:
         assert field in self.counts, f"{field} is not counted per step"
         self.counts[field] += amount
 
+    def taken(self) -> dict[str, int]:
+        """What was counted since the step before, to be counted for other steps."""
+        counts, self.counts = self.counts, self.zeros.copy()
+        return {field: amount for field, amount in counts.items() if amount}
+
     def count_released(self, n: int) -> None:
         """`n` tokens go from the window to the host."""
         self.counts["released_bytes"] += n * self.shape.h_kv * self.far_bytes * self.moves

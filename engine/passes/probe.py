@@ -101,16 +101,16 @@ class _Behind:
             lse = torch.stack([each for _, each in parts]).logsumexp(0)
             if len(self.far):
                 parts.append(whole(q, keys.index_select(2, self.far), values.index_select(2, self.far), scale))
-            out = joined(parts)
+            out, _ = joined(parts)
         with span("observe", layer):
             self.found[layer].append(self.what.observe(self.at, q, near, scale, lse))
         return out
 
 
-def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over several sets of tokens, from that over each (1, h, r, d_h) with its log-sum-exps (1, h, r)."""
+def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over several sets of tokens and its log-sum-exps (1, h, r), from those over each (1, h, r, d_h)."""
     (out, lse), *others = parts
     for more, its_lse in others:
         share = (its_lse - lse).sigmoid_().unsqueeze(-1)  # of the weights that lie on these tokens
         out, lse = torch.lerp(out, more, share.to(out.dtype)), torch.logaddexp(lse, its_lse)
-    return out
+    return out, lse

@@ -1,60 +1,104 @@
-"""Several tokens of a feed in one call, for rows whose steps only add their token to what is resident.
+"""Several tokens of a feed in one call, for rows whose steps only add their token and select in the same way.
 
-All tokens of the feed see what was resident before it; among themselves they are causal. The books get an entry for
-each token, as if it had come alone.
+All tokens of the feed see what was resident before it, as long as it is; among themselves they are causal; what they
+fetch is selected for all of them and attended to in one call. The books get an entry for each token, as if it had come
+alone.
 
-Not here: rows that select, slide or evict (`engine/turns/talk.py`).
+Not here: which rows may (`methods/turns.py`), rows of which each token changes what the next one finds
+(`engine/turns/talk.py`).
 """
 
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.attend import Part
-from engine.causal import causal, whole
+from engine.causal import causal, fused, whole
 from engine.layer import Layer
 from engine.passes.probe import joined
+from engine.turns.feed import Feed, Selected, outgoing
+from kernels.select_attend import attend_each
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention
 
 
-def takes_at_once(row: "SelectiveAttention", layer: int, m: int) -> bool:
-    """Whether the row may read so many tokens at once in this layer, as if they came one after the other."""
+def read_at_once(row: "SelectiveAttention", layer: int, feed: Feed) -> Tensor:
+    """The outputs (1, h, m, d_h) of the tokens, which the layer takes in."""
     at = row.store[layer]
-    is_still = row.is_still or layer in row.skipped_layers()
-    plain = at.host is None and at.queries is None and not at.is_coded
-    return is_still and plain and at.rolling is None and at.capacity - at.n_window >= m
-
-
-def read_at_once(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The outputs (1, h, m, d_h) of m tokens, which the layer takes in."""
-    at = row.store[layer]
-    parts = [past(q, part, scale) for part in at.resident() if part.n_tokens()]
-    out = joined([causal(q, k, v, scale), *parts])
-    for t in range(k.shape[2]):
-        slot = at.advance(k[:, :, t : t + 1], v[:, :, t : t + 1])
-        if t == 0:
-            take_in(at, slot, k, v)
-        row.store.close(layer)
+    parts = [causal(feed.q, feed.k, feed.v, feed.scale), *past(at, feed)]
+    selected = None
+    if at.can_fetch:
+        send(at, feed)
+        selected = row.select_feed(layer, feed)
+    if selected is not None:
+        parts.append(fetched(at, feed, selected))
+    out, lse = joined(parts)
+    take_in(row, layer, feed, selected)
+    out = row.after_feed(layer, feed, out, lse)
+    row.store.close(layer)
     return out
 
 
-def take_in(at: Layer, slot: int, k: Tensor, v: Tensor) -> None:
-    """Write the tokens to the slots from here on."""
-    for buffer, new in ((at.k, k), (at.v, v)):
-        buffer[:, :, slot : slot + new.shape[2]] = new
+def send(at: Layer, feed: Feed) -> None:
+    """Write the tokens to the host, where it has generated ones."""
+    if at.host is not None and at.host.has_keys:
+        t = at.n_seen - at.s_prompt
+        for late, new in zip(at.host.late, (feed.k, feed.v), strict=True):
+            late[:, :, t : t + new.shape[2]] = new
 
 
-def past(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all queries over one part, and the log-sum-exps."""
+def fetched(at: Layer, feed: Feed, selected: Selected) -> tuple[Tensor, Tensor]:
+    """Attention of each token over what is fetched for it."""
+    assert at.host is not None, f"layer {at.index} has no host"
+    n_seen, n_window = feed.moments[-1]
+    part = at.host.tokens(selected.idx.contiguous(), None, late=n_seen - at.s_prompt > n_window)
+    part.bias = selected.bias
+    return attend_each(feed.q, part.tokens(), feed.scale)
+
+
+def take_in(row: "SelectiveAttention", layer: int, feed: Feed, selected: Selected | None) -> None:
+    """Count every token in, write all of them to their slots, and the books of all but the last."""
+    at, m = row.store[layer], feed.k.shape[2]
+    counts, slots = at.meter.taken(), []
+    for t in range(m):
+        slots.append(at.advance(feed.k[:, :, t : t + 1], feed.v[:, :, t : t + 1]))
+        for name, amount in counts.items():
+            at.meter.count(name, amount)
+        if selected is not None:
+            for name, amounts in selected.counts.items():
+                at.meter.count(name, amounts[t])
+            at.fetch(selected.idx[t : t + 1], row.pads)
+        if t < m - 1:
+            row.store.close(layer)
+    places = torch.tensor(slots, device=at.k.device)
+    for buffer, new in ((at.k, feed.k), (at.v, feed.v)):
+        buffer.index_copy_(2, places, new)
+
+
+def past(at: Layer, feed: Feed) -> list[tuple[Tensor, Tensor]]:
+    """Attention of each token over what is resident before the feed and still there when it comes."""
+    parts, hidden = [part for part in at.resident() if part.n_tokens()], outgoing(at, len(feed.moments), feed.q.dtype)
+    hides: list[Tensor | None] = [None] * len(parts)
+    if hidden is not None:
+        hides[-1] = pad(hidden, (parts[-1].n_tokens() - at.n_window, 0))
+    return [over(feed.q, part, feed.scale, hide) for part, hide in zip(parts, hides, strict=True)]
+
+
+def over(q: Tensor, part: Part, scale: float, hide: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of all queries over one part, and the log-sum-exps; `hide` (m, tokens) has -inf on what is hidden."""
     part = part.gathered()
     if part.mask is None and part.bias is None:
-        return whole(q, part.k, part.v, scale)
+        if hide is None:
+            return whole(q, part.k, part.v, scale)
+        return fused(q, part.k, part.v, scale, hide)
     groups = q.shape[1] // part.k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).float() for x in (part.k, part.v))
     logits = (q.float() @ keys.mT) * scale
+    if hide is not None:
+        logits = logits + hide
     if part.bias is not None:
         logits = logits + part.bias.repeat_interleave(q.shape[1] // part.bias.shape[1], 1).unsqueeze(2)
     if part.mask is not None:

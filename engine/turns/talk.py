@@ -2,8 +2,8 @@
 
 A feed goes through the model in one pass over all rows, each with tokens of its own: shorter feeds are padded in front.
 Within a layer a row takes its tokens one after the other, as it would step by step, so that every token sees what the
-method offers for it and the tokens before it in the feed. Rows that only add tokens to what is resident take them all
-at once (`engine/turns/at_once.py`).
+method offers for it and the tokens before it in the feed. Rows in which a token changes nothing but what is added take
+many at once (`engine/turns/at_once.py`).
 
 Not here: one token at a time (`engine/decode.py`), going back (`engine/turns/state.py`).
 """
@@ -19,12 +19,13 @@ from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.decode import Answer, attend_groups, attend_own
 from engine.prefill import Trace
-from engine.turns.at_once import read_at_once, takes_at_once
 from engine.turns.dense import read_dense
+from engine.turns.feed import Feed, moments
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
     from methods.base import SelectiveAttention
+    from methods.variant import Variant
 
 
 class Talk:
@@ -46,6 +47,8 @@ class Talk:
         self.clock = Clock()
         self.is_dense = False  # while a feed is read that attends to all that rows hold
         self.calls: dict[int, Call] = {}
+        self.growing: dict[int, Variant] = {}  # rows that hold a feed within a budget of this length once it is read
+        self.asked: dict[tuple[int, int], list[Tensor]] = {}  # by row and layer the feed's queries, of those rows
 
     def fork(self) -> "Talk":
         """The same rows a second time, to go on from here."""
@@ -54,8 +57,16 @@ class Talk:
         talk.positions = list(self.positions)
         return talk
 
-    def read(self, feeds: Sequence[Sequence[int]], feed: str = "compressed") -> Tensor:
-        """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32."""
+    def read(
+        self, feeds: Sequence[Sequence[int]], feed: str = "compressed", grown: "Sequence[Variant | None]" = ()
+    ) -> Tensor:
+        """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32.
+
+        A row with a `grown` variant then holds what it has within that one's budget.
+        """
+        self.growing = {
+            i: variant for i, variant in enumerate(grown) if variant is not None and not self.rows[i].variant.is_full
+        }
         assert len(feeds) == len(self.rows) and all(feeds), [len(each) for each in feeds]
         longest = max(map(len, feeds))
         pads = [longest - len(each) for each in feeds]
@@ -78,7 +89,15 @@ class Talk:
         self.is_dense = False
         if len(found) == 2:
             found[0][stepwise] = found[1][stepwise]
+        self.extend()
         return found[0]
+
+    def extend(self) -> None:
+        """Let rows whose budget grows compress what they read."""
+        with torch.inference_mode():
+            for (i, layer), queries in self.asked.items():
+                self.rows[i].extend(layer, torch.cat(queries, 2), self.growing[i])
+        self.growing, self.asked = {}, {}
 
     def answer(
         self, logits: Tensor, max_new_tokens: Sequence[int], stop_ids: Iterable[int] = (), min_new_tokens: int = 0,
@@ -129,6 +148,7 @@ class Talk:
         Returns the logits of the next token, (n, vocabulary) float32; of other rows they are undefined.
         """
         assert not (self.has_own_layers and any(pads)), "layers that the model keeps to itself read feeds of one length"
+        self.which = list(which)
         self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
         m, which = ids.shape[1], list(which)
         self.starts = [self.positions[i] - pads[i] for i in which]
@@ -153,6 +173,9 @@ class Talk:
         if layer not in self.compressed:
             return attend_own(q, k, v, scale, window) if m == 1 else attend_own_past(q, k, v, scale, window)
         rows, out = self.active, q.new_zeros(q.shape)
+        for at, i in enumerate(self.which if self.growing else ()):
+            if i in self.growing and layer not in rows[at].skipped_layers():
+                self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])
         with span("attention", layer):
             left = []
             for i, row in enumerate(rows):
@@ -160,11 +183,9 @@ class Talk:
                     for j in range(self.pads[i], m):
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
                         out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
-                elif m > 1 and takes_at_once(row, layer, m - self.pads[i]):
-                    at = slice(self.pads[i], m)
-                    out[i : i + 1, :, at] = read_at_once(
-                        row, layer, q[i : i + 1, :, at], k[i : i + 1, :, at], v[i : i + 1, :, at], scale
-                    )
+                elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
+                    q_i, k_i, v_i = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
+                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, scale)
                 else:
                     left.append(i)
         ahead = self.look_ahead(layer, left)
@@ -199,6 +220,21 @@ class Talk:
         beside = {key: rows_of(value, looking) for key, value in self.calls[layer].beside.items()}
         queries = self.model.speculate(layer, self.calls[layer - 1].x[looking], beside)
         return dict(zip(looking, queries.split(1), strict=True))
+
+
+def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
+    outs, start, m = list[Tensor](), 0, q.shape[2]
+    while start < m:
+        row.store[layer].leave()
+        n = row.at_once(layer, m - start)
+        q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
+        if n > 1:
+            outs.append(row.read_feed(layer, Feed(q_n, k_n, v_n, scale, moments(row.store[layer], n))))
+        else:
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, scale))
+        start += n
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
 def name_of(kind: type) -> str:

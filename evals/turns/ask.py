@@ -12,7 +12,7 @@ Not here: the prefill and the lines' files (`evals/loop.py`), tokens (`evals/tur
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.books.ledger import Entry, Ledger
+from engine.books.ledger import Ledger
 from engine.decode import Answer
 from engine.model import Model
 from engine.prefill import Trace
@@ -20,6 +20,7 @@ from engine.turns.talk import Talk
 from evals.tasks.turns.conversation import Asking
 from evals.turns.encode import TalkPrompt
 from methods.base import SelectiveAttention
+from methods.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,13 @@ class Asker:
     def __init__(
         self, model: Model, trace: Trace, rows: Sequence[SelectiveAttention], prompt: TalkPrompt, asking: Asking,
         max_new_tokens: Sequence[int], stop_ids: frozenset[int], end_ids: Sequence[int], n_rows: int,
-        on_step: Callable[[], None],
+        on_step: Callable[[], None], grown: Callable[[int, int], Variant] | None = None,
     ) -> None:  # fmt: skip
-        """`n_rows` may be decoded at once; `end_ids` are those of a turn's end, where a chat template has one."""
+        """`n_rows` may be decoded at once; `end_ids` are those of a turn's end, where a chat template has one.
+
+        Where budgets grow with the conversation, `grown` is what a row's variant is on a prompt of so many tokens.
+        """
+        self.grown = grown
         self.model, self.trace, self.rows, self.prompt, self.asking = model, trace, rows, prompt, asking
         self.max_new, self.stop_ids, self.end_ids = list(max_new_tokens), stop_ids, tuple(end_ids)
         self.n_rows, self.on_step = n_rows, on_step
@@ -81,13 +86,14 @@ class Asker:
         for i, feed in enumerate(self.prompt.feeds):
             before = len(talk.clock.stretches)
             if feed:
-                logits = talk.read([feed] * len(self.rows), self.asking.feed)
+                grown = self.grown_to(range(len(self.rows)), talk.positions, [feed] * len(self.rows))
+                logits = talk.read([feed] * len(self.rows), self.asking.feed, grown)
             read_s = talk.seconds()[before:]
-            fed = [take_entries(row) for row in talk.rows]
+            fed = [take_ledger(row) for row in talk.rows]
             fork = talk.fork()
             answers = fork.answer(logits, [self.max_new[i]] * len(self.rows), self.stop_ids, on_step=self.on_step)
             for v, row in enumerate(fork.rows):
-                give_entries(row, fed[v])
+                put_before(row, fed[v])
                 seconds = [*read_s, *fork.seconds()]
                 yield self.said(i, v, row, answers[v], feed, seconds, len(read_s), len(self.rows))
 
@@ -100,14 +106,22 @@ class Asker:
             before = len(talk.clock.stretches)
             feeds = [self.after(answer, feed) for answer in answers] or [feed] * len(which)
             if all(feeds):
-                logits = talk.read(feeds, self.asking.feed)
+                logits = talk.read(feeds, self.asking.feed, self.grown_to(which, talk.positions, feeds))
             n_passes = len(talk.clock.stretches) - before
             answers = talk.answer(logits, [self.max_new[i]] * len(which), self.stop_ids, on_step=self.on_step)
             seconds = talk.seconds()[before:]
             for at, v in enumerate(which):
                 row = talk.rows[at]
                 yield self.said(i, v, row, answers[at], feeds[at], seconds, n_passes, len(which))
-                take_entries(row)
+                take_ledger(row)
+
+    def grown_to(
+        self, which: Sequence[int], positions: Sequence[int], feeds: Sequence[tuple[int, ...]]
+    ) -> list[Variant | None]:
+        """What the rows' variants are on prompts as long as the conversation is behind their feeds."""
+        if self.grown is None:
+            return [None] * len(which)
+        return [self.grown(v, n + len(feed)) for v, n, feed in zip(which, positions, feeds, strict=True)]
 
     def after(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
         """The next feed, behind the answer's last token; the turn's end stands there once."""
@@ -130,15 +144,15 @@ class Asker:
         )  # fmt: skip
 
 
-def take_entries(row: SelectiveAttention) -> list[Entry]:
-    """The entries of the row's ledger, which begins anew."""
-    entries = row.store.ledger.entries
-    row.store.ledger = Ledger()
-    return entries
+def take_ledger(row: SelectiveAttention) -> Ledger:
+    """The row's ledger, in whose place a new one begins."""
+    row.store.ledger, ledger = Ledger(), row.store.ledger
+    return ledger
 
 
-def give_entries(row: SelectiveAttention, entries: Sequence[Entry]) -> None:
-    """Put entries in front of those that the row has."""
-    ledger = Ledger()
-    ledger.written = [*entries, *row.store.ledger.entries]
+def put_before(row: SelectiveAttention, earlier: Ledger) -> None:
+    """Put what another ledger has in front of the row's own."""
+    ledger, own = Ledger(), row.store.ledger
+    ledger.written = [*earlier.entries, *own.entries]
+    ledger.rebuilt_bytes = earlier.rebuilt_bytes + own.rebuilt_bytes
     row.store.ledger = ledger

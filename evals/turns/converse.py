@@ -28,9 +28,11 @@ def converse(
     assert talk is not None, sample.id
     n_new = [turn.max_new_tokens for turn in talk.turns]
     group.progress.answering(sample.id, len(rows), sum(n_new))
+    grows = talk.asking.budget_base == "conversation"
     asker = Asker(
         group.model, trace, rows, prompt, talk.asking, n_new, stops, prompt.end_ids(stops),
         rows_at_once(group, cells, prompt), group.progress.advance,
+        (lambda row, n: cells[row].variant(n, prompt.frame)) if grows else None,
     )  # fmt: skip
     tokenizer = group.model.tokenizer
     lines = [

@@ -39,6 +39,7 @@ def turn_line(
         "feed": asking.feed,
         "budget_base": asking.budget_base,
         "feed_tokens": len(said.feed_ids),
+        "bytes_rebuilt": said.row.store.ledger.rebuilt_bytes,
         "feed_s": said.feed_s,
         "attended_by_feed": attended(entries[:fed], h),
         "attended_by_answer": attended(entries[fed:], h),

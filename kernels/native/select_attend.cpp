@@ -223,3 +223,23 @@ extern "C" void attend_parts(int64_t dtype, int64_t h, int64_t d, const void *q,
     else
         attend(h, d, (const f16 *)q, scale, n_parts, all, (f16 *)out, lse, n_threads);
 }
+
+// Many queries (n, h, d) over one part each: that of query i has the places idx + i * heads * n and biases alike.
+extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, const void *q, float scale,
+                            const void *part, void *out, float *lse, int64_t n_threads) {
+    const Part all = *(const Part *)part;
+    const auto run = [&](const auto *queries, auto *outs) {
+        parallel_for(n, (int)n_threads, [&](int64_t i) {
+            Part own = all;
+            own.idx += i * all.heads * all.n;
+            if (own.bias) own.bias += i * all.heads * all.bias_stride;
+            attend(h, d, queries + i * h * d, scale, 1, &own, outs + i * h * d, lse + i * h, 1);
+        });
+    };
+    if (dtype == FLOAT32)
+        run((const float *)q, (float *)out);
+    else if (dtype == BFLOAT16)
+        run((const bf16 *)q, (bf16 *)out);
+    else
+        run((const f16 *)q, (f16 *)out);
+}

@@ -102,8 +102,8 @@ def build_tables_ref(codes: Tensor, bits: int) -> Tables:
     return Tables(bits, found.indices.int(), starts.int())
 
 
-def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float) -> tuple[Tensor, Tensor, int]:
-    """Positions found, their log-weights, -log(chance + least), and how many entries of buckets were read.
+def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions found, their log-weights, -log(chance + least), and how many entries of buckets each head read, (h,).
 
     codes (h, tables) int16 and q (h, d_h) float32 are the queries', keys (1, h_kv, s, d_h) those of all positions.
     """
@@ -127,12 +127,15 @@ def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: fl
         middle.data_ptr(), keys.stride(1), hashed.means.data_ptr(), hashed.norms.data_ptr(), found.data_ptr(),
         counts.data_ptr(), most, idx.data_ptr(), weights.data_ptr(), threads,
     )  # fmt: skip
-    return idx, weights, int(entries.sum())
+    return idx, weights, entries
 
 
-def find_twice_ref(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float) -> tuple[Tensor, Tensor, int]:
+def find_twice_ref(
+    codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Head by head and table by table, in float64."""
-    (h, n_tables), (bits, tokens, starts), n_entries = codes.shape, hashed.tables, 0
+    (h, n_tables), (bits, tokens, starts) = codes.shape, hashed.tables
+    entries = torch.zeros(h, dtype=torch.int64)
     h_kv, _, n = tokens.shape
     positions, weights = [], []
     for head in range(h):
@@ -140,7 +143,7 @@ def find_twice_ref(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least
         for table, code in enumerate(codes[head].tolist()):
             begin, end = starts[owner, table, code : code + 2].tolist()
             met[tokens[owner, table, begin:end].long()] += 1
-            n_entries += end - begin
+            entries[head] += end - begin
         found = (met >= 2).nonzero()[:, 0]
         query = q[head].double()
         inner = (keys[0, owner, hashed.first + found].double() - hashed.means[owner].double()) @ query
@@ -149,7 +152,7 @@ def find_twice_ref(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least
         positions.append(found + hashed.first)
         weights.append(-(chance(cosine, bits, n_tables) + least).log().float())
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(positions, True, -1).unsqueeze(0), pad(weights, True, 0.0).unsqueeze(0), n_entries
+    return pad(positions, True, -1).unsqueeze(0), pad(weights, True, 0.0).unsqueeze(0), entries
 
 
 @cache

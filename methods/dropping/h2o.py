@@ -29,10 +29,13 @@ from torch import Tensor
 
 from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
+from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
+from methods.evicting import read_evicting
 from methods.rules.dropping.h2o import H2ORules
-from methods.scorers import lowest_slot, reduce_group
+from methods.scorers import keep_top, lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
+from methods.variant import Variant
 
 SCORE_BYTES = 4
 
@@ -130,6 +133,38 @@ class H2O(H2ORules, ScoringMethod):
             scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
         self.sums[layer] = scores
         return out
+
+    def at_once(self, layer: int, m: int) -> int:
+        if self.variant.is_full or self.params.generated == "on_top" or self.store[layer].k.is_cuda:
+            return super().at_once(layer, m)
+        return m
+
+    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+        """As one by one: what tokens got is added up, and once the cache is full the lowest sum leaves it."""
+        if self.is_still:
+            return super().read_feed(layer, feed)
+        sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
+
+        def scores(weights: Tensor, n_held: int) -> Tensor:
+            self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * sums.shape[1] * n_held)
+            return sums.add_(reduce_group(weights, sums.shape[1], self.params.reduce))
+
+        keeps = self.plan.n_sink, self.plan.n_recent
+        out, held = read_evicting(self, layer, feed, self.plan.tokens, keeps, scores)
+        self.sums[layer] = sums.gather(-1, held)
+        return out
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        """The cache grows, for tokens to come. Where nothing left it while it was read, the lowest sums leave now."""
+        at, plan = self.store[layer], grown.plan
+        positions, sums = at.positions(), self.sums[layer]
+        n = positions.shape[-1]
+        ends = (positions < plan.n_sink) | (positions >= at.n_seen - plan.n_recent)
+        stays = keep_top(sums.masked_fill(ends, torch.inf), min(n, plan.tokens))
+        self.sums[layer] = sums.gather(-1, stays)
+        room = min(self.store.n_new - (at.n_seen - self.trace.s_prompt), plan.tokens + 1 - stays.shape[-1])
+        self.store.ledger.rebuilt_bytes += at.rest(stays, room) + SCORE_BYTES * sums.numel()
+        self.plan = plan
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

@@ -18,13 +18,16 @@ Fails     where the question comes after the compression, or later text needs wh
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from engine.observe import LastQueries, Observation
+from engine.budget import key_bytes
+from engine.observe import LastQueries, Observation, window_scores
 from engine.prefill import Trace
 from methods.rules.dropping.snapkv import SnapKVRules
-from methods.scorers import pool_scores, reduce_group, window_votes
+from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from methods.scoring import ScoringMethod
+from methods.variant import Variant
 
 
 def voted_scores(trace: Trace, params: SnapKVRules.Params, window: int, layer: int) -> Tensor:
@@ -49,6 +52,21 @@ class SnapKV(SnapKVRules, ScoringMethod):
 
     def scorer(self) -> Hashable:
         return voter(self.params)
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        """The feed's last queries vote for all that is held before them; neighbours are those in the cache."""
+        at, store, plan, params = self.store[layer], self.store, grown.plan, self.params
+        window, keys = min(plan.window, q.shape[2]), at.keys()
+        n = keys.shape[2]
+        if n <= plan.cap:
+            return
+        votes = window_scores(q[:, :, -window:], keys, self.trace.scales[layer])
+        scores = pool_scores(reduce_group(votes, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+        best = keep_top(scores, plan.cap - window)
+        last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)
+        room = store.n_new - (at.n_seen - self.trace.s_prompt)
+        read = n * key_bytes(self.trace.shape, 1)
+        store.ledger.rebuilt_bytes += read + at.rest(torch.cat([best, last], -1), room)
 
     def report(self) -> dict[str, Any]:
         return super().report() | shrunk_window(self)

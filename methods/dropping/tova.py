@@ -24,7 +24,9 @@ from torch import Tensor
 
 from engine.caches.eviction import Learning, learn_rows
 from engine.observe import MeanWeights, Observation
+from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
+from methods.evicting import read_evicting
 from methods.rules.dropping.tova import TOVARules
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
@@ -91,6 +93,18 @@ class TOVA(TOVARules, ScoringMethod):
                 scores = weights.mean(1, keepdim=True)  # (1, 1, n)
                 slot = lowest_slot(scores, self.store[layer].positions()[:, :1])
                 self.store[layer].evict(slot.expand(-1, self.trace.shape.h_kv, -1))
+        return out
+
+    def at_once(self, layer: int, m: int) -> int:
+        return m if self.wants_weights and not self.store[layer].k.is_cuda else super().at_once(layer, m)
+
+    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+        """As one by one: the token that each of them looks at least leaves every head."""
+        if not self.wants_weights:
+            return super().read_feed(layer, feed)
+        out, _ = read_evicting(
+            self, layer, feed, self.plan.tokens, (0, 0), lambda weights, _: weights.mean(1, keepdim=True)
+        )
         return out
 
     def protected(self, layer: int) -> Sequence[int]:

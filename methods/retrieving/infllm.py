@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import ELEMENT_BYTES
+from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
+from engine.turns.feed import Feed, Selected
 from kernels.gather import gather_tokens
 from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
@@ -63,12 +64,12 @@ def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_
 
 
 def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
-    """Query (1, h, 1, d_h) times the means of blocks (n_blocks, heads, d_h): (1, n_blocks), or (h, n_blocks)."""
+    """Queries (n, h, 1, d_h) times means of blocks (n_blocks, heads, d_h): (n, 1, n_blocks), or (n, h, n_blocks)."""
     n_blocks, heads, d_h = means.shape
-    grouped = q.float().view(heads, -1, d_h)  # (heads, h // heads, d_h)
+    grouped = q.float().reshape(len(q), heads, -1, d_h)  # (n, heads, h // heads, d_h)
     if per_head:
-        return (grouped @ means.permute(1, 2, 0)).flatten(0, 1)
-    return (means.view(n_blocks, -1) @ grouped.sum(1).flatten()).unsqueeze(0)
+        return (grouped @ means.permute(1, 2, 0)).flatten(1, 2)
+    return (grouped.sum(2).flatten(1) @ means.view(n_blocks, -1).mT).unsqueeze(1)
 
 
 class InfLLM(InfLLMRules, SelectiveAttention):
@@ -176,17 +177,21 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         return select_alike(infllms, q, kind, lambda alike, q: select_blocks(alike, layer, q))
 
     def select(self, layer: int, q: Tensor) -> Tensor | None:
+        tokens = self.best_tokens(layer, q if self.q_far is None else self.q_far)
+        return None if tokens is None else self.chosen(tokens[0])
+
+    def best_tokens(self, layer: int, q: Tensor) -> Tensor | None:
+        """Tokens of the best blocks for queries (n, h, 1, d_h): (n, 1 or h, k * block_len)."""
         n_blocks, plan = self.n_blocks[layer], self.plan
         means = self.take_means(layer)
         if n_blocks == 0:
             return None
         if n_blocks <= plan.k:
-            blocks = torch.arange(n_blocks, device=q.device).unsqueeze(0)
+            blocks = torch.arange(n_blocks, device=q.device).expand(len(q), 1, -1)
         else:
-            query = q if self.q_far is None else self.q_far
-            blocks = top_stable(block_scores(query, means, self.params.per_head), plan.k)
+            blocks = top_stable(block_scores(q, means, self.params.per_head), plan.k)
         within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
-        return self.chosen((blocks.unsqueeze(-1) * plan.block_len + within).flatten(1))
+        return (blocks.unsqueeze(-1) * plan.block_len + within).flatten(2)
 
     def take_means(self, layer: int) -> Tensor:
         """Means of the blocks that there are, which go into the books."""
@@ -217,6 +222,40 @@ class InfLLM(InfLLMRules, SelectiveAttention):
             row.selected = None
         return parts
 
+    # A feed.
+
+    def selects_feeds(self, layer: int) -> bool:
+        return not self.turns and (layer not in self.scores or self.params.repr_score == "prob")
+
+    def at_once(self, layer: int, m: int) -> int:
+        """At most until a block is formed."""
+        n, plan = super().at_once(layer, m), self.plan
+        if layer not in self.scores:
+            return n
+        fills_at = plan.n_sink + plan.n_local + (self.n_blocks[layer] + 1) * plan.block_len
+        return max(1, min(n, fills_at - self.store[layer].n_seen))
+
+    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+        tokens = self.best_tokens(layer, feed.queries)
+        if tokens is None:
+            return None
+        return Selected(tokens if tokens.shape[1] > 1 else tokens.expand(-1, self.trace.shape.h_kv, -1))
+
+    def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
+        """As after each token: what local tokens got is added up."""
+        if layer not in self.scores:
+            return out
+        n_sink, n_local, stop = self.plan.n_sink, self.plan.n_local, self.store[layer].n_window
+        window = self.store[layer].resident()[0].k[0, :, n_sink : n_sink + stop].float()  # (h_kv, n, d_h)
+        grouped = feed.q[0].float().unflatten(0, (len(window), -1))  # (h_kv, g, m, d_h)
+        weights = ((grouped @ window.mT.unsqueeze(1)) * feed.scale - lse[0].view(*grouped.shape[:3], 1)).exp()
+        place, end = torch.arange(stop), torch.tensor([n_window for _, n_window in feed.moments]).unsqueeze(1)
+        is_local = (place < end) & (place >= end - n_local)  # (m, n)
+        self.scores[layer][:, :stop] += (weights * is_local).sum(2).flatten(0, 1)
+        if self.plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
+            self.form_block(layer)
+        return out
+
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what local tokens got; where as many tokens as a block has are no longer local, they become one."""
         if layer not in self.scores:
@@ -237,6 +276,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
+        self.store.ledger.rebuilt_bytes += plan.block_len * key_bytes(self.trace.shape, 1)
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0

@@ -37,6 +37,7 @@ from torch import Tensor
 from engine.books.spans import span
 from engine.budget import token_bytes
 from engine.observe import LastQueries, Observation, at_once
+from engine.turns.feed import Feed, Selected
 from kernels.rows.collisions import Hashed, build_tables, chance_of_two, find_twice, one_table, pack_codes
 from methods.base import SelectiveAttention
 from methods.rules.retrieving.magicpig import (
@@ -199,7 +200,7 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         queries = q[0, :, 0].cpu().float()
         codes = codes_of(queries.view(h_kv, h // h_kv, d_h), index.planes, self.params.bits).mT.reshape(h, -1)
         idx, weights, n_entries = find_twice(codes, queries, at.host.k, index.hashed, LEAST)
-        at.meter.count("moved_meta_bytes", ENTRY_BYTES * n_entries + BOUND_BYTES * h * index.n_tables)
+        at.meter.count("moved_meta_bytes", ENTRY_BYTES * int(n_entries.sum()) + BOUND_BYTES * h * index.n_tables)
         self.n_found += int((idx >= 0).sum())
         self.n_samples += h
         if idx.shape[-1] == 0:
@@ -212,6 +213,26 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
 
     def log_weights(self, layer: int) -> Tensor | None:
         return self.weights
+
+    # A feed.
+
+    def selects_feeds(self, layer: int) -> bool:
+        return True
+
+    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+        """The heads of all queries, KV head by KV head, are searched as if they were those of one."""
+        index, host, (h, m, d_h) = self.indexes[layer], self.store[layer].host, feed.q.shape[1:]
+        assert host is not None
+        h_kv = self.trace.shape.h_kv
+        grouped = feed.q[0].float().reshape(h_kv, -1, d_h)  # (h_kv, g * m, d_h)
+        codes = codes_of(grouped, index.planes, self.params.bits).mT.reshape(h * m, -1)
+        idx, weights, n_entries = find_twice(codes, grouped.flatten(0, 1), host.k, index.hashed, LEAST)
+        self.n_found += int((idx >= 0).sum())
+        self.n_samples += h * m
+        read = ENTRY_BYTES * n_entries.view(h, m).sum(0) + BOUND_BYTES * h * index.n_tables
+        counts = {"moved_meta_bytes": read.tolist()}
+        idx, weights = (x.view(h, m, x.shape[-1]).transpose(0, 1).contiguous() for x in (idx, weights))
+        return Selected(idx, weights, counts)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)

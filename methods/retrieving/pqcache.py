@@ -46,6 +46,7 @@ from torch import Tensor
 from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
 from engine.budget import ELEMENT_BYTES
+from engine.turns.feed import Feed, Selected
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
 from kernels.topk import top_keys
@@ -219,15 +220,40 @@ class PQCache(PQCacheRules, SelectiveAttention):
         idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, scale, merge)
         return (idx + plan.n_sink).unsqueeze(0)
 
+    # A feed.
+
+    def selects_feeds(self, layer: int) -> bool:
+        """While there are more candidates than are fetched, and the quantiser stays."""
+        return not self.params.rebuild_every and (self.plan.k == 0 or self.candidates(layer) >= self.plan.k)
+
+    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+        plan, merge = self.plan, self.params.group_merge
+        if plan.k == 0:
+            return None
+        counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
+        quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
+        self.store[layer].meter.count("resident_meta_bytes", quantiser.resident.numel() * ELEMENT_BYTES)
+        found = [
+            pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, feed.scale, merge)
+            for q, n in zip(feed.queries.split(1), counts, strict=True)
+        ]
+        books = [self.read_and_released(quantiser, n) for n in counts]
+        return Selected(torch.stack(found) + plan.n_sink, counts={name: [x[name] for x in books] for name in books[0]})
+
     def searched(self, layer: int, n: int) -> Quantiser:
         """The layer's quantiser with codes of `n` candidates; what searching them costs goes into the books."""
-        plan, meter, h_kv = self.plan, self.store[layer].meter, self.trace.shape.h_kv
+        meter = self.store[layer].meter
         quantiser = self.with_codes(layer, n)
-        meter.count("moved_meta_bytes", counted_bytes(h_kv, plan.m, plan.b, n))
         meter.count("resident_meta_bytes", quantiser.resident.numel() * ELEMENT_BYTES)
-        if n > quantiser.n_fit:  # this step's newest candidate was coded when it left the window
-            meter.count("released_bytes", counted_bytes(h_kv, plan.m, plan.b, 1))
+        for name, amount in self.read_and_released(quantiser, n).items():
+            meter.count(name, amount)
         return quantiser
+
+    def read_and_released(self, quantiser: Quantiser, n: int) -> dict[str, int]:
+        """Bytes of the codes of `n` candidates, and of the newest one's, which was coded when it left the window."""
+        plan, h_kv = self.plan, self.trace.shape.h_kv
+        one = counted_bytes(h_kv, plan.m, plan.b, 1) if n > quantiser.n_fit else 0
+        return {"moved_meta_bytes": counted_bytes(h_kv, plan.m, plan.b, n), "released_bytes": one}
 
     def coded(self, layer: int) -> Coded:
         """What a GPU searches, and where it stores the newest token's code if that will be asked for."""
@@ -240,8 +266,11 @@ class PQCache(PQCacheRules, SelectiveAttention):
         home.n += 1
         return Coded(quantiser.resident, codes, n, self.plan.n_sink, home, at)
 
-    def with_codes(self, layer: int, n: int) -> Quantiser:
-        """The layer's quantiser with codes of `n` candidates; waits for it at the first step."""
+    def with_codes(self, layer: int, n: int, n_seen: int | None = None) -> Quantiser:
+        """The layer's quantiser with codes of `n` candidates; waits for it at the first step.
+
+        Where tokens are on the host that the store does not count yet, there are `n_seen`.
+        """
         if layer in self.pending:
             with span("wait", layer):
                 self.quantisers[layer] = self.pending.pop(layer).result()
@@ -250,14 +279,14 @@ class PQCache(PQCacheRules, SelectiveAttention):
             if self.lane is not None and self.codes_late(layer):
                 self.code_late(layer)  # those that a GPU does not code as they come
         quantiser = self.quantisers[layer]
-        return quantiser if quantiser.codes.n >= n else self.code_late(layer)
+        return quantiser if quantiser.codes.n >= n else self.code_late(layer, n_seen)
 
     def codes_late(self, layer: int) -> bool:
         """Whether generated tokens will be candidates."""
         last = self.trace.s_prompt + self.store.n_new - self.plan.n_sink - self.window()
         return last > self.quantisers[layer].n_fit
 
-    def code_late(self, layer: int) -> Quantiser:
+    def code_late(self, layer: int, n_seen: int | None = None) -> Quantiser:
         """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
         quantiser, n_sink = self.quantisers[layer], self.plan.n_sink
         if layer not in self.own_layers:
@@ -265,9 +294,10 @@ class PQCache(PQCacheRules, SelectiveAttention):
             quantiser = self.quantisers[layer] = with_room(quantiser, room)
             self.own_layers.add(layer)
         # On a GPU the current token's key may still be on its way; its code is stored with the step's tables.
-        stop = self.store[layer].n_seen - (self.lane is not None)
+        stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
         keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
+        self.store.ledger.rebuilt_bytes += keys.numel() * ELEMENT_BYTES
         return quantiser
 
     def bring(self, layer: int, n: int) -> PackedCodes:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES
+from engine.turns.feed import Feed, Selected
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
@@ -167,6 +168,16 @@ class Quest(QuestRules, SelectiveAttention):
 
         return select_alike(quests, q, alike, select)
 
+    def selects_feeds(self, layer: int) -> bool:
+        return not self.params.page_generated
+
+    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+        n = self.candidates(layer)[0]
+        n_pages = ceil(n / self.plan.page_len)
+        k = self.n_chosen(layer, n_pages, n)
+        tokens = self.choose(scores_of_rows(feed.queries, self.bounds[layer], n_pages), k, n)
+        return None if tokens is None else Selected(tokens)
+
     def take_in(self, layer: int) -> None:
         """Widen the current page by the current token."""
         bounds = self.bounds[layer]
@@ -184,7 +195,7 @@ class Quest(QuestRules, SelectiveAttention):
         return min(self.candidates(layer)[1], n_pages)
 
     def choose(self, scores: Tensor, k: int, n: int) -> Tensor | None:
-        """Tokens of the `k` best pages by scores (1, h_kv, g, n_pages), of the first `n` tokens."""
+        """Tokens of the `k` best pages by scores (n, h_kv, g, n_pages), of the first `n` tokens."""
         if k == 0:
             return None
         return tokens_of(select_pages(scores, k, self.params.agg), self.plan.page_len, n)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.prefill import Trace
+from engine.turns.feed import Feed, Selected
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
@@ -164,6 +165,41 @@ class SparQ(SparQRules, SelectiveAttention):
         self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
         return start, stop
 
+    # A feed.
+
+    def selects_feeds(self, layer: int) -> bool:
+        """While no token leaves the window, whose columns would be read from then on."""
+        at = self.store[layer]
+        return self.params.layout == "columns" and self.params.generated == "on_top" and at.n_window < at.capacity
+
+    def select_feed(self, layer: int, feed: Feed) -> Selected:
+        """The tokens' own columns stand behind the others, and are hidden from those before them."""
+        trace, m, s = self.trace, len(feed.moments), self.trace.s_prompt
+        t, q = self.store[layer].n_seen - s, feed.queries
+        self.late[layer][:, :, t : t + m] = feed.k[0].mT
+        components = top_components(q, trace.shape.h_kv, self.plan.r)  # (m, h_kv, r)
+        late = self.late[layer].flatten(0, 1)[:, : t + m]
+        keys = columns_of(prompt_columns(trace, layer), [late] * m, components).float()  # (m, h_kv, r, s + t + m)
+        weights = query_weights(q, components, feed.scale)  # (m, h_kv, g, r)
+        logits = None
+        if self.params.reallocate:
+            logits = weights @ keys
+            coming = torch.ones(m, m, dtype=torch.bool).triu(1).view(m, 1, 1, m)
+            logits[..., s + t :].masked_fill_(coming, -torch.inf)
+        return Selected(self.choose(layer, (weights.sum(2, keepdim=True) @ keys).squeeze(2), logits))
+
+    def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
+        if layer not in self.means or not self.store[layer].can_fetch:
+            return out
+        mean, m = self.means[layer], len(feed.moments)  # (1, h_kv, 1, d_h)
+        seen = torch.tensor([n_seen for n_seen, _ in feed.moments]).view(m, 1)
+        means = mean + (feed.v.to(mean) - mean).cumsum(2) / seen  # (1, h_kv, m, d_h)
+        self.means[layer] = means[:, :, -1:].clone()
+        if self.covered is None:
+            return out
+        covered = self.covered.flatten(1).mT.view(1, -1, m, 1)
+        return torch.lerp(means.repeat_interleave(self.trace.shape.g, 1), out.float(), covered).to(out.dtype)
+
     @classmethod
     def after_rows(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
@@ -247,15 +283,18 @@ def prompt_columns(trace: Trace, layer: int) -> Tensor:
 def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
     """Of each row's tokens its components (n, h_kv, r), from a cache by components: (n, h_kv, r, s)."""
     columns = prompt_columns(rows[0].trace, layer)  # the same for all rows
+    t = rows[0].store[layer].n_seen - columns.shape[-1]  # all rows are at the same position
+    return columns_of(columns, [row.late[layer].flatten(0, 1)[:, :t] for row in rows], components)
+
+
+def columns_of(columns: Tensor, late: Sequence[Tensor], components: Tensor) -> Tensor:
+    """Components (n, h_kv, r) of the prompt's columns (h_kv, d_h, s), and of each row's `late` ones (h_kv * d_h, t)."""
     (h_kv, d_h, s), (n, _, r) = columns.shape, components.shape
     heads = torch.arange(0, h_kv * d_h, d_h).unsqueeze(1)
     where = (components.to(columns.device) + heads).view(n, -1)  # (n, h_kv * r)
     of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
-    t = rows[0].store[layer].n_seen - s  # all rows are at the same position
-    late = [
-        row.late[layer].view(h_kv * d_h, -1)[:, :t].index_select(0, at) for row, at in zip(rows, where, strict=True)
-    ]
-    return torch.cat([of_prompt, torch.stack(late)], -1).view(n, h_kv, r, s + t)
+    behind = [own.index_select(0, at) for own, at in zip(late, where, strict=True)]
+    return torch.cat([of_prompt, torch.stack(behind)], -1).view(n, h_kv, r, -1)
 
 
 def read_rows(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ class Rules:
         return cls.comparable
 
     @classmethod
+    def extends(cls, params: Any) -> bool:
+        """Whether `extend` holds a budget that grows with a conversation."""
+        return not cls.has_budget
+
+    @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
         if cls.skips and params.full_layers > max(shape.attention_layers):

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend, attend_weights, partial
+from engine import attend as engine_attend
+from engine.attend import MANY, Part, attend, attend_rows, attend_weights, partial
 
 
 def reference(q: Tensor, parts: list[Part], scale: float) -> Tensor:
@@ -92,3 +93,24 @@ def test_the_log_sum_exp_is_that_of_the_logits() -> None:
     _, lse = partial(q, part, 0.25)
     expected = (q @ part.k.repeat_interleave(3, 1).mT * 0.25).logsumexp(-1)
     torch.testing.assert_close(lse.reshape(1, 6, 1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_that_rows_have_in_common_is_read_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v = (draw(1, 2, MANY + 9, 16, seed=i, dtype=dtype) for i in (1, 2))
+    common, own = Part(k[:, :, :MANY], v[:, :, :MANY]), some_parts(dtype)
+    rows = [[common, own[0]], [own[1], Part(common.k, common.v)], [Part(k, v)], [common], [common, own[2]]]
+    q, lengths = draw(5, 6, 1, 16, seed=9, dtype=dtype), list[int]()
+
+    def counted(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        lengths.append(part.n_tokens())
+        return partial(q, part, scale)
+
+    monkeypatch.setattr(engine_attend, "partial", counted)
+    out, weights = attend_rows(q, rows, 0.25, [False] * 4 + [True])
+    assert lengths.count(MANY) == 1 and lengths.count(MANY + 9) == 1
+    assert [x is None for x in weights] == [True] * 4 + [False]
+    for i, parts in enumerate(rows):
+        right = reference(q[i : i + 1], parts, 0.25)
+        plain = (attend(q[i : i + 1], parts, 0.25) - right).abs().max()
+        assert (out[i : i + 1] - right).abs().max() <= 2 * plain + 4e-7

@@ -13,6 +13,7 @@ from kernels.jit import triton
 from kernels.select_attend import (
     Near,
     Tokens,
+    attend_each,
     attend_parts_native,
     attend_parts_ref,
     attend_rows_triton,
@@ -253,6 +254,30 @@ def test_without_any_token_the_output_is_zero_and_weighs_nothing(path: str) -> N
     out, lse = run()
     assert torch.equal(out, torch.zeros_like(q))
     assert torch.equal(lse, torch.full((1, 6, 1), -torch.inf))
+
+
+@has_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_each_of_many_queries_has_places_of_its_own(
+    dtype: torch.dtype, per_query_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, part, scale = problem(SHAPES[0], per_query_head, dtype)
+    assert part.idx is not None
+    idx = torch.cat([part.idx, part.idx.flip(2) // 2, torch.full_like(part.idx, -1)])
+    bias = draw(*idx.shape, seed=6, dtype=torch.float32)
+    queries = torch.cat([q, q.flip(3), q], 2)
+    for own_bias in (None, bias):
+        out, lse = attend_each(queries, part._replace(idx=idx, bias=own_bias), scale)
+        for i in range(3):
+            one = part._replace(idx=idx[i : i + 1], bias=None if own_bias is None else bias[i : i + 1])
+            right, right_lse = attend_parts_native(queries[:, :, i : i + 1], [one], scale)
+            assert torch.equal(out[:, :, i : i + 1], right) and torch.equal(lse[:, :, i : i + 1], right_lse)
+        with monkeypatch.context() as patch:
+            patch.setattr("kernels.select_attend.native", lambda: None)
+            plain_out, plain_lse = attend_each(queries, part._replace(idx=idx, bias=own_bias), scale)
+        torch.testing.assert_close(out, plain_out, atol=2e-2 if dtype != torch.float32 else 1e-6, rtol=0)
+        torch.testing.assert_close(lse, plain_lse, atol=2e-6, rtol=1e-6)
 
 
 @has_native

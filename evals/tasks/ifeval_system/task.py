@@ -10,7 +10,7 @@ Scope       with `compression_scope=context_only` the system message alone is co
             rest of the rendered conversation is the question. These contexts have 50 to 250 tokens.
 Answers     1,280 tokens, or 256 to an attack.
 
-A finished run's instructions.csv has a line per type of instruction, strict and loose.
+A finished run's instructions.csv has a line per type of instruction, strict and loose (`plots/parts.py` draws them).
 
 Not here: the checks (`checks.py`), the wording and the recall (`leakage.py`).
 """

@@ -16,7 +16,7 @@ from methods.rules.base import Rules
 
 MODES = ("independent", "golden", "dialogue", "query_aware")
 FEEDS = ("compressed", "tokenwise", "dense")
-BASES = ("context",)
+BASES = ("context", "conversation")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Asking:
             if (value := getattr(self, name)) not in allowed:
                 raise unknown_name(f"task.{name}", str(value), allowed)
 
-    def check(self, rules: type[Rules]) -> None:
-        """Raise `ConfigError` where a method cannot be asked like this."""
+    def check(self, rules: type[Rules], params: Any, is_plain: bool = True) -> None:
+        """Raise `ConfigError` where a method cannot be asked like this; `is_plain`: it divides its tokens by itself."""
+        if self.budget_base == "conversation":
+            self.check_growth(rules, is_plain and rules.extends(params))
         if not rules.rolls_back and self.mode in ("independent", "golden"):
             raise ConfigError(
                 f"task.mode={self.mode} takes back what was read, which this method cannot (rolls_back=False); use "
@@ -45,10 +47,24 @@ class Asking:
                 "compressed or tokenwise"
             )
 
+    def check_growth(self, rules: type[Rules], extends: bool) -> None:
+        """Raise `ConfigError` where no budget can grow with the conversation."""
+        if self.mode not in ("golden", "dialogue"):
+            raise ConfigError(
+                f"task.budget_base=conversation grows with turns that stay, and task.mode={self.mode} takes them back; "
+                "use task.mode=golden, task.mode=dialogue or task.budget_base=context"
+            )
+        if not extends:
+            raise ConfigError(
+                f"task.budget_base=conversation compresses the tokens of each turn, which {rules.title} does not with "
+                "these settings; use task.budget_base=context"
+            )
+
     @property
     def label(self) -> str:
-        """As tables print it: the mode, and the feed where it is not the usual one."""
-        return self.mode if self.feed == "compressed" else f"{self.mode}, {self.feed} feed"
+        """As tables print it: the mode, and the feed and what a ratio is a share of where they are not the usual."""
+        words = [self.mode] if self.feed == "compressed" else [self.mode, f"{self.feed} feed"]
+        return ", ".join(words if self.budget_base == "context" else [*words, "growing budget"])
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ class H2ORules(Rules):
         return H2ORules.Plan(fair.n_sink, fair.k, fair.n_local)
 
     @classmethod
+    def extends(cls, params: Params) -> bool:
+        return params.generated == "inside"
+
+    @classmethod
     def evicts(cls, params: Params) -> str:
         inside = params.generated == "inside"
         return "H2O evicts while it decodes; use method.generated=on_top with it" if inside else ""

@@ -50,5 +50,9 @@ class SnapKVRules(Rules):
         window: int  # the prompt's last tokens
 
     @classmethod
+    def extends(cls, params: Params) -> bool:
+        return params.reduce != "query_head"
+
+    @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         return SnapKVRules.Plan(budget.tokens, fit_window(budget.tokens, params.window))

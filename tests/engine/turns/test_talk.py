@@ -1,11 +1,13 @@
 """Feeds of several tokens against the same tokens step by step, and rows that go back."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
+from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import Trace, prefill
@@ -13,6 +15,7 @@ from engine.turns.talk import Talk
 from methods.base import SelectiveAttention
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
+from methods.variant import Variant
 from tests import conformance
 from tests.conformance import METHODS, Refused, Subject, read, variant
 from tests.tiny import CONFIGS, prompt, tiny
@@ -34,11 +37,15 @@ def row_of(one: Subject, ratio: str = "0.2") -> tuple[Trace, Any]:
 
 
 def said(
-    trace: Trace, rows: Sequence[Any], feed: Sequence[int], n: int = 8, how: str = "compressed"
+    trace: Trace, rows: Sequence[Any], feed: Sequence[int], n: int = 8, how: str = "compressed", n_before: int = 0
 ) -> list[list[int]]:
+    """What rows answer to a feed, of which they read the first tokens apart, one by one."""
     model = conformance.model()
     with model.hooked():
         talk = Talk(model, trace, rows)
+        for token in feed[:n_before]:
+            talk.read([[token]] * len(rows))
+        feed = feed[n_before:]
         return [answer.ids for answer in talk.answer(talk.read([feed] * len(rows), how), [n] * len(rows))]
 
 
@@ -50,7 +57,7 @@ def reads_as_steps(name: str) -> None:
         rows = [built(first), *(built(first.variant.row(trace, N_NEW)) for _ in range(2))]
     with model.hooked():
         stepwise = decode(model, trace, rows[:1], max_new_tokens=8, feed=FEED).answers[0].ids
-    assert said(trace, rows[1:2], FEED) == [stepwise]
+    assert said(trace, rows[1:2], FEED, n_before=2) == [stepwise]
     assert said(trace, rows[2:], FEED, how="tokenwise") == [stepwise]
     books = [sorted(row.store.ledger.entries) for row in rows]
     assert books[0] == books[1] == books[2]
@@ -71,14 +78,25 @@ def goes_back(name: str) -> None:
     assert said(trace, [row, row.fork()], FEED) == alone * 2
 
 
+def with_everything(one: Subject) -> Variant:
+    """The method with every token: with all bytes where it makes codes, for all turns where its budget has answers."""
+    asked = request("1", comm=one.comm)
+    if one.kind.changes:
+        asked = BudgetRequest(None, None, asked.comm, memory=Fraction(1))
+    if one.kind.of_answers:
+        asked = BudgetRequest(None, conformance.S + N_NEW, Fraction(0), counts=one.counts)
+    return one.kind.variant_for(one.params, asked, conformance.model().shape, conformance.S, allocator=one.allocator)
+
+
 def is_full_at_ratio_1(name: str) -> None:
     """With the whole budget, three turns that stay are those of full attention."""
     model = conformance.model()
     answers = []
     for one in (conformance.ours("full"), conformance.ours(name)):
-        trace, row = row_of(one, "1")
+        whole = with_everything(one)
+        trace = read([whole])
         with torch.inference_mode():
-            built(row)
+            row = built(whole.row(trace, N_NEW))
         with model.hooked():
             talk, mine = Talk(model, trace, [row]), []
             for turn in range(3):

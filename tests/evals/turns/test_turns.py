@@ -95,11 +95,43 @@ def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> 
         (["task.questions=12", "task.lengths=[1800]", "task.max_new_tokens=40"], "longest that fits|more than the"),
         (["task.questions=0"], "task.questions=0"),
         (["task.questions=1", "task.mode=golden"], "needs several questions"),
+        (["task.budget_base=conversation", "method=snapkv"], "grows with turns that stay"),
+        (["task.budget_base=conversation", "task.mode=golden", "method=pqcache"], "PQCache does not"),
+        (
+            ["task.budget_base=conversation", "task.mode=golden", "method=h2o", "method.generated=on_top"],
+            "H2O does not",
+        ),
     ],
 )
 def test_wrong_input_is_refused_before_a_prefill(model: str, tmp_path: Path, words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run(["model=any", model, *QUESTIONS, *words], tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["golden", "dialogue"])
+def test_a_budget_may_grow_with_the_conversation(model: str, tmp_path: Path, mode: str) -> None:
+    words = ["model=any", model, *QUESTIONS, f"task.mode={mode}"]
+    variants = [
+        ["method=full"],
+        ["method=snapkv", "ratio=0.3"],
+        ["method=h2o", "ratio=0.3"],
+        ["method=snapkv", "ratio=1"],
+    ]
+    (_, full), (growing, snapkv), (_, h2o), (_, whole) = sweep(
+        [*words, "task.budget_base=conversation"], variants, tmp_path / "growing"
+    )
+    (_, fixed), *_ = sweep(words, variants[1:2], tmp_path / "fixed")
+    assert growing.protocol == f"{mode}, growing budget"
+    assert [row.fields["bytes_rebuilt"] for row in (*full, *fixed)] == [0] * 6
+    assert texts(whole) == texts(full)
+    seen = full[0].prompt_tokens
+    for i, row in enumerate(snapkv):
+        seen += row.fields["feed_tokens"] if i else 0
+        assert (row.fields["bytes_rebuilt"] > 0) == (i > 0)
+        if i:  # within the budget of the conversation so far, where a fixed one has all turns on top
+            held = row.fields["attended_by_answer"]
+            assert held <= 0.31 * (seen + 5 * i) + 5 and held < fixed[i].fields["attended_by_answer"]
+    assert [row.fields["bytes_rebuilt"] > 0 for row in h2o] == [False, True, True]
 
 
 def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Tokens of a feed that a row reads in one call: `Feed`, and what a method selects for each of them: `Selected`.
+
+Not here: how they are read (`engine/turns/at_once.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.layer import Layer
+
+
+class Moment(NamedTuple):
+    """Where a layer is once a token has come."""
+
+    n_seen: int  # tokens so far, this one included
+    n_window: int  # tokens in the window, this one included
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The tokens of one row in one layer."""
+
+    q: Tensor  # (1, h, m, d_h)
+    k: Tensor  # (1, h_kv, m, d_h)
+    v: Tensor
+    scale: float
+    moments: Sequence[Moment]  # of each token
+
+    @property
+    def queries(self) -> Tensor:
+        """One behind the other, as if they were rows: (m, h, 1, d_h)."""
+        return self.q.transpose(1, 2).transpose(0, 1).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What each token of a feed fetches."""
+
+    idx: Tensor  # (m, h_kv or h, k) positions, -1: none
+    bias: Tensor | None = None  # (m, h_kv or h, k) float32, as `log_weights` has them
+    counts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the books, where tokens differ
+
+
+def moments(at: Layer, m: int) -> list[Moment]:
+    """Those of the next `m` tokens."""
+    return [Moment(at.n_seen + t, min(at.capacity, at.n_window + t)) for t in range(1, m + 1)]
+
+
+def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
+    """Which of the window's slots are overwritten before each of `m` tokens: (m, n_window), -inf there, 0 elsewhere.
+
+    None where the window has room for all of them.
+    """
+    if at.n_window + m <= at.capacity:
+        return None
+    device = at.k.device
+    slots, t = torch.arange(at.n_window, device=device), torch.arange(1, m + 1, device=device)
+    age = (at.n_seen - 1 - at.start - slots) % at.capacity
+    hidden = torch.zeros(m, at.n_window, dtype=dtype, device=device)
+    return hidden.masked_fill_(age >= at.capacity - t.unsqueeze(1), -torch.inf)

@@ -1,0 +1,156 @@
+"""Parts of a score against the share of tokens that is kept: which kinds of instruction fall first.
+
+    python -m plots.parts [RUNS] [--out outputs/parts]
+
+A task may leave a table in a run's folder whose lines are parts of its score: a name, how many answers had it, and the
+share of them that was right, by one column or more (`instructions.csv` of ifeval_system: strict and loose). Each method
+has a panel for each such column, a part is a line, and full attention is its last point, at 1. A part of few answers is
+in the table alone.
+
+Not here: scores of whole samples (`plots/figures/scores.py`), turns (`plots/turns.py`).
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from io import StringIO
+from pathlib import Path
+
+import matplotlib
+
+from engine.errors import ConfigError
+from evals.foreign import read_text, write_csv
+from evals.results.intervals import mean_ci95
+from plots import style
+from plots.read import Run, default_root, load
+from plots.style import Sheet
+
+TABLES = ("instructions.csv",)
+FEWEST = 5  # answers of a part that is drawn
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of a run's table."""
+
+    name: str
+    n: int
+    right: dict[str, float]  # by column
+
+
+def parts_of(run: Run) -> list[Part]:
+    """The lines of a run's tables of parts, [] where it has none; `ValueError` where one is damaged."""
+    found = list[Part]()
+    for path in (run.folder / name for name in TABLES):
+        if not path.exists():
+            continue
+        try:
+            lines = list(csv.DictReader(StringIO(read_text(path))))
+            for line in lines:
+                name, n, *columns = line
+                found.append(Part(line[name], int(line[n]), {column: float(line[column]) for column in columns}))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no table of parts ({error}); run it again") from None
+    return found
+
+
+def share_of(run: Run) -> float:
+    """The share of tokens that a run was to keep."""
+    return 1.0 if run.is_full else float(Fraction(run.result.ratio_exact or "1"))
+
+
+def groups(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Runs with parts that one figure can hold, by method, ascending in the share; full attention ends each line."""
+    found: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        if parts_of(run) and (run.is_full or run.result.ratio_exact is not None):
+            result = run.result
+            title = f"{result.task} {result.dataset} ({result.data_source} data), {result.model}, {result.protocol}"
+            found.setdefault(f"{title}, seed {result.seed}", {}).setdefault(result.method_label, []).append(run)
+    for title, methods in found.items():
+        full = [run for each in methods.values() for run in each if run.is_full]
+        others = {label: each for label, each in methods.items() if not each[0].is_full}
+        found[title] = {
+            label: sorted([*each, *full], key=share_of) for label, each in (others or {"Full": []}).items()
+        }  # fmt: skip
+    return found
+
+
+def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> Path:
+    """A row of panels for each method, a panel for each column: the PNG's path."""
+    runs = [run for each in methods.values() for run in each]
+    read = {id(run): parts_of(run) for run in runs}
+    columns = list(dict.fromkeys(column for parts in read.values() for part in parts for column in part.right))
+    names = sorted({part.name for parts in read.values() for part in parts if part.n >= FEWEST})
+    with matplotlib.rc_context(style.RC):
+        picture = Sheet().new(
+            "Parts of the score against the share kept", title, runs, style.PAGE, 2.0 * len(methods),
+            nrows=len(methods), ncols=len(columns), sharey=True, squeeze=False,
+        )  # fmt: skip
+        for axes, (method, each) in zip(picture.axes, methods.items(), strict=True):
+            for ax, column in zip(axes, columns, strict=True):
+                for i, kind in enumerate(names):
+                    points = [
+                        (share_of(run), part.right[column])
+                        for run in each
+                        for part in read[id(run)]
+                        if part.name == kind and column in part.right
+                    ]
+                    look = style.numbered(i, style.DASHES[i // 6 % len(style.DASHES)])
+                    ax.plot([x for x, _ in points], [y for _, y in points], label=kind, **look)
+                ax.set_title(f"{method}, {column}")
+                ax.set_xlabel("share of tokens kept")
+                ax.set_ylim(-0.03, 1.03)
+            axes[0].set_ylabel("share right")
+        picture.note(f"Of parts with at least {FEWEST} answers")
+        return style.save(picture.finish(columns=3), folder, name, ["png"])[0]
+
+
+def write(runs: Sequence[Run], out: Path) -> list[Path]:
+    """parts.csv, and a figure for each group."""
+    out.mkdir(parents=True, exist_ok=True)
+    sets, table = groups(runs), out / "parts.csv"
+    lines = [
+        [title, method, share_of(run), part.name, part.n, column, right, *interval(right, part.n)]
+        for title, methods in sets.items()
+        for method, each in methods.items()
+        for run in each
+        for part in parts_of(run)
+        for column, right in part.right.items()
+    ]
+    write_csv(table, ["set", "method", "share", "part", "n", "by", "right", "low", "high"], lines)
+    return [table, *(draw(title, each, out, f"parts-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
+
+
+def interval(right: float, n: int) -> Sequence[float | str]:
+    """95 % over answers."""
+    hits = round(right * n)
+    ends = mean_ci95([1.0] * hits + [0.0] * (n - hits), bounds=(0.0, 1.0)) if n > 1 else None
+    return ends or ["", ""]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m plots.parts", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    parser.add_argument("--out", type=Path, default=Path("outputs/parts"), help="where to write")
+    options = parser.parse_args(arguments)
+    try:
+        runs = load(options.runs)
+        if not groups(runs):
+            print(
+                f"plots.parts: no run below {options.runs} has a table of parts ({', '.join(TABLES)})", file=sys.stderr
+            )
+            return 2
+        for path in write(runs, options.out):
+            print(path)
+    except (ValueError, OSError) as error:
+        print(f"plots.parts: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Instruction types against the ratio: which runs stand in the figure, and what is written."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from plots import parts
+from plots.read import load
+from tests.plots.made_runs import write
+
+
+def run_with(root: Path, method: str, ratio: str, shares: dict[str, tuple[int, float]]) -> Path:
+    folder, _ = write(root, method, "ifeval_system", [{"score": 0.5}], ratio=ratio)
+    lines = [f"{kind},{n},{right},{min(1.0, right + 0.1)}" for kind, (n, right) in shares.items()]
+    (folder / "instructions.csv").write_text("\n".join(["instruction,n,strict,loose", *lines]) + "\n")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    run_with(root, "full", "1", {"no_comma": (10, 0.9), "title": (6, 0.5), "rare": (2, 1.0)})
+    for ratio, right in (("1/2", 0.7), ("1/5", 0.2)):
+        run_with(root, "snapkv", ratio, {"no_comma": (10, right), "title": (6, 0.5)})
+    write(root, "h2o", "longbench", [{"score": 0.5}])
+    return root
+
+
+def test_each_method_has_its_runs_by_share_and_ends_with_full_attention(runs: Path) -> None:
+    (methods,) = parts.groups(load(runs)).values()
+    assert {label: [parts.share_of(run) for run in each] for label, each in methods.items()} == {
+        "SnapKV (C)": [0.2, 0.5, 1.0]
+    }
+
+
+def test_the_figure_and_the_table_are_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert parts.main([str(runs), "--out", str(out)]) == 0
+    table, picture = capsys.readouterr().out.split()
+    assert Path(picture).stat().st_size > 0
+    lines = list(csv.DictReader(Path(table).read_text().splitlines()))
+    fallen = [line["right"] for line in lines if line["part"] == "no_comma" and line["by"] == "strict"]
+    assert fallen == ["0.2", "0.7", "0.9"]
+    (rare,) = [line for line in lines if line["part"] == "rare" and line["by"] == "strict"]
+    assert rare["n"] == "2"
+    about = Path(picture).with_suffix(".txt").read_text()
+    assert "at least 5 answers" in about
+    low, high = (float(line[end]) for line in lines[:1] for end in ("low", "high"))
+    assert 0 <= low < high <= 1
+
+
+def test_full_attention_alone_is_drawn_too(tmp_path: Path) -> None:
+    run_with(tmp_path, "full", "1", {"no_comma": (10, 0.9)})
+    (methods,) = parts.groups(load(tmp_path)).values()
+    assert [*methods] == ["Full"] and len(methods["Full"]) == 1
+
+
+def test_without_such_runs_or_with_a_damaged_table_it_says_so(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parts.main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert "instructions.csv" in capsys.readouterr().err
+    damaged = next(runs.glob("*/instructions.csv"))
+    damaged.write_text("instruction,n,strict,loose\ntitle,many,0.5,0.5\n")
+    assert parts.main([str(runs), "--out", str(tmp_path)]) == 2
+    assert "no table of parts" in capsys.readouterr().err
