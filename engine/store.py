@@ -118,9 +118,9 @@ class Store:
         """
         self.trace.offload(layer)
         prompt = self._part(layer, slice(None))
-        kept, values = Part(*(gather_tokens(x, chosen) for x in (prompt.k, prompt.v))), self.trace.host(layer)[1]
-        host = Host(values[..., :0], values, self.n_new)
-        self._place(layer, kept, n_window, None, chosen, host=host)
+        kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen))
+        values = self.trace.host(layer)[1]
+        self._place(layer, kept, n_window, None, chosen, host=Host(values[..., :0], values, self.n_new))
         n_values = self.shape.h_kv * chosen.shape[-1]  # that are in both tiers
         self[layer].meter.host_meta_bytes = n_values * self.token_bytes // 2
 
