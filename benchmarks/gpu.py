@@ -8,8 +8,9 @@
    attention, by length (`evals/tasks/latency.py`). What does not fit is `oom`, a result like any other; H2O's sums over
    the whole prompt take the time that they take.
 
-Rows go to benchmarks/gpu.csv with device and versions. `--device cpu --small` runs all of it in seconds, in Triton's
-interpreter (set TRITON_INTERPRET=1), to see that it runs; its times mean nothing.
+Rows go to benchmarks/gpu.csv as they are measured, with device and versions. `--device cpu --small` runs all of it in
+seconds, in Triton's interpreter (set TRITON_INTERPRET=1), to see that it runs; its times mean nothing. So do the tests,
+on a device that is pretended.
 
 Not here: scores, and the same figures for CPUs (`bench_*.py`).
 """
@@ -19,8 +20,8 @@ import csv
 import gc
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from fractions import Fraction
 from importlib.metadata import version
@@ -37,16 +38,22 @@ from torch import Tensor
 from benchmarks.paired import commit
 from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config
+from engine.errors import ConfigError
 from engine.model import Model
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, method_of
 from evals.tasks.latency import Latency, Timed
 from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
+from kernels.packed.attend import Packed, Side, attend_packed_ref
+from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
+from kernels.packed.rows import CodedRows
 from kernels.topk import top_stable, top_stable_ref
 
 RESULTS = Path(__file__).with_name("gpu.csv")
 METHODS = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
+SMALL_REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))  # of prompts of some hundred tokens
+GROUP = 32  # tokens or channels of packed codes that share a scale
 N_CALLS = 20
 
 
@@ -85,9 +92,10 @@ class Result:
 # --- 1. copies --------------------------------------------------------------------------------
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, n: int = N_CALLS) -> float:
+def seconds_of(call: Callable[[], object], device: torch.device, most: int | None = None) -> float:
     """Median seconds of a call, the first ones left out: they compile."""
-    for _ in range(3):
+    n = N_CALLS if most is None else min(most, N_CALLS)
+    for _ in range(min(3, n)):
         call()
     if device.type != "cuda":
         times = []
@@ -133,6 +141,7 @@ def kernels(shape: Shape, device: torch.device) -> Iterator[Result]:
     q = normal(1, shape.h, 1, shape.d_h)
     k, v = (normal(1, shape.h_kv, shape.s, shape.d_h) for _ in range(2))
     yield attention(shape, q, k, v, draw)
+    yield from codes_of(shape, q, k, v)
     yield from pages_of(shape, q, k)
     yield from clusters_of(shape, k)
     yield from pq(shape, q, k)
@@ -163,6 +172,36 @@ def attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor, draw: torch.Generat
         1e3 * seconds_of(lambda: select_attend.attend_parts_ref(q, parts, scale), device),
         2 * shape.h_kv * shape.k * shape.d_h * 2 / seconds / 1e9,
     )  # fmt: skip
+
+
+def codes_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Result]:
+    """Attention over a cache of packed K and V, against rebuilding its numbers."""
+    scale, n = shape.d_h**-0.5, shape.s
+    for bits in (4, 2):
+        keys, values = quantise_channels(k[0], bits, GROUP), quantise_tokens(v[0], bits, GROUP)
+        sides = Side(BY_CHANNEL, bits, GROUP, n, keys, k[:, :, :0]), Side(BY_TOKEN, bits, GROUP, n, values, v[:, :, :0])
+        packed = Packed(*sides, n)
+        exact = attend_packed_ref(q.float(), Packed(widened(sides[0]), widened(sides[1]), n), scale)[0]
+        plain = attend_packed_ref(q, packed, scale)[0]
+
+        def attend(packed: Packed = packed) -> Tensor:
+            rows = CodedRows(1)
+            return select_attend.attend_rows_triton(q, [rows.add(0, packed, None)], scale, others=rows)[0]
+
+        error = worst(attend(), exact)
+        seconds = seconds_of(attend, q.device)
+        n_bytes = sum(x.nbytes for side in sides for x in side.packed)
+        yield Result(
+            "attend_codes", f"{bits} bit, {n} tokens", error <= 2 * worst(plain, exact) + 1e-5, error, 1e3 * seconds,
+            1e3 * seconds_of(lambda packed=packed: attend_packed_ref(q, packed, scale), q.device),
+            n_bytes / seconds / 1e9,
+        )  # fmt: skip
+
+
+def widened(side: Side) -> Side:
+    """The same codes, of which numbers are made in float32."""
+    codes, scales, zeros = side.packed
+    return side._replace(packed=Quantised(codes, scales.float(), zeros.float()), exact=side.exact.float())
 
 
 def pages_of(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
@@ -206,7 +245,8 @@ def clusters_of(shape: Shape, k: Tensor) -> Iterator[Result]:
     asked = (order, sizes, sizes.cumsum(-1), tokens, shape.k)
     ours = clusters.cluster_tokens_triton(*asked)
     yield Result(
-        "cluster_tokens", f"{shape.k} of {shape.s}", torch.equal(ours, clusters.cluster_tokens_ref(*asked)), 0.0,
+        "cluster_tokens", f"{shape.k} of {shape.s}",
+        torch.equal(ours.cpu(), clusters.cluster_tokens_ref(*asked).cpu()), 0.0,
         1e3 * seconds_of(lambda: clusters.cluster_tokens_triton(*asked), device),
         1e3 * seconds_of(lambda: clusters.cluster_tokens_torch(*asked), device),
     )  # fmt: skip
@@ -252,19 +292,24 @@ def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
 # --- 3. methods -------------------------------------------------------------------------------
 
 
-def methods(model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int) -> Iterator[Result]:
+def methods(
+    model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int, asked: BudgetRequest
+) -> Iterator[Result]:
     """Each method at each length, paired with full attention."""
     for s in lengths:
         task = Latency(Latency.Params((s,), (1,), n_new, repeats, 1, None), None, 0)
         (sample,) = task.samples(model.tokenizer)
         for name in names:
             kind, params = method_of(name)
-            request = FULL_REQUEST if name == "full" else REQUEST
-            timed = Timed(kind.variant_for(params, request, model.shape, s))
+            request = FULL_REQUEST if name == "full" else asked
             shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
             try:
+                timed = Timed(kind.variant_for(params, request, model.shape, s))
                 with model.hooked():
                     timing = task.measure(model, timed, sample, lambda: None).outcome.fields["timing"]
+            except ConfigError as error:  # a budget that is too small for the method at this length
+                yield Result(f"{kind.title}: decode", shape, True, note=str(error))
+                continue
             except (torch.OutOfMemoryError, MemoryError):
                 yield Result(f"{kind.title}: decode", shape, True, note="oom")
                 continue
@@ -283,16 +328,41 @@ def methods(model: Model, names: Sequence[str], lengths: Sequence[int], n_new: i
 # --- the table --------------------------------------------------------------------------------
 
 
-def write(results: Sequence[Result], device: torch.device) -> None:
+def collect(found: Iterable[Result], path: Path | None, device: torch.device) -> list[Result]:
+    """All results; each is in the file before the next one is measured, so that what breaks off is not lost."""
+    if path is None:
+        return list(found)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about: dict[str, Any] = {"device": name, "torch": version("torch"), "commit": commit()}
     about |= {"date": datetime.now(UTC).date().isoformat()}
     for package in ("triton", "transformers"):
         about[package] = version(package)
-    with RESULTS.open("w", newline="") as handle:
-        writer = csv.DictWriter(handle, [*vars(results[0]), *about])
+    results = []
+    with path.open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, [*(field.name for field in fields(Result)), *about])
         writer.writeheader()
-        writer.writerows(vars(result) | about for result in results)
+        for result in found:
+            writer.writerow(vars(result) | about)
+            handle.flush()
+            results.append(result)
+    return results
+
+
+def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    """All that was asked for, part by part."""
+    wanted = asked.only or ("copies", "kernels", "methods")
+    with torch.inference_mode():
+        if "copies" in wanted:
+            yield from copies(device, 1 << 20 if asked.small else 1 << 30)
+        if "kernels" in wanted:
+            yield from kernels(SMALL if asked.small else LLAMA, device)
+    if "methods" in wanted:
+        name = "smollm2-135m" if asked.small else "llama-3.1-8b"
+        shape = yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
+        config = read_config(name, shape | ({"num_hidden_layers": 3} if asked.small else {}))
+        model = load_random(name, config, device=asked.device)
+        request = SMALL_REQUEST if asked.small else REQUEST
+        yield from methods(model, asked.methods, asked.lengths, asked.n_new, asked.repeats, request)
 
 
 def show(results: Sequence[Result]) -> None:
@@ -316,7 +386,7 @@ def show(results: Sequence[Result]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a small layer and the embedded model's shape")
+    parser.add_argument("--small", action="store_true", help="a small layer, and three of the embedded model's shape")
     parser.add_argument("--only", nargs="+", choices=("copies", "kernels", "methods"))
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536, 131000])
@@ -330,20 +400,8 @@ def main(words: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    wanted, results = asked.only or ("copies", "kernels", "methods"), []
-    with torch.inference_mode():
-        if "copies" in wanted:
-            results += copies(device, 1 << 20 if asked.small else 1 << 30)
-        if "kernels" in wanted:
-            results += kernels(SMALL if asked.small else LLAMA, device)
-    if "methods" in wanted:
-        name = "smollm2-135m" if asked.small else "llama-3.1-8b"
-        config = read_config(name, yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text()))
-        model = load_random(name, config, device=asked.device)
-        results += methods(model, asked.methods, asked.lengths, asked.n_new, asked.repeats)
+    results = collect(measured(asked, device), None if asked.small else RESULTS, device)
     show(results)
-    if not asked.small:
-        write(results, device)
     wrong = [result.what for result in results if not result.ok]
     if wrong:
         print(f"wrong: {', '.join(wrong)}", file=sys.stderr)

@@ -13,6 +13,7 @@ def test_kernels_agree_with_their_references(capsys) -> None:
     shown = capsys.readouterr().out
     for op in (
         "select_attend",
+        "attend_codes",
         "page_bounds",
         "page_scores",
         "kmeans",
