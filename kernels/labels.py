@@ -1,9 +1,10 @@
 """The best tokens by labels: a few numbers that stand for each key, times as many of each query.
 
-Shapes    weights (n, heads, c) float32, labels (stored, s, c) float32, where stored divides heads; of the first
-          `n_tokens` tokens the k best of every head: (n, heads, k) int64, in no order, of equal scores the first.
+Shapes    weights (n, heads, c) float32, labels (stored, s, c), where stored divides heads; of the first `n_tokens`
+          tokens the k best of every head: (n, heads, k) int64, in no order, of equal scores the first.
 Paths     C++ on a CPU where the labels of a channel lie together over tokens (`by_channel`): a channel whose weight is
-          zero is not read, and scores are never stored. A GPU has keys of them (`kernels/rows/logits.py`).
+          zero is not read. Sums are float32 whatever the labels' dtype. A GPU has keys of them
+          (`kernels/rows/logits.py`).
 Checks    tests/kernels/test_labels.py.
 
 Not here: what a label is.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import library
+from kernels.build import DTYPES, library
 from kernels.topk import top_stable
 
 
@@ -31,7 +32,7 @@ def label_scores(weights: Tensor, labels: Tensor, n_tokens: int) -> Tensor:
     """Scores of the first tokens: (n, heads, n_tokens) float32."""
     stored = len(labels)
     grouped = weights.unflatten(1, (stored, -1)).transpose(0, 1).flatten(1, 2)  # (stored, n * g, c)
-    scores = grouped @ labels[:, :n_tokens].mT
+    scores = grouped @ labels[:, :n_tokens].mT.to(weights.dtype)
     return scores.unflatten(1, (len(weights), -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -48,8 +49,8 @@ def label_top_ref(weights: Tensor, labels: Tensor, n_tokens: int, k: int) -> Ten
 
 def takes_native(labels: Tensor) -> bool:
     """Whether the C++ can read them."""
-    is_float = labels.dtype == torch.float32 and labels.device.type == "cpu"
-    return is_float and labels.stride(1) == 1 and native() is not None
+    is_known = labels.dtype in DTYPES and labels.device.type == "cpu"
+    return is_known and labels.stride(1) == 1 and native() is not None
 
 
 @cache
@@ -58,7 +59,7 @@ def native() -> Any:
     lib = library("labels")
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        lib.label_top.argtypes = [size, size, size, pointer, pointer, size, size, size, size, pointer, size]
+        lib.label_top.argtypes = [size, size, size, size, pointer, pointer, size, size, size, size, pointer, size]
         lib.label_top.restype = None
     return lib
 
@@ -70,7 +71,7 @@ def label_top_native(weights: Tensor, labels: Tensor, n_tokens: int, k: int) -> 
     idx, weights = torch.empty(n, heads, k, dtype=torch.int64), weights.contiguous()
     for row in range(n):
         native().label_top(
-            heads, stored, c, weights[row].data_ptr(), labels.data_ptr(), labels.stride(0), labels.stride(2),
-            n_tokens, k, idx[row].data_ptr(), torch.get_num_threads(),
+            DTYPES[labels.dtype], heads, stored, c, weights[row].data_ptr(), labels.data_ptr(), labels.stride(0),
+            labels.stride(2), n_tokens, k, idx[row].data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
     return idx

@@ -130,8 +130,9 @@ class DoubleSparsity(DoubleSparsityRules, LabelSearch):
             channels = order[:, : plan.n_labels]
             overhead = 0 if self.is_whole else SCALE_BITS
             n_bits = len(channels) * (plan.n_labels * bits + overhead)
-        labels = taken(self.trace.keys(layer), channels, bits)
-        return Labels(stored(labels), self.turn(channels), n_bits), channels, mask
+        keys = self.trace.keys(layer)
+        labels = stored(taken(keys, channels, bits), keys.dtype if self.is_whole else torch.float32)
+        return Labels(labels, self.turn(channels), n_bits), channels, mask
 
     def turn(self, channels: Tensor) -> Tensor:
         """What picks the labels' channels out of a query; those that are quantised are picked before."""

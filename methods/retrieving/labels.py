@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from engine.observe import ModelFact
@@ -27,8 +28,8 @@ from methods.base import SelectiveAttention
 class Labels:
     """Of one layer: labels of keys, and how a query becomes weights of their numbers.
 
-    `keys` (stored, s, c) float32 are rounded as the model's own keys are; a stored head is a KV head, or a query head
-    where labels of query heads differ.
+    `keys` (stored, s, c) are rounded as the model's own keys are; a stored head is a KV head, or a query head where
+    labels of query heads differ.
     """
 
     keys: Tensor
@@ -46,9 +47,12 @@ class Labels:
         return replace(self, keys=room)
 
 
-def stored(labels: Tensor) -> Tensor:
-    """Labels (stored, s, c) float32 as they are searched: by channel on a CPU, by token on a GPU."""
-    return labels.contiguous() if labels.is_cuda else by_channel(labels)
+def stored(labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Labels (stored, s, c) float32 as they are searched: on a GPU by token, on a CPU by channel in their own `dtype`.
+
+    It has to hold them exactly.
+    """
+    return labels.contiguous() if labels.is_cuda else by_channel(labels.to(dtype))
 
 
 class LabelSearch(SelectiveAttention):

@@ -80,7 +80,8 @@ class Loki(LokiRules, LabelSearch):
         def make() -> Labels:
             components = self.components(layer)
             n_bits = 8 * ELEMENT_BYTES * trace.shape.h_kv * components.shape[1]
-            return Labels(stored(turned(trace.keys(layer), components)), components.mT.contiguous(), n_bits)
+            keys = trace.keys(layer)
+            return Labels(stored(turned(keys, components), keys.dtype), components.mT.contiguous(), n_bits)
 
         return trace.once(("Loki's labels", layer, *what), make)
 

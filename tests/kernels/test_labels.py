@@ -33,6 +33,26 @@ def test_it_chooses_as_a_stable_sort(heads: int, stored: int, c: int, s: int) ->
             assert all(len(set(head)) == min(k, n) for row in found.tolist() for head in row)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_labels_of_a_narrow_dtype_are_searched_as_the_same_numbers_in_float32(dtype: torch.dtype) -> None:
+    weights, labels = random_labels(6, 2, 5, 3001)
+    narrow = by_channel(labels.to(dtype))
+    assert takes_native(narrow)
+    for k in (1, 90, 2000):
+        assert torch.equal(label_top(weights, narrow, 2999, k), label_top(weights, by_channel(narrow.float()), 2999, k))
+    torch.testing.assert_close(label_scores(weights, narrow, 10), label_scores(weights, narrow.float(), 10))
+
+
+@pytest.mark.parametrize("k", [1, 200, 1024])
+def test_a_sample_that_misleads_costs_no_token(k: int) -> None:
+    """Every sixteenth score is the highest there is, or the lowest: the rest lies on one side of any threshold."""
+    for sign in (1.0, -1.0):
+        scores = torch.randn(20_000, generator=torch.Generator().manual_seed(2))
+        scores[::16] = sign * (10 + torch.rand(1250, generator=torch.Generator().manual_seed(3)))
+        found = label_top(torch.ones(1, 1, 1), by_channel(scores.view(1, -1, 1)), 20_000, k)
+        assert torch.equal(found[0, 0], top_stable_ref(scores, k).sort().values)
+
+
 @pytest.mark.parametrize("k", [1, 2, 37, 150, 299])
 def test_of_equal_scores_the_first_are_chosen(k: int) -> None:
     """Labels of few whole numbers: sums are exact whatever their order, and most are equal."""
