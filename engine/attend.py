@@ -8,7 +8,7 @@ Not here: choosing tokens (`methods`), moving them (`engine/layer.py`), the prom
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Part:
     bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
     is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
     packed: Packed | None = None  # in place of k and v, which have no tokens
+    # What `tokens` made: a part that a layer holds is asked at every step, when it is complete.
+    made: Tokens | None = field(default=None, init=False)
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included; of heads with different counts the most."""
@@ -61,7 +63,9 @@ class Part:
         """As kernels take it; codes are rebuilt for the length of a call."""
         if self.packed is not None:
             return self.gathered().tokens()
-        return Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near, self.spans, self.bias)
+        if self.made is None:
+            self.made = Tokens(self.k, self.v, self.idx, self.late, self.mask, self.q, self.near, self.spans, self.bias)
+        return self.made
 
 
 def attend_rows(
@@ -95,10 +99,11 @@ def attend(q: Tensor, parts: list[Part], scale: float) -> Tensor:
     if any(part.idx is not None or part.spans is not None or part.bias is not None for part in rest):
         # Where a part is places or spans of a cache, or has a bias, one call is for all parts: joining two costs more
         # than 400 tokens.
-        tokens = [part.tokens() for part in rest if is_plain(part)]
+        plain = [part for part in rest if is_plain(part)]
+        tokens = [part.tokens() for part in plain]
         if tokens and native_takes(q, tokens):
             done.append(attend_parts_native(q, tokens, scale))
-            rest = [part for part in rest if not is_plain(part)]
+            rest = [] if len(plain) == len(rest) else [part for part in rest if not is_plain(part)]
     done += [partial(q if part.q is None else part.q, part, scale) for part in rest]
     if len(done) == 1:
         return done[0][0].reshape(n, h, 1, d_h)

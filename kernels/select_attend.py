@@ -24,7 +24,9 @@ Not here: choosing tokens, counting bytes.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -54,8 +56,9 @@ class Spans(NamedTuple):
     longest: int  # no head has more
 
 
-class Tokens(NamedTuple):
-    """Tokens of a cache to attend to: those at `idx`, those in `spans`, or all."""
+@dataclass(slots=True, eq=False)
+class Tokens:
+    """Tokens of a cache to attend to: those at `idx`, those in `spans`, or all. Nothing of it is changed once made."""
 
     k: Tensor  # (1, h_kv, s, d_h)
     v: Tensor
@@ -66,6 +69,18 @@ class Tokens(NamedTuple):
     near: Near | None = None  # where some of the tokens at idx lie nearer
     spans: Spans | None = None  # without idx, late and mask
     bias: Tensor | None = None  # (1, heads, tokens) float32, finite, added to scaled logits: a token's log-weight
+    # As C++ reads them, once it has been asked, and the object that was: the memory of a copy lies elsewhere.
+    numbers: tuple[int, tuple[int, ...]] | None = field(default=None, init=False)
+
+    def packed(self) -> tuple[int, ...]:
+        """The numbers of `struct Part` in select_attend.cpp."""
+        if not self.is_packed():
+            self.numbers = id(self), packed_part(self)
+        assert self.numbers is not None
+        return self.numbers[1]
+
+    def is_packed(self) -> bool:
+        return self.numbers is not None and self.numbers[0] == id(self)
 
     def n_tokens(self) -> int:
         """Tokens of a head, hidden ones included."""
@@ -143,7 +158,7 @@ def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
     """Whether `attend_parts_native` can work on these."""
     if q.device.type != "cpu" or q.dtype not in DTYPES or native() is None:
         return False
-    tensors = [x for part in parts for x in (part.k, part.v, *(part.late or ()))]
+    tensors = [x for part in parts if not part.is_packed() for x in (part.k, part.v, *(part.late or ()))]
     return len(q) == 1 and all(x.dtype == q.dtype and x.stride()[2:] == (q.shape[3], 1) for x in tensors)
 
 
@@ -164,19 +179,21 @@ def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tup
     n, h, s_q, d_h = q.shape
     assert n == s_q == 1 and parts, (q.shape, len(parts))
     q = q.contiguous()
-    packed = [number for part in parts for number in packed_part(part)]
+    packed = array("q")
+    for part in parts:
+        packed.extend(part.packed())
     out = torch.empty_like(q)
     lse = torch.empty(1, h, 1)
     native()(
-        DTYPES[q.dtype], h, d_h, q.data_ptr(), scale, len(parts), (ctypes.c_int64 * len(packed))(*packed),
-        out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        DTYPES[q.dtype], h, d_h, q.data_ptr(), scale, len(parts), packed.buffer_info()[0], out.data_ptr(),
+        lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 
 
 def packed_part(part: Tokens) -> tuple[int, ...]:
-    """The numbers of `struct Part` in select_attend.cpp."""
-    k, v, idx, late = part[:4]
+    """As `Tokens.packed`, made anew."""
+    k, v, idx, late = part.k, part.v, part.idx, part.late
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
     heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0), NEVER, (0, 0), (0, 0)
     if part.spans is not None:

@@ -4,7 +4,9 @@
 // its logits, their softmax and the weighted sum of values for all query heads that share its tokens; chunks are joined
 // by their largest logits and sums, always in the same order.
 #include <memory>
+#include <vector>
 
+#include "near.h"
 #include "soften.h"
 
 namespace {
@@ -27,8 +29,25 @@ struct Part {
 
 INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
-// Places for chunks of a head; one with fewer rows than others leaves some empty.
-INLINE int64_t n_chunks(const Part &part) { return chunks_of(part.n); }
+// What one thread does at a time: a head's tokens from start to stop.
+struct Chunk {
+    const Part *part;
+    int64_t head, place, start, stop;  // place among all chunks of a head; one with fewer rows leaves some empty
+};
+
+// All chunks, head by head: a thread that takes neighbours finds their queries and sums in its cache.
+std::vector<Chunk> chunks_in(int64_t n_parts, const Part *parts) {
+    std::vector<Chunk> found;
+    int64_t place = 0;
+    for (const Part *part = parts; part < parts + n_parts; part++) {
+        for (int64_t head = 0; head < part->heads; head++) {
+            const int64_t length = part->counts ? part->counts[head] : part->n, n = chunks_of(length);
+            for (int64_t i = 0; i < n; i++) found.push_back({part, head, place + i, length * i / n, length * (i + 1) / n});
+        }
+        place += chunks_of(part->n);
+    }
+    return found;
+}
 
 INLINE void ask_for(const void *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -110,38 +129,23 @@ template <class T>
 void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, const Part *parts, T *out, float *lse,
             int n_threads) {
     const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH;
-    int64_t chunks = 0, items = 0, work = 0;
-    for (int64_t p = 0; p < n_parts; p++) {
-        chunks += n_chunks(parts[p]);
-        items += n_chunks(parts[p]) * parts[p].heads;
-        int64_t rows = parts[p].n * parts[p].heads;
-        if (parts[p].counts) {
-            rows = 0;
-            for (int64_t head = 0; head < parts[p].heads; head++) rows += parts[p].counts[head];
-        }
-        work += rows * (h / parts[p].heads) * d;
-    }
-    if (work < 100000) n_threads = 1;  // some 10 us, of which waking a team takes a few
+    const std::vector<Chunk> items = chunks_in(n_parts, parts);
+    std::vector<int64_t> work(1);  // of the items so far
+    for (const Chunk &item : items) work.push_back(work.back() + (item.stop - item.start) * (h / item.part->heads) * d);
+    if (work.back() < 100000) n_threads = 1;  // some 10 us, of which waking a team takes a few
+    int64_t chunks = 0;
+    for (int64_t p = 0; p < n_parts; p++) chunks += chunks_of(parts[p].n);
 
     // Queries, then sums of every query head's chunks, then what joins them.
     const std::unique_ptr<float[]> room(new float[h * padded * (1 + chunks) + 16]);
     float *queries = room.get(), *sums = queries + h * padded;
-    const std::unique_ptr<Partial[]> partials(new Partial[h * chunks + 1]);
+    std::vector<Partial> partials(h * chunks, {-INFINITY, 0});
     for (int64_t head = 0; head < h; head++)
         for (int64_t at = 0; at < padded; at += WIDTH) store(queries + head * padded + at, load_part(q + head * d, at, d));
 
-    parallel_for(items, n_threads, [&](int64_t item) {
-        const Part *part = parts;
-        int64_t chunk_0 = 0;  // of this part
-        for (; item >= n_chunks(*part) * part->heads; part++) {
-            item -= n_chunks(*part) * part->heads;
-            chunk_0 += n_chunks(*part);
-        }
-        const int64_t places = n_chunks(*part), head = item / places, chunk = item % places;
-        const int64_t length = part->counts ? part->counts[head] : part->n, count = chunks_of(length);
-        const int64_t first = part->starts ? part->starts[head] : 0;
-        const int64_t start = chunk < count ? length * chunk / count : 0;
-        const int64_t stop = chunk < count ? length * (chunk + 1) / count : 0;
+    parallel_near(work, n_threads, [&](int64_t number) {
+        const Part *part = items[number].part;
+        const int64_t head = items[number].head, first = part->starts ? part->starts[head] : 0;
         const int64_t owner = head * part->kv_heads / part->heads;
         const T *k = (const T *)(part->k + owner * part->k_stride), *v = (const T *)(part->v + owner * part->v_stride);
         const T *k_late = (const T *)(part->k_late + owner * part->late_stride);
@@ -150,7 +154,7 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         const T *k_rows[CHUNK + 4], *v_rows[CHUNK + 4];
         float biases[CHUNK];
         int n = 0;
-        for (int64_t t = start; t < stop; t++) {
+        for (int64_t t = items[number].start; t < items[number].stop; t++) {
             const int64_t row = part->idx ? part->idx[head * part->n + t] : first + t;
             if (row < 0) continue;
             if (part->bias) biases[n] = part->bias[head * part->bias_stride + t];
@@ -159,14 +163,9 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
             v_rows[n++] = is_late ? v_late + (row - part->n_rows) * d : v + row * d;
         }
         const int64_t g = h / part->heads;
-        float *mine = sums + (head * g * chunks + chunk_0 + chunk) * padded;
-        Partial *joins = partials.get() + head * g * chunks + chunk_0 + chunk;
-        if (n == 0) {
-            for (int64_t i = 0; i < g; i++) {
-                joins[i * chunks] = {-INFINITY, 0};
-            }
-            return;
-        }
+        float *mine = sums + (head * g * chunks + items[number].place) * padded;
+        Partial *joins = partials.data() + head * g * chunks + items[number].place;
+        if (n == 0) return;
         for (int i = n; i < n + 4; i++) k_rows[i] = k_rows[n - 1], v_rows[i] = v_rows[n - 1];
         for (int i = 0; i < AHEAD && i < n && part->idx; i++) ask_for(k_rows[i], d * sizeof(T));
         const float *asking = queries + head * g * padded;
@@ -195,7 +194,7 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
     });
 
     for (int64_t head = 0; head < h; head++) {
-        const Partial *mine = partials.get() + head * chunks;
+        const Partial *mine = partials.data() + head * chunks;
         float highest = -INFINITY, total = 0;
         for (int64_t c = 0; c < chunks; c++) highest = mine[c].highest > highest ? mine[c].highest : highest;
         float *row = queries + head * padded;  // no longer needed

@@ -1,6 +1,7 @@
 """Weighted tokens: a number per token that is added to its scaled logit, on every path against float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def moved(part: Tokens) -> Tokens:
     spans = part.spans and Spans(part.spans.starts.to(GPU), part.spans.counts.to(GPU), part.spans.longest)
     late = part.late and (part.late[0].to(GPU), part.late[1].to(GPU))
     rest = {name: x.to(GPU) for name, x in part._asdict().items() if isinstance(x, Tensor)}
-    return part._replace(**rest, late=late, spans=spans)
+    return replace(part, **rest, late=late, spans=spans)
 
 
 def as_part(part: Tokens) -> Part:
@@ -103,6 +104,6 @@ def test_a_token_of_weight_three_is_three_tokens(path: str) -> None:
     q, (whole, *_) = parts_of(torch.float32)
     thrice = Tokens(whole.k.repeat(1, 1, 3, 1), whole.v.repeat(1, 1, 3, 1))
     one = torch.randn(1, H_KV, 1, D, generator=torch.Generator().manual_seed(1))
-    weighted = whole._replace(bias=torch.full((1, H_KV, 17), 3.0).log())
+    weighted = replace(whole, bias=torch.full((1, H_KV, 17), 3.0).log())
     run = RUNS[path]
     torch.testing.assert_close(run(q, [weighted, Tokens(one, one)]), run(q, [thrice, Tokens(one, one)]))

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dt
     logits = [None, None, torch.empty(q.shape[1], n_tokens, device=GPU), None]
     out, lse = attend_rows_triton(q.to(GPU), moved, 0.25, logits)
     for i, parts in enumerate(rows):
-        parts = [part if part.idx is None else part._replace(idx=part.idx.int().long()) for part in parts]
+        parts = [part if part.idx is None else replace(part, idx=part.idx.int().long()) for part in parts]
         plain, _ = attend_parts_ref(q[i : i + 1], parts, 0.25)
         wide = [Tokens(*(doubled_part(x) for x in part)) for part in parts]
         right, right_lse = attend_parts_ref(q[i : i + 1].float(), wide, 0.25)
@@ -241,7 +242,7 @@ def test_parts_are_joined_to_their_union(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("path", ["ref", "native", "triton"])
 def test_without_any_token_the_output_is_zero_and_weighs_nothing(path: str) -> None:
     q, part, scale = problem(SHAPES[0], False, torch.float32)
-    part = part._replace(idx=torch.full((1, 2, 5), -1))
+    part = replace(part, idx=torch.full((1, 2, 5), -1))
     if (path, None) in (("native", native()), ("triton", triton)):
         pytest.skip(f"no {path}")
     run = {
@@ -281,7 +282,7 @@ def test_threads_change_no_bit() -> None:
 @has_native
 def test_what_cpp_cannot_read_goes_to_torch() -> None:
     q, part, scale = problem(SHAPES[0], True, torch.float32)
-    turned = part._replace(k=part.k.mT.contiguous().mT)
+    turned = replace(part, k=part.k.mT.contiguous().mT)
     assert native_takes(q, [part])
     assert not native_takes(q, [turned])
     assert not native_takes(q.double(), [doubled(part)])

@@ -1,5 +1,8 @@
 """Attention where KV heads have different numbers of tokens, against float64 head by head."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +79,7 @@ def test_cpp_gives_the_same_bits_whatever_the_longest_head() -> None:
     q, parts = problem((300, 12), 2, 16, torch.float32, 3)
     spans = parts[0].spans
     assert spans is not None
-    wider = [parts[0]._replace(spans=spans._replace(longest=5000)), parts[1]]
+    wider = [replace(parts[0], spans=spans._replace(longest=5000)), parts[1]]
     assert torch.equal(attend_parts_native(q, parts, 0.3)[0], attend_parts_native(q, wider, 0.3)[0])
 
 
@@ -114,3 +117,15 @@ def test_parts_with_spans_are_attended_to_like_their_copies() -> None:
     torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-6)
     hidden = torch.cat([~each.is_real() for each in tokens if each.is_real() is not None], -1)  # type: ignore[operator]
     assert (weights[hidden.repeat_interleave(3, 1)] == 0).all()
+
+
+@pytest.mark.skipif(native() is None, reason="no C++ compiler")
+def test_a_copy_is_read_where_its_own_numbers_lie() -> None:
+    """Tokens that were attended to remember where they lie; a copy, as of a row that is forked, lies elsewhere."""
+    q, parts = problem((5, 0, 700), 3, 64, torch.float32, 2)
+    attend_parts_native(q, parts, 0.1)
+    copies = deepcopy(parts)
+    for part in copies:
+        part.v.zero_()
+    assert not attend_parts_native(q, copies, 0.1)[0].any()
+    assert attend_parts_native(q, parts, 0.1)[0].any()
