@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.paired import measure, record
+from benchmarks.paired import Paired, record
 from engine.budget import BudgetRequest, Frame
 from engine.checkpoints.load import load
 from engine.model import Model
@@ -73,29 +73,38 @@ def repeat(model: Model, trace: Trace, what: Repetition) -> None:
     probe(model, trace, [what])
 
 
+def rounds(plain: Callable[[], float], others: dict[str, Callable[[], float]], n: int) -> dict[str, Paired]:
+    """Each round runs all of them once, so that they share its `plain`; who is first changes from round to round."""
+    works = {"plain": plain, **others}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(n):
+        names = [*works]
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(works[name]())
+    return {name: Paired(seconds["plain"], seconds[name]) for name in others}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     check_parity()
     model = load("smollm2-135m", "embedded", dtype=options.dtype, device="cpu")
     ids = model.tokenizer.encode(embedded_prose())[: options.tokens]
-    shape = f"{len(ids)} tokens, {model.shape.name}, CPU seconds"
-    plain = partial(seconds, partial(read, model, ids))
-    observing = partial(seconds, partial(read, model, ids, QueryStatistics(4)))
-    record(
-        "prefill: with query statistics against plain", shape, options.dtype, measure(plain, observing, options.pairs)
-    )
-    choosing = partial(seconds, partial(read_and_choose, model, ids))
-    pairs = measure(plain, choosing, options.pairs, options.warm_up)
-    record("prefill: with ExpectedAttention against plain", shape, options.dtype, pairs)
     what = Repetition(2000, 8, Frame(30, 0, tuple(ids[:6])))
-    repeating = partial(seconds, partial(repeat, model, read(model, ids), what))
-    pairs = measure(plain, repeating, options.pairs, options.warm_up)
-    record("KVzip's second pass against a plain prefill", shape, options.dtype, pairs)
+    trace = read(model, ids)  # for the second pass; the first prefill is slower than those that follow
+    works: dict[str, Callable[[], Any]] = {
+        "prefill: with query statistics against plain": partial(read, model, ids, QueryStatistics(4)),
+        "prefill: with ExpectedAttention against plain": partial(read_and_choose, model, ids),
+        "KVzip's second pass against a plain prefill": partial(repeat, model, trace, what),
+    }
+    plain = partial(seconds, partial(read, model, ids))
+    shape = f"{len(ids)} tokens, {model.shape.name}, CPU seconds"
+    timed = rounds(plain, {name: partial(seconds, work) for name, work in works.items()}, options.rounds)
+    for name, pairs in timed.items():
+        record(name, shape, options.dtype, pairs)
 
 
 if __name__ == "__main__":
