@@ -1,0 +1,60 @@
+"""Methods that hold codes, on a pretended GPU: kernels read them packed, with the tokens and the books of the CPU's."""
+
+import pytest
+import torch
+
+from benchmarks.launches import OF_CODES, config_of
+from benchmarks.pretend.cuda import Machine
+from engine.books.ledger import Entry
+from engine.checkpoints.load import load_random
+from engine.decode import decode
+from engine.model import Model
+from engine.prefill import prefill
+from evals.studies.hardware import method_of
+from kernels.packed.attend import Side
+from tests.pretend.test_methods import moved
+
+N_PROMPT, N_NEW = 45, 7  # so that KIVI packs a block of keys on its way, and a value at each step
+ASKED = {
+    "kivi": ["method.group=16", "method.residual=16"],
+    "turboquant": [],
+    "turboquant_2bit": ["method.preset=2bit_nc", "method.rotation=haar"],
+    "turboquant_3bit": ["method.preset=3bit_nc"],
+    "hf_quantized_cache": ["method.group=16"],
+}
+
+
+def answers(model: Model, words: dict[str, list[str]]) -> tuple[list[list[int]], list[list[Entry]]]:
+    """Tokens and ledgers of variants that answer together."""
+    ids = [i * 7 % 250 for i in range(N_PROMPT)]
+    with model.hooked():
+        trace = prefill(model, ids)
+        rows = []
+        for name, more in words.items():
+            kind, params = method_of(name.partition("_")[0] if name.startswith("turbo") else name, more)
+            rows.append(kind.variant_for(params, OF_CODES, model.shape, N_PROMPT).row(trace, N_NEW))
+        for row in rows:
+            for layer in trace.shape.attention_layers:
+                row.build(layer)
+            row.complete()
+        trace.settle()
+        done = decode(model, trace, rows, max_new_tokens=N_NEW)
+    return [each.ids for each in done.answers], [row.store.ledger.entries for row in rows]
+
+
+def rebuilding(side: Side, n: int) -> torch.Tensor:
+    raise AssertionError("codes are made numbers of in memory")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("kivi", "turboquant"), pytest.param(tuple(ASKED), marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_codes_are_read_packed_and_say_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    model, asked = load_random("small", config_of(2), dtype="float32", device="cpu"), {x: ASKED[x] for x in names}
+    expected = answers(model, asked)
+    monkeypatch.setattr(Side, "rebuilt", rebuilding)
+    assert answers(moved(model, "cuda:1"), asked) == expected
