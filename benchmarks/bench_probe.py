@@ -20,6 +20,7 @@ import torch
 from benchmarks.paired import Paired, record
 from engine.budget import BudgetRequest, Frame
 from engine.checkpoints.load import load
+from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model
 from engine.observe import QueryStatistics
 from engine.passes.probe import probe
@@ -81,6 +82,7 @@ def rounds(plain: Callable[[], float], others: dict[str, Callable[[], float]], n
         names = [*works]
         for name in names[i % len(names) :] + names[: i % len(names)]:
             seconds[name].append(works[name]())
+            print(f"round {i + 1} of {n}, {name}: {seconds[name][-1]:.2f} s", flush=True)
     return {name: Paired(seconds["plain"], seconds[name]) for name in others}
 
 
@@ -88,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="bfloat16" if cpu_multiplies_bfloat16() else "float32")
     options = parser.parse_args()
     check_parity()
     model = load("smollm2-135m", "embedded", dtype=options.dtype, device="cpu")
