@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
     parser.add_argument("--columns", help="keys, with commas; without, what varies")
-    parser.add_argument("--value", default="score", help=", ".join(VALUES))
+    parser.add_argument("--value", default="score", help=f"{', '.join(VALUES)}, or a task's other figure: mass")
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may stand several times")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="for standard output")
     parser.add_argument("--out", type=Path, help="write all formats into this folder")

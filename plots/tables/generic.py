@@ -126,6 +126,24 @@ VALUES: dict[str, Value] = {
 }
 
 
+def value_named(name: str) -> Value:
+    """What a cell says: one of `VALUES`, or the mean of a figure that the task takes beside its score."""
+    if name in VALUES:
+        return VALUES[name]
+
+    def of(rows: Sequence[SampleRow]) -> float | None:
+        taken = [row.fields["measures"][name] for row in rows if name in row.fields.get("measures", {})]
+        known = [value for value in taken if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return Value(name, "", of, 3)
+
+
+def measures_of(runs: Sequence[Run]) -> dict[str, None]:
+    """The figures that the runs' tasks take beside their scores, by name."""
+    return {name: None for run in runs for name in run.result.measures or ()}
+
+
 @dataclass(frozen=True)
 class Part:
     """A run, or those of its samples that belong to one dataset or length."""
@@ -181,7 +199,7 @@ def sheets(
 ) -> list[Sheet]:
     """The tables of these runs, the fullest first; `columns` of None are what varies between the runs."""
     keep = keep or {}
-    check_words(value, [*rows, *(columns or ()), *keep])
+    check_words(value, [*rows, *(columns or ()), *keep], measures_of(runs))
     asked = {*rows, *(columns or ()), *keep}
     parts = [part for run in runs for part in parts_of(run, asked)]
     for key, wanted in keep.items():
@@ -197,9 +215,10 @@ def sheets(
     return sorted(made, key=lambda sheet: (-len(sheet.cells), str(sheet.where)))
 
 
-def check_words(value: str, keys: Sequence[str]) -> None:
-    if value not in VALUES:
-        raise WrongKey(f"a cell cannot say {value!r}; it can say {', '.join(VALUES)}{near(value, VALUES)}")
+def check_words(value: str, keys: Sequence[str], measures: Mapping[str, None]) -> None:
+    words = {**VALUES, **measures}
+    if value not in words:
+        raise WrongKey(f"a cell cannot say {value!r}; it can say {', '.join(words)}{near(value, words)}")
     for key in keys:
         prefix, dot, name = key.partition(".")
         if key in KEYS or key in FOUND or (dot and name and prefix in PREFIXES):
@@ -372,7 +391,7 @@ def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str
     values, rows = scores(part.rows), part.rows
     cell = Cell(*key, part, None, n=len(values), n_oom=len(rows) - len(values), over=over_budget(rows))
     if value not in ("score", "difference"):
-        return replace(cell, mean=VALUES[value].of(rows))
+        return replace(cell, mean=value_named(value).of(rows))
     metric = metric_of(rows)
     groups = [scores(group) for group in datasets_of(cell)]
     if len(groups) > 1 and METRICS[metric].weight is None:

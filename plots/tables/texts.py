@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 from evals.foreign import CsvWriter
 from plots.tables.formats import ABSENT, pipes, plain, tex
-from plots.tables.generic import ANY, VALUES, Cell, Sheet
+from plots.tables.generic import ANY, VALUES, Cell, Sheet, value_named
 
 WIDEST = 7  # columns of a LaTeX table before it is scaled to the width of the text
 
 
 def title(sheet: Sheet) -> str:
-    value = VALUES[sheet.value]
+    value = value_named(sheet.value)
     unit = " (percent)" if sheet.percent else f" ({value.unit})" if value.unit else ""
     return f"{value.title}{unit} by {' and '.join(sheet.row_keys)}"
 
@@ -41,7 +41,7 @@ def words(cell: Cell | None, sheet: Sheet, strong: Callable[[str, str], str]) ->
     """What a cell prints; `strong` marks the number."""
     if cell is None or cell.mean is None:
         return f"{ABSENT} ({cell.n_oom} oom)" if cell is not None and cell.n_oom else ABSENT
-    scale, digits = (100.0, 1) if sheet.percent else (1.0, VALUES[sheet.value].digits)
+    scale, digits = (100.0, 1) if sheet.percent else (1.0, value_named(sheet.value).digits)
     if not sheet.percent and sheet.value in ("score", "difference"):
         digits = 3
     signed = "+" if sheet.value == "difference" else ""

@@ -132,6 +132,15 @@ def test_measured_values_and_parameters_are_keys_too(tmp_path: Path) -> None:
     assert [row[0] for row in one(tmp_path).rows] == ["PQCache m=2", "PQCache m=4"]
 
 
+def test_a_cell_can_say_what_the_task_measures_beside_its_score(tmp_path: Path) -> None:
+    measured = [{"score": 0.5, "fields": {"measures": {"recall": 0.5, "mass": mass}}} for mass in (0.75, 0.25)]
+    write(tmp_path, "pqcache", "fidelity", measured)
+    write(tmp_path, "snapkv", "fidelity", [{"score": 0.5, "fields": {"measures": {"recall": 0.5, "mass": None}}}] * 2)
+    sheet = one(tmp_path, value="mass")
+    assert {row[0]: cell.mean for (row, _), cell in sheet.cells.items()} == {"PQCache": 0.5, "SnapKV (C)": None}
+    assert "| 0.500 |" in markdown(sheet)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
