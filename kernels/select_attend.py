@@ -2,7 +2,7 @@
 
 `select_attend` is over one set of tokens; `attend_parts` over several at once, chosen ones and whole stretches, which
 is a decode step of a method that retrieves: sinks, window and what was fetched; `attend_rows` does so for all rows of a
-batch, wherever their tokens lie; `attend_each` has many queries, each with chosen tokens of its own.
+batch, wherever their tokens lie.
 
 Shapes    q (1, h, 1, d_h); k, v (1, h_kv, s, d_h); idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the
           lower half of each); late: more rows of K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s;
@@ -15,7 +15,7 @@ Paths     C++ on a CPU: float32 sums whatever the dtype; rows of a KV head are r
           those chose tokens of their own. Triton on a GPU. Both cut tokens into pieces and join them by log-sum-exp.
 Checks    tests/kernels/test_select_attend.py, benchmarks/bench_select_attend.py.
 
-Not here: choosing tokens, counting bytes.
+Not here: choosing tokens, counting bytes, many queries with chosen tokens of their own (`kernels/rows/each.py`).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -193,34 +193,6 @@ def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tup
         lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
-
-
-def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries (1, h, n, d_h), each over its own places idx (n, heads, k), with a bias alike: out, and lse (1, h, n)."""
-    _, h, n, d_h = q.shape
-    assert part.idx is not None and len(part.idx) == n and q.device.type == "cpu", (part.idx, q.shape)
-    queries = q.transpose(1, 2).contiguous()  # (1, n, h, d_h)
-    if not native_takes(q, [part]):
-        each = [attend_parts_ref(queries[:, i].unsqueeze(2), [of_query(part, i)], scale) for i in range(n)]
-        return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 2)
-    out, lse = torch.empty_like(queries), torch.empty(1, n, h)
-    numbers = [*packed_part(part._replace(bias=None))]
-    if part.bias is not None:
-        assert part.bias.shape == part.idx.shape and part.bias.is_contiguous(), part.bias.shape
-        assert part.bias.dtype == torch.float32, part.bias.dtype
-        numbers[-2:] = part.bias.data_ptr(), part.bias.shape[2]
-    native().attend_each(
-        DTYPES[q.dtype], n, h, d_h, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
-        out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def of_query(part: Tokens, i: int) -> Tokens:
-    """The places of one query of many."""
-    assert part.idx is not None
-    bias = None if part.bias is None else part.bias[i : i + 1]
-    return part._replace(idx=part.idx[i : i + 1], bias=bias)
 
 
 def packed_part(part: Tokens) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from engine.causal import causal, fused, whole
 from engine.layer import Layer
 from engine.passes.probe import joined
 from engine.turns.feed import Feed, Selected, outgoing
-from kernels.select_attend import attend_each
+from kernels.rows.each import attend_each
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention

@@ -1,7 +1,7 @@
 """Weighted tokens: a number per token that is added to its scaled logit, on every path against float64."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -69,7 +69,8 @@ def exact(q: Tensor, parts: list[Tokens]) -> Tensor:
 def moved(part: Tokens) -> Tokens:
     spans = part.spans and Spans(part.spans.starts.to(GPU), part.spans.counts.to(GPU), part.spans.longest)
     late = part.late and (part.late[0].to(GPU), part.late[1].to(GPU))
-    rest = {name: x.to(GPU) for name, x in part._asdict().items() if isinstance(x, Tensor)}
+    own = {spec.name: getattr(part, spec.name) for spec in fields(part) if spec.init}
+    rest = {name: x.to(GPU) for name, x in own.items() if isinstance(x, Tensor)}
     return replace(part, **rest, late=late, spans=spans)
 
 

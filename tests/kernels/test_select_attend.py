@@ -1,7 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kernels import build
 from kernels.jit import triton
+from kernels.rows.each import attend_each
 from kernels.select_attend import (
     Near,
     Tokens,
-    attend_each,
     attend_parts_native,
     attend_parts_ref,
     attend_rows_triton,
@@ -184,19 +184,24 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, list[list[Tokens]]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dtype) -> None:
     q, rows = batch(dtype)
-    moved = [[Tokens(*(deep_to(x, GPU) for x in part)) for part in parts] for parts in rows]
+    moved = [[changed(part, lambda x: deep_to(x, GPU)) for part in parts] for parts in rows]
     n_tokens = sum(part.n_tokens() for part in rows[2])
     logits = [None, None, torch.empty(q.shape[1], n_tokens, device=GPU), None]
     out, lse = attend_rows_triton(q.to(GPU), moved, 0.25, logits)
     for i, parts in enumerate(rows):
         parts = [part if part.idx is None else replace(part, idx=part.idx.int().long()) for part in parts]
         plain, _ = attend_parts_ref(q[i : i + 1], parts, 0.25)
-        wide = [Tokens(*(doubled_part(x) for x in part)) for part in parts]
+        wide = [changed(part, doubled_part) for part in parts]
         right, right_lse = attend_parts_ref(q[i : i + 1].float(), wide, 0.25)
         assert (out[i : i + 1].cpu() - right).abs().max() <= 2 * (plain - right).abs().max() + 4e-7
         torch.testing.assert_close(lse[i : i + 1].cpu(), right_lse, rtol=1e-6, atol=2e-6)
     assert logits[2] is not None
     torch.testing.assert_close((logits[2] - lse[2]).exp().sum(-1), torch.ones(q.shape[1], device=GPU))
+
+
+def changed(part: Tokens, change: Callable[[Any], Any]) -> Tokens:
+    """The part with each of its fields changed."""
+    return Tokens(*(change(getattr(part, spec.name)) for spec in fields(part) if spec.init))
 
 
 def deep_to(x: object, device: str) -> Any:
@@ -268,14 +273,14 @@ def test_each_of_many_queries_has_places_of_its_own(
     bias = draw(*idx.shape, seed=6, dtype=torch.float32)
     queries = torch.cat([q, q.flip(3), q], 2)
     for own_bias in (None, bias):
-        out, lse = attend_each(queries, part._replace(idx=idx, bias=own_bias), scale)
+        out, lse = attend_each(queries, replace(part, idx=idx, bias=own_bias), scale)
         for i in range(3):
-            one = part._replace(idx=idx[i : i + 1], bias=None if own_bias is None else bias[i : i + 1])
+            one = replace(part, idx=idx[i : i + 1], bias=None if own_bias is None else bias[i : i + 1])
             right, right_lse = attend_parts_native(queries[:, :, i : i + 1], [one], scale)
             assert torch.equal(out[:, :, i : i + 1], right) and torch.equal(lse[:, :, i : i + 1], right_lse)
         with monkeypatch.context() as patch:
             patch.setattr("kernels.select_attend.native", lambda: None)
-            plain_out, plain_lse = attend_each(queries, part._replace(idx=idx, bias=own_bias), scale)
+            plain_out, plain_lse = attend_each(queries, replace(part, idx=idx, bias=own_bias), scale)
         torch.testing.assert_close(out, plain_out, atol=2e-2 if dtype != torch.float32 else 1e-6, rtol=0)
         torch.testing.assert_close(lse, plain_lse, atol=2e-6, rtol=1e-6)
 
