@@ -1,6 +1,7 @@
 """Every file of conf/ composes, and every default in it is one that the code accepts."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ FILES = [(group, name) for group, names in config_groups().items() for name in n
 NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
 
 
+@cache
 def composed(*words: str) -> Settings:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", list(words), return_hydra_config=True)

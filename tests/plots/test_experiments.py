@@ -1,6 +1,7 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def composed(cell: list[str]) -> Settings:
     return settings(cfg, cfg.hydra.runtime.choices, is_sweep=True)
 
 
+@cache
 def takes_ratio(name: str) -> bool:
     """Whether a method's budget is a share of the prompt's tokens."""
     rules = load_rules(composed([f"method={name}"]).method)
