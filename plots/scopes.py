@@ -26,14 +26,29 @@ HEAD = """\
 asks for. With `context_only` the question comes after the compression, as it does where one context serves many
 questions. This page is output; the runs and it are made by
 
-    python run.py -m experiment=scopes_needle out=runs/scopes
-    python run.py -m experiment=scopes_longbench out=runs/scopes
+{commands}
     python -m plots.scopes runs/scopes --out docs
 
 "(C)" marks methods that drop tokens for good and get more of them in return ([fair budgets](fair-budgets.md)); all
 methods have their default settings. In parentheses: 95 % intervals over samples.
 
 """
+
+STYLES = {"own": "scopes_needle", "own_name": "scopes_name"}  # experiments by the needle's style
+EXPERIMENTS = (*STYLES.values(), "scopes_longbench")
+
+
+def experiment_of(run: Run) -> str:
+    """The experiment that made the run, where it is one of this page's."""
+    task = run.setting("task") or {}
+    return STYLES.get(task["params"].get("style"), "") if task["name"] == "needle" else f"scopes_{task['name']}"
+
+
+def head(runs: Sequence[Run]) -> str:
+    """The page's first words, with the commands of the runs that it shows."""
+    shown = set(map(experiment_of, in_both(runs)))
+    commands = (f"    python run.py -m experiment={name} out=runs/scopes" for name in EXPERIMENTS if name in shown)
+    return HEAD.format(commands="\n".join(commands))
 
 
 def in_both(runs: Sequence[Run]) -> list[Run]:
@@ -81,7 +96,7 @@ def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
         return []
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{NAME}.md"
-    path.write_text(HEAD + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
+    path.write_text(head(runs) + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
     return [path]
 
 

@@ -20,7 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [("snapkv", "full_prompt"), ("snapkv", "context_only"), ("full", "full_prompt"), ("full", "context_only"),
          ("h2o", "full_prompt")]
     ):  # fmt: skip
-        words = [f"method={method}", "ratio=0.5", f"compression_scope={scope}", "task=needle", *tiny]
+        words = [f"method={method}", "ratio=0.5", f"compression_scope={scope}", "task=needle", "task.style=own", *tiny]
         run([*words, "task.source=embedded", "task.lengths=[300]", "task.depths=[50]"], out / str(i))
     return out
 
@@ -33,7 +33,9 @@ def test_a_table_has_runs_of_both_scopes_side_by_side(runs: Path) -> None:
 
 def test_the_page_and_the_tables_are_written(runs: Path, tmp_path: Path, capsys: Any) -> None:
     assert scopes.main([str(runs), "--out", str(tmp_path)]) == 0
-    assert "SnapKV (C)" in (tmp_path / "scopes.md").read_text()
+    page = (tmp_path / "scopes.md").read_text()
+    assert "SnapKV (C)" in page and "scopes_longbench" not in page, "only what was run has its command there"
+    assert page.count("-m experiment=") == page.count("-m experiment=scopes_needle")
     paths = scopes.write_tables(tmp_path / "tables", load(runs))
     assert [path.suffix for path in paths] == [".md", ".tex", ".csv"] and all(path.stat().st_size for path in paths)
 
