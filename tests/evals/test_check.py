@@ -60,7 +60,7 @@ def test_this_machine_can_do_the_main_job(capsys: pytest.CaptureFixture[str]) ->
     code, text, lines = screen(capsys)
     assert code == 0
     assert text.rstrip().endswith("make run")
-    assert torch.__version__ in lines["Python"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in lines["Python"]  # +cu130 is not in the package's version
     assert lines["dtype"].startswith(f"auto is {load.resolve_dtype('auto', 'auto')} on ")
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text.replace("hf download …", ""), "something was cut"
