@@ -208,7 +208,7 @@ class _Batch:
             if self.rows[i].wants_lookahead and self.rows[i].store[layer].can_fetch
         ]
         if looking:
-            below = self.calls[layer - 1].x[looking]
+            below = self.calls[layer - 1].x[looking].to(self.trace.device_of(layer))
             queries = self.model.speculate(layer, below, self.calls[layer].beside)
             for i, q in zip(looking, queries.split(1), strict=True):
                 self.rows[i].q_ahead = q

@@ -83,6 +83,21 @@ class Model:
     # Moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: positions are not rotary.
     turn: Callable[[Tensor, int | Tensor], Tensor] | None
     facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
+    layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where a layer's weights lie, and with them its K and V."""
+        return self.layer_devices[layer] if self.layer_devices else self.device
+
+    @property
+    def layers_on(self) -> tuple[torch.device, ...]:
+        """The device of each layer, or of all."""
+        return self.layer_devices or (self.device,)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that hold a part of the model, each once."""
+        return tuple(dict.fromkeys((self.device, *self.layer_devices)))
 
     def known(self, what: "ModelFact") -> "Known":
         """What is known of this model, looked up once."""
@@ -128,9 +143,9 @@ class Model:
         def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             where = session.positions
             if (rotary := kwargs.get("position_embeddings")) is not None:
-                kwargs["position_embeddings"] = tuple(x.index_select(1, where) for x in rotary)
+                kwargs["position_embeddings"] = tuple(x.index_select(1, where.to(x.device)) for x in rotary)
             if (ids := kwargs.get("position_ids")) is not None:
-                kwargs["position_ids"] = ids.index_select(1, where)
+                kwargs["position_ids"] = ids.index_select(1, where.to(ids.device))
             return args, kwargs
 
         def leave(module: Any, args: Any, out: Any) -> Any:
@@ -259,7 +274,11 @@ class Model:
 
     def select_rows(self, cache: Any, rows: list[int]) -> None:
         """Keep only these rows in the model's own layers."""
-        cache.batch_select_indices(torch.tensor(rows, device=self.device, dtype=torch.long))
+        for device in self.devices:
+            at = torch.tensor(rows, device=device, dtype=torch.long)
+            for i, layer in enumerate(cache.layers):
+                if self.device_of(i) == device:
+                    layer.batch_select_indices(at)
 
 
 def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -337,7 +356,7 @@ def query_turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
     def turn(q: Tensor, by: int | Tensor) -> Tensor:
         where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
         x = q.float()
-        cos, sin = rotary(x, where)
+        cos, sin = (each.to(q.device) for each in rotary(x, where))
         # Models that scale cos and sin have scaled q once already. The formula turns keys too; here there are none.
         turned, _ = rotate(x, x[:, :0], cos / rotary.attention_scaling, sin / rotary.attention_scaling)
         return turned.to(q.dtype)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import causal
 from engine.observe import Known, ModelFact, Observation
@@ -38,10 +39,14 @@ class Thinning(Protocol):
 class Trace:
     """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
 
-    def __init__(self, shape: ModelShape, s_prompt: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: ModelShape, s_prompt: int, device: torch.device, layer_devices: Sequence[torch.device] = ()
+    ) -> None:
+        """`layer_devices` are those of the layers, where several GPUs share the model; by default all are `device`."""
         self.shape = shape
         self.s_prompt = s_prompt
-        self.device = device
+        self.device = device  # of the tokens, and of most layers
+        self.layer_devices = layer_devices
         self.host_device = torch.device("cpu")
         self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
@@ -67,6 +72,14 @@ class Trace:
         assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
         self._device[layer] = (k.contiguous(), v.contiguous())
         self.scales[layer] = scale
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where a layer's K and V lie, and all that is made of them."""
+        return self.layer_devices[layer] if self.layer_devices else self.device
+
+    def gathered(self, of_layers: Iterable[Tensor]) -> list[Tensor]:
+        """What belongs to several layers, on one device, so that they can be compared."""
+        return [x.to(self.device) for x in of_layers]
 
     @property
     def exact(self) -> "Trace":
@@ -109,7 +122,7 @@ class Trace:
         """After every variant was built: wait for copies, and free device tensors that nobody holds."""
         if self.device == self.host_device:
             return
-        torch.cuda.synchronize(self.device)
+        synchronize([self.device, *self.layer_devices])
         for layer in self._host.keys() - self._held:
             del self._device[layer]
 
@@ -128,7 +141,7 @@ class Trace:
     def know(self, what: ModelFact, known: Known) -> None:
         """Take in what is known of the model."""
         self.origins[what] = known.origin
-        self._observed |= {(what, layer): x.to(self.device) for layer, x in known.layers.items()}
+        self._observed |= {(what, layer): x.to(self.device_of(layer)) for layer, x in known.layers.items()}
 
     def observed(self, what: Observation, layer: int) -> Tensor:
         """What was observed of a layer; only what a method declared is there."""
@@ -176,7 +189,7 @@ def prefill(
     `chunk` tokens at a time.
     """
     assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
-    trace = Trace(model.shape, len(ids), model.device)
+    trace = Trace(model.shape, len(ids), model.device, model.layer_devices)
     trace.ids, trace.turn, trace.digest = ids, model.turn, model.digest
     every = dict.fromkeys(observations)
     for what in every:
@@ -194,8 +207,7 @@ def prefill(
             thinned = _Thinned(trace, asked, on_layer, thinning)
             with model.thinned(thinned):
                 trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    synchronize(model.devices)
     trace.seconds = perf_counter() - start
     return trace
 
@@ -258,7 +270,7 @@ class _Thinned(_Reading):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if len(self.positions) < self.trace.s_prompt:
-            self.trace.positions[layer] = self.positions
+            self.trace.positions[layer] = self.positions.to(q.device)
         out = super().attend(layer, q, k, v, scale, window)
         self.survivors = self.thinning.going_on(layer, q, k, scale)
         return out
@@ -267,5 +279,5 @@ class _Thinned(_Reading):
         """What the layer above gets of a layer's output (1, n, D)."""
         if self.survivors is None:
             return hidden
-        self.positions = self.positions[self.survivors]
+        self.positions = self.positions.to(hidden.device)[self.survivors]
         return hidden.index_select(1, self.survivors)

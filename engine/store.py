@@ -46,7 +46,7 @@ class Store:
         self.layers: dict[int, Layer] = {}
         self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
-        self.shelf = Shelf(trace.s_prompt + n_new, 0)  # one for all layers: each needs it until its attention
+        self.shelves: dict[torch.device, Shelf] = {}  # one for all layers of a GPU: each needs it until its attention
         self.token_bytes = token_bytes(self.shape) // self.shape.h_kv  # of one token of one KV head
         self.accesses: list[Access] | None = None  # a list: layers that are placed from then on note fetches in it
 
@@ -108,7 +108,7 @@ class Store:
         """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host."""
         host = host_of(self.trace, layer, self.host_code, self.n_new)
         self._place(layer, self._part(layer, slice(n_sink)), n_window, capacity, host=host)
-        self[layer].shelf = self.shelf
+        self[layer].shelf = self.shelf_of(layer)
 
     def offload_values(self, layer: int, chosen: Tensor, n_window: int) -> None:
         """The `chosen` tokens (1, h_kv, n) and the last `n_window` stay; of all others the host has the values alone.
@@ -155,7 +155,7 @@ class Store:
         host = Host(k, v, self.n_new, chosen, near=on_device)
         self._place(layer, self._part(layer, slice(0)), 0, 0, host=host)
         self[layer].meter.moves = not on_device
-        self[layer].shelf = self.shelf
+        self[layer].shelf = self.shelf_of(layer)
 
     def keep_coded(self, layer: int, make: Coder, chosen: Tensor | None = None) -> None:
         """Only the `chosen` positions (1, h_kv, n), ascending, stay (None: all), in the form that `make` gives them."""
@@ -175,6 +175,9 @@ class Store:
         assert not meter.has_cache, f"layer {layer} has a block cache, or keeps recent ones already"
         meter.recent = RecentTokens(n_steps, self.trace.s_prompt + self.n_new)
         self[layer].shelf = Shelf(self.trace.s_prompt + self.n_new, n_steps)
+
+    def shelf_of(self, layer: int) -> Shelf:
+        return self.shelves.setdefault(self.trace.device_of(layer), Shelf(self.trace.s_prompt + self.n_new, 0))
 
     def _part(self, layer: int, tokens: slice) -> Part:
         return Part(self.trace.keys(layer)[:, :, tokens], self.trace.values(layer)[:, :, tokens])

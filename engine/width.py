@@ -50,11 +50,13 @@ def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_byt
     return 2 * values * (budget.tokens + 2 * n_new) + index
 
 
-def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, device: torch.device) -> int:
-    """Memory for variants, once a prompt of so many tokens was read."""
+def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, devices: Sequence[torch.device]) -> int:
+    """Memory for variants, once a prompt of so many tokens was read; `devices` has that of each layer, or of all."""
     token = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h
     passing = PASS_VALUES * (shape.d_model or shape.h * shape.d_h)
-    return int(SHARE * free_bytes(device)) - s_prompt * element_bytes * (token + passing)
+    # Of several GPUs the first that is full ends it.
+    free = min(free_bytes(device) * len(devices) // devices.count(device) for device in {*devices})
+    return int(SHARE * free) - s_prompt * element_bytes * (token + passing)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -293,7 +293,7 @@ class Group:
         model, element_bytes = self.model, self.model.dtype.itemsize
         variants = [self.variant(cell, prompt) for cell in cells]
         sizes = [variant_bytes(variant, model.shape, n_new, element_bytes) for variant in variants]
-        room = room_bytes(model.shape, len(prompt.context_ids), element_bytes, model.device)
+        room = room_bytes(model.shape, len(prompt.context_ids), element_bytes, model.layers_on)
         return [cells[where] for where in waves(sizes, room, self.first.settings.max_variants)]
 
     def decode_wave(

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.checkpoints.digests import digest_of
 from engine.checkpoints.load import (
     Letters,
@@ -20,6 +22,7 @@ from engine.checkpoints.load import (
     resolve_dtype,
     shape_of,
 )
+from engine.errors import ConfigError
 from engine.model import Model
 from engine.shapes import ModelShape
 from evals.asked import architecture
@@ -28,9 +31,15 @@ from evals.settings import ModelSpec, Settings
 
 def resolve_hardware(settings: Settings) -> Settings:
     """What `auto` stands for in device and dtype. Workers may have a GPU where this process has none."""
-    if settings.pool is not None and settings.device.startswith("cuda"):
-        return replace(settings, dtype="bfloat16" if settings.dtype == "auto" else settings.dtype)
-    device = resolve_device(settings.device)
+    wanted = settings.device if settings.device_map is None else "cuda"
+    if settings.pool is not None and wanted.startswith("cuda"):
+        dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+        return replace(settings, device=wanted, dtype=dtype)
+    if settings.device_map is not None and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device_map={settings.device_map} divides a model among GPUs, and torch can use none here; leave it out"
+        )
+    device = resolve_device(wanted)
     return replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
 
 
@@ -66,7 +75,7 @@ class Models:
         self.model: Any = None
 
     def get(self, settings: Settings) -> Model:
-        key = (settings.model, settings.dtype, settings.device, settings.weights)
+        key = (settings.model, settings.dtype, settings.device, settings.device_map, settings.weights)
         if key != self.key:
             self.key = self.model = None  # there may be no room for two
             self.model, self.key = load_model(settings), key
@@ -82,10 +91,8 @@ def tokenizer_of(settings: Settings) -> Any:
 
 
 def load_model(settings: Settings) -> Model:
-    spec, dtype, device = settings.model, settings.dtype, settings.device
+    spec = settings.model
+    where = {"dtype": settings.dtype, "device": settings.device, "device_map": settings.device_map}
     if settings.weights == "random":
-        return load_random(spec.name, random_config(spec), dtype=dtype, device=device)
-    return load(
-        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code,
-        dtype=dtype, device=device,
-    )  # fmt: skip
+        return load_random(spec.name, random_config(spec), **where)
+    return load(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code, **where)

@@ -11,11 +11,11 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +36,7 @@ METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's
 # Parameters that came later, and what says the same as a run without them: such runs keep their names.
 LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
 KINDS = {  # what a group's classes are, and the package that they are taken from
@@ -47,7 +48,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
     *("budget_counts", "compose", "compose_order", "temperature", "top_p", "top_k", "n_answers"),
-    *("compression_scope", "seed", "limit", "dtype", "device", "weights", "data_dir"),
+    *("compression_scope", "seed", "limit", "dtype", "device", "device_map", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
 
@@ -84,16 +85,26 @@ class RayPool:
     """Where Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
 
     address: str | None
-    shards: int
+    shards: int | Literal["auto"]
     cpus: int
-    gpus: Fraction
+    gpus: Fraction | Literal["auto"]
     retries: int
 
     def __post_init__(self) -> None:
-        at_least(1, "hydra.launcher.shards", self.shards)
+        at_least(1, "hydra.launcher.shards", None if self.shards == "auto" else self.shards)
         at_least(1, "hydra.launcher.cpus", self.cpus)
-        at_least(0, "hydra.launcher.gpus", self.gpus)
+        at_least(0, "hydra.launcher.gpus", None if self.gpus == "auto" else self.gpus)
         at_least(0, "hydra.launcher.retries", self.retries)
+
+    def sized(self, n_gpus: int, device: str, device_map: str | None) -> "RayPool":
+        """What `auto` stands for where there are `n_gpus`: one for each shard, or all where a model needs several."""
+        gpus, shards = self.gpus, self.shards
+        if gpus == "auto":
+            one = Fraction(1 if device_map is None else max(1, n_gpus))
+            gpus = one if device.startswith("cuda") else Fraction(0)
+        if shards == "auto":
+            shards = max(1, int(n_gpus / gpus)) if gpus else 2
+        return replace(self, gpus=gpus, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,7 @@ class Settings:
     limit: int | None
     dtype: str
     device: str
+    device_map: str | None  # how accelerate divides the model's layers among all GPUs; None: one device has all
     weights: str  # "trained", or "random" where only time is asked for
     data_dir: str | None
     out: Path | None
@@ -178,6 +190,7 @@ class Settings:
         } | {
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
+            **({} if self.device_map is None else {"device_map": self.device_map}),
             **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
             **self.sampling.identity(),
             **({} if self.compose is None else {"compose": identity(self.compose)}),
@@ -240,7 +253,8 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         seed=at_least(0, "seed", convert(tree["seed"], int, "seed")),
         limit=at_least(1, "limit", convert(tree["limit"], int | None, "limit")),
         dtype=one_of("dtype", tree["dtype"], DTYPES),
-        device=device(tree["device"]),
+        device=device(tree["device"], tree["device_map"]),
+        device_map=None if tree["device_map"] is None else one_of("device_map", tree["device_map"], DEVICE_MAPS),
         weights=one_of("weights", tree["weights"], ("trained", "random")),
         data_dir=convert(tree["data_dir"], str | None, "data_dir"),
         out=out.expanduser() if out else None,
@@ -420,9 +434,14 @@ def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
     return value
 
 
-def device(value: Any) -> str:
+def device(value: Any, device_map: Any) -> str:
     if not isinstance(value, str) or not DEVICE.fullmatch(value):
         raise ConfigError(f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N")
+    if device_map is not None and value not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device={value} is one device, and device_map={word(device_map)} divides the model among all GPUs; give "
+            "one of the two, and choose among GPUs with CUDA_VISIBLE_DEVICES"
+        )
     return value
 
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import torch
+
 from engine.errors import ConfigError, RunError
 from evals.asked import ask as ask_for
 from evals.cells import RUNS, ready_cells
@@ -73,6 +75,11 @@ class Work:
 
 def run_groups(groups: Sequence[Group], pool: Pool) -> dict[Path, RunResult]:
     """Run groups of cells on a pool of workers: each cell's result."""
+    if isinstance(pool, RayPool) and groups:
+        first = groups[0].first.settings
+        pool = pool.sized(torch.cuda.device_count(), first.device, first.device_map)
+    n_shards = pool.shards
+    assert isinstance(n_shards, int), n_shards
     run = runner(pool)
     for group in groups:
         refuse_timed(group)
@@ -83,7 +90,7 @@ def run_groups(groups: Sequence[Group], pool: Pool) -> dict[Path, RunResult]:
         for number, group in enumerate(groups):
             waiting = group.enter(folders)
             if group.cells:
-                works.append(divide(number, group, waiting, pool.shards))
+                works.append(divide(number, group, waiting, n_shards))
         with watching(works, folders) as look:
             ask(works, run, look, folders)
     return results_of(cells, folders)
@@ -320,7 +327,7 @@ def on_ray(ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], 
     try:
         if ray.cluster_resources().get("GPU", 0) < pool.gpus and pool.address is None:
             raise ConfigError(
-                f"hydra.launcher.gpus={float(pool.gpus):g} is more than this machine has; use 0 or an address"
+                f"hydra.launcher.gpus={float(pool.gpus):g} is more than this machine has; use 0, auto or an address"
             )
         task = ray.remote(num_cpus=pool.cpus, num_gpus=float(pool.gpus), max_retries=pool.retries, max_calls=1)(
             ask_shard

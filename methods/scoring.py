@@ -64,9 +64,10 @@ class ScoringMethod(SelectiveAttention):
         layers, allocator = self.scored_layers(), self.variant.allocator
         c, n_protected = self.n_free(), sum(self.ends())
         if allocator.of_layers == "global":
-            return globally_best([self.shared_scores(layer)[0] for layer in layers], c)
+            return globally_best(self.trace.gathered(self.shared_scores(layer)[0] for layer in layers), c)
         if allocator.of_layers == "by_need":
-            return by_need(torch.stack([layer_vector(self.shared_scores(layer)) for layer in layers]), c * len(layers))
+            vectors = self.trace.gathered(layer_vector(self.shared_scores(layer)) for layer in layers)
+            return by_need(torch.stack(vectors), c * len(layers))
         if allocator.of_layers == "pyramid":
             return pyramid_within(self.trace.s_prompt, c, n_protected, allocator.beta, len(layers))
         return uniform(c, len(layers))

@@ -58,6 +58,7 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "hf_quantized_cache": ["method.group=8"],
     "attention_matching": ["method.first_ids=[7,5,9]"],
     "shadowkv": ["method.local_chunks=1"],
+    "turboquant_vllm": ["method.boundary_layers=1"],
     "rkv": ["method.interval=4", "method.window=3"],
     "snapkv_decode": ["method.interval=4", "method.window=3"],
     "streamingllm_decode": ["method.interval=4"],
@@ -128,7 +129,7 @@ def subject(words: Sequence[str]) -> Subject:
 
 @cache
 def ours(name: str) -> Subject:
-    return subject([f"method={name}", *FITTED.get(known(name) or name, [])])
+    return subject([f"method={name}", *FITTED.get(name, FITTED.get(known(name) or name, []))])
 
 
 @cache

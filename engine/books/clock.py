@@ -11,7 +11,7 @@ queue: they cost nothing while it works, and are read when all is over, which is
 Not here: named stretches inside each other (`engine/books/spans.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -40,6 +40,13 @@ def asked_so_far(device: torch.device) -> "torch.cuda.Event | None":
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until every GPU among them has done what was asked of it."""
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 class Clock:

@@ -207,7 +207,8 @@ class Debt:
 
     def settle(self, entries: list[Entry]) -> None:
         """Fill in the entries; one transfer, which waits."""
-        flat = torch.cat([owed.counts.flatten() for _, _, owed in self.owed]).tolist()
+        home = self.owed[0][2].counts.device  # of a model on several GPUs, one brings what all counted
+        flat = torch.cat([owed.counts.flatten().to(home) for _, _, owed in self.owed]).tolist()
         for i, meter, owed in self.owed:
             n_heads, n_counts = owed.counts.shape
             mine, flat = flat[: n_heads * n_counts], flat[n_heads * n_counts :]

@@ -18,6 +18,7 @@ from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, not_had
+from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, query_turner, register_attention
@@ -32,8 +33,9 @@ def load(
     trust_remote_code: bool = False,
     dtype: str = "auto",
     device: str = "auto",
+    device_map: str | None = None,
 ) -> Model:
-    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`."""
+    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`. A `device_map` divides its layers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
@@ -43,8 +45,9 @@ def load(
     with quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model_and_info: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True,
+            **options, **({} if device_map is None else {"device_map": divided(where, options, device_map, kind)}),
+        )  # fmt: skip
         hf, info = model_and_info
         shape = shape_of(hf.config, name)
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
@@ -53,23 +56,51 @@ def load(
             f"the model {id} has no weights of the right size for {wrong[0]} and {len(wrong) - 1} others that its "
             "config.json asks for; copy or download it again"
         )
-    hf.to(on).eval()
-    return Model(hf, tokenizer, shape, kind, on, digest_of(where, revision), query_turner(hf))
+    hf.eval()
+    if device_map is None:
+        hf.to(on)
+    return made(hf, tokenizer, shape, kind, digest_of(where, revision))
 
 
-def load_random(name: str, config: Any, *, dtype: str = "auto", device: str = "auto") -> Model:
-    """A model of that architecture whose weights are drawn, the same each time: for times, not for answers."""
+def divided(where: str, options: Mapping[str, Any], how: str, dtype: torch.dtype) -> dict[str, torch.device]:
+    """The GPU of each module of a checkpoint, before any weight is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(where, **options)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=options.get("trust_remote_code", False)
+        )
+    return device_map_of(empty, how, dtype)
+
+
+def load_random(
+    name: str, config: Any, *, dtype: str = "auto", device: str = "auto", device_map: str | None = None
+) -> Model:
+    """A model of that architecture whose weights are drawn, the same each time: for times, not for answers.
+
+    With a `device_map` they are drawn in the host's memory.
+    """
     from transformers import AutoModelForCausalLM
 
-    on = torch_device(device)
+    on = torch_device(device) if device_map is None else torch.device("cpu")
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
     with quiet(), torch.random.fork_rng(devices=[on] if on.type == "cuda" else []), torch.device(on):
         torch.manual_seed(0)  # transformers draws from the global generator
         hf: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
     hf.eval()
+    if device_map is not None:
+        spread(hf, device_map, kind)
     digest = f"random-{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
-    return Model(hf, Letters(), shape_of(hf.config, name), kind, on, digest, query_turner(hf))
+    return made(hf, Letters(), shape_of(hf.config, name), kind, digest)
+
+
+def made(hf: Any, tokenizer: Any, shape: ModelShape, dtype: torch.dtype, digest: str) -> Model:
+    """A model whose weights are where they are to be."""
+    first, layers = hf.get_input_embeddings().weight.device, layer_devices(hf)
+    apart = layers if {*layers} != {first} else ()
+    return Model(hf, tokenizer, shape, dtype, first, digest, query_turner(hf), layer_devices=apart)
 
 
 def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

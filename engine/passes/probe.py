@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import causal, whole
 from engine.prefill import Trace
@@ -58,8 +59,7 @@ def probe(model: "Model", trace: Trace, asked: Iterable[Probe]) -> None:
             start = perf_counter()
             with span("probe"):
                 found = run(model, trace, what)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
+            synchronize(model.devices)
             trace.note(what, found, perf_counter() - start)
 
 
@@ -85,22 +85,24 @@ class _Behind:
 
     def enter(self, at: Pass) -> None:
         self.at = at
-        device = self.trace.device
-        places = torch.zeros(self.trace.s_prompt, dtype=torch.bool, device=device)
+        places = torch.zeros(self.trace.s_prompt, dtype=torch.bool)
         for some in at.near:
             places[some.start : some.stop] = True
-        self.near, self.far = places.nonzero().squeeze(1), (~places).nonzero().squeeze(1)
+        sides = places.nonzero().squeeze(1), (~places).nonzero().squeeze(1)
+        devices = {self.trace.device_of(layer) for layer in self.trace.shape.attention_layers}
+        self.sides = {device: tuple(x.to(device) for x in sides) for device in devices}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self.trace.keys(layer), self.trace.values(layer)
-        near = keys.index_select(2, self.near)
+        at_near, at_far = self.sides[q.device]
+        near = keys.index_select(2, at_near)
         with span("attention", layer):
             parts = [causal(q, k, v, scale)]
-            if len(self.near):
-                parts.append(whole(q, near, values.index_select(2, self.near), scale))
+            if len(at_near):
+                parts.append(whole(q, near, values.index_select(2, at_near), scale))
             lse = torch.stack([each for _, each in parts]).logsumexp(0)
-            if len(self.far):
-                parts.append(whole(q, keys.index_select(2, self.far), values.index_select(2, self.far), scale))
+            if len(at_far):
+                parts.append(whole(q, keys.index_select(2, at_far), values.index_select(2, at_far), scale))
             out, _ = joined(parts)
         with span("observe", layer):
             self.found[layer].append(self.what.observe(self.at, q, near, scale, lse))

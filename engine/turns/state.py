@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.books.clock import synchronize
 from engine.books.ledger import Ledger
 from engine.errors import ConfigError
 
@@ -74,8 +75,7 @@ class _Copier:
     def copy_row(self) -> "SelectiveAttention":
         store = self.row.store
         _ = store.ledger.entries  # what an accelerator owes is paid before
-        if self.row.trace.device.type == "cuda":  # other streams may be writing what is copied
-            torch.cuda.synchronize(self.row.trace.device)
+        synchronize([self.row.trace.device, *self.row.trace.layer_devices])  # other streams may be writing to them
         self.copies[id(store.ledger)] = Ledger()
         return cast("SelectiveAttention", self.copy(self.row))
 

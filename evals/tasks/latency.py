@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from engine.books.clock import synchronize
 from engine.books.spans import Record, recording
 from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError
@@ -190,7 +191,7 @@ class Latency(Task):
         peaks = [p.peak_bytes for p in ours if p.peak_bytes is not None]
         weights = sum(x.numel() * x.element_size() for x in model.hf.parameters())
         request = row.store.allocated_bytes()
-        memory = device_bytes(model.device, self.params.memory_gb)
+        memory = device_bytes(model.devices, self.params.memory_gb)
         return {
             "peak_bytes": max(peaks, default=None),
             "weight_bytes": weights,
@@ -220,8 +221,8 @@ def with_quartiles(name: str, values: Sequence[float]) -> dict[str, Any]:
 def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[SelectiveAttention], Pass]:
     """Read the sample's prompts and feed its continuation to all of them at once."""
     assert sample.ids is not None and sample.forced is not None, sample.id
-    collect(model.device)
-    read_peak = watch_peak(model.device)
+    collect(model.devices)
+    read_peak = watch_peak(model.devices)
     n_new, rows, traces = len(sample.forced), [], []
     start = perf_counter()
     for i in range(batch_of(sample)):
@@ -229,8 +230,7 @@ def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[Selective
         trace, row = read(model, timed, ids, n_new)
         rows.append(row)
         traces.append(trace)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    synchronize(model.devices)
     ttft_s = perf_counter() - start
     # The prefill gave the first token, so one less is fed than is got.
     steps = decode(model, traces[0], rows, max_new_tokens=0, feed=sample.forced[:-1]).step_seconds
@@ -264,19 +264,20 @@ def batch_of(sample: Sample) -> int:
     return int(sample.fields["batch"])
 
 
-def collect(device: torch.device) -> None:
+def collect(devices: Sequence[torch.device]) -> None:
     """Free what earlier passes left, so that no pass pays for another."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(devices)
+    if devices[0].type == "cuda":
         torch.cuda.empty_cache()
 
 
-def watch_peak(device: torch.device) -> Callable[[], int | None]:
-    """A function that reads the peak memory since now: of the GPU, or of this process where Linux lets us reset it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return lambda: torch.cuda.max_memory_allocated(device)
+def watch_peak(devices: Sequence[torch.device]) -> Callable[[], int | None]:
+    """A function that reads the peak memory since now: of the GPUs, or of this process where Linux lets us reset it."""
+    if devices[0].type == "cuda":
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        return lambda: sum(torch.cuda.max_memory_allocated(device) for device in devices)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -292,10 +293,10 @@ def high_water_mark() -> int | None:
     return None
 
 
-def device_bytes(device: torch.device, memory_gb: float | None) -> int:
-    """The memory for weights and requests: as given, or the device's."""
+def device_bytes(devices: Sequence[torch.device], memory_gb: float | None) -> int:
+    """The memory for weights and requests: as given, or the devices'."""
     if memory_gb is not None:
         return int(memory_gb * 1e9)
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if devices[0].type == "cuda":
+        return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -50,4 +50,4 @@ def rows_at_once(group: "Group", cells: Sequence[Cell], prompt: TalkPrompt) -> i
         return limit
     model, element_bytes = group.model, group.model.dtype.itemsize
     sizes = [variant_bytes(group.variant(cell, prompt), model.shape, prompt.n_new, element_bytes) for cell in cells]
-    return len(cells) * max(1, room_bytes(model.shape, 0, element_bytes, model.device) // max(1, sum(sizes)))
+    return len(cells) * max(1, room_bytes(model.shape, 0, element_bytes, model.layers_on) // max(1, sum(sizes)))

@@ -121,9 +121,11 @@ class TriAttention(TriAttentionRules, CuttingMethod):
     def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
         if self.params.mode == "per_layer_head":
             return super().cuts(layers)
-        scores = [self.scores(layer, self.store[layer].keys()) for layer in layers]
-        slots = self.chosen(scores, self.store[layers[0]].positions())
-        return [(layer, slots) for layer in layers]
+        trace = self.trace
+        scores = trace.gathered(self.scores(layer, self.store[layer].keys()) for layer in layers)
+        (positions,) = trace.gathered([self.store[layers[0]].positions()])
+        slots = self.chosen(scores, positions)
+        return [(layer, slots.to(trace.device_of(layer))) for layer in layers]
 
     def chosen(self, scores: Sequence[Tensor], positions: Tensor) -> Tensor:
         """Slots that stay, (1, h_kv, target), by the scores (h, n) of all layers, or of the one that decides alone."""

@@ -41,15 +41,15 @@ class DuoAttention(DuoAttentionRules, SelectiveAttention):
         if max(recent) < 0:
             self.store.keep_all(layer)
             return
-        self.store.keep_ragged(layer, [self.kept(n) for n in recent])
+        self.store.keep_ragged(layer, [self.kept(layer, n) for n in recent])
         if self.params.evict == "always":
-            self.store[layer].roll(torch.tensor(recent, device=self.trace.device))
+            self.store[layer].roll(torch.tensor(recent, device=self.trace.device_of(layer)))
 
-    def kept(self, n_recent: int) -> Tensor:
+    def kept(self, layer: int, n_recent: int) -> Tensor:
         """Positions that a head keeps of the prompt: all, or its latest tokens, oldest first, and sinks behind them."""
         s = self.trace.s_prompt
         places = range(s) if n_recent < 0 else [*range(s - n_recent, s), *range(self.plan.n_sink)]
-        return torch.tensor(places, device=self.trace.device)
+        return torch.tensor(places, device=self.trace.device_of(layer))
 
     def protected(self, layer: int) -> Sequence[int]:
         n, s = self.store[layer].n_seen, self.trace.s_prompt

@@ -120,13 +120,13 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
 
     def scores(self, layer: int) -> Tensor:
         trace, n_sink = self.trace, self.plan.n_sink
-        mean, covariance = turned_statistics(self.statistics(layer), self.rotation())
+        mean, covariance = turned_statistics(self.statistics(layer), self.rotation(layer))
         if not self.params.covariance:
             covariance = None
         logits = expected_logits(mean, covariance, trace.keys(layer)[0, :, n_sink:], trace.scales[layer])
         return expected_scores(logits, trace.values(layer)[0, :, n_sink:], self.params.eps, self.params.value_norm)
 
-    def rotation(self) -> Tensor:
+    def rotation(self, layer: int) -> Tensor:
         """The average over the next positions, the same for all layers."""
         trace, n = self.trace, self.params.n_future
         if self.params.rotary == "model" and trace.turn is None:
@@ -135,9 +135,10 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
                 "method.rotary=model could turn its queries; use method.rotary=none"
             )
         turn = trace.turn if self.params.rotary == "model" else None
+        device = trace.device_of(layer)
         return trace.once(
-            ("average rotation", n, turn is None),
-            lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, trace.device),
+            ("average rotation", n, turn is None, device),
+            lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, device),
         )
 
     def statistics(self, layer: int) -> Tensor:
@@ -146,7 +147,7 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
         if path is None:
             return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
         found = trace.once(("query statistics", path), lambda: read_statistics(path, trace.digest))
-        return found[trace.shape.attention_layers.index(layer)].to(trace.device)
+        return found[trace.shape.attention_layers.index(layer)].to(trace.device_of(layer))
 
 
 def read_statistics(path: Path, digest: str | None) -> Tensor:

@@ -93,5 +93,5 @@ class Knorm(KnormRules, ScoringMethod):
         if self.variant.is_full:
             return {}
         share = self.plan.tokens / self.trace.s_prompt
-        spread = torch.stack(self.spreads).mean().item()
+        spread = torch.stack(self.trace.gathered(self.spreads)).mean().item()
         return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}

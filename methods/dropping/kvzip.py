@@ -67,7 +67,8 @@ class KVzip(KVzipRules, ScoringMethod):
     def counts(self) -> Sequence[Counts]:
         if not self.params.match_published or self.variant.allocator.of_layers != "global":
             return super().counts()
-        scores = torch.stack([self.scores(layer)[0] for layer in self.trace.shape.attention_layers])
+        trace = self.trace
+        scores = torch.stack(trace.gathered(self.scores(layer)[0] for layer in trace.shape.attention_layers))
         n_heads = scores.shape[0] * scores.shape[1]
         return above_threshold(scores, n_heads * self.plan.n_free).sum(-1).tolist()
 

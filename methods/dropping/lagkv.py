@@ -196,7 +196,7 @@ class LagKV(LagKVRules, ScoringMethod):
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:
             return {}
-        n_flat = int(torch.stack(self.flat).sum()) if self.flat else 0
+        n_flat = int(torch.stack(self.trace.gathered(self.flat)).sum()) if self.flat else 0
         return (
             super().report()
             | self.shortened()

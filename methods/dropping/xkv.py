@@ -139,7 +139,7 @@ class XKV(XKVRules, ScoringMethod):
         layers = self.trace.shape.attention_layers
         self.weights = self.trace.once(
             ("xkv weights", self.plan.ows, self.params.kernel),
-            lambda: torch.stack([layer_vector(self.mean_scores(layer)) for layer in layers]),
+            lambda: torch.stack(self.trace.gathered(layer_vector(self.mean_scores(layer)) for layer in layers)),
         )
         n_layers, n_past = self.weights.shape
         if self.params.r_avg is not None:

@@ -74,21 +74,21 @@ class PQCache(PQCacheRules, SelectiveAttention):
     rounds: dict[int, int]  # per layer, most rounds of k-means
 
     def setup(self) -> None:
-        cache, device = self.variant.cache, self.trace.device
+        cache, trace = self.variant.cache, self.trace
         if cache is not None and cache.tokens and self.params.cache_includes_centroids:
             self.check_cache(self.params, cache)
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
         self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
         self.seconds, self.n_rebuilds = 0.0, 0
-        self.lane = self.trace.once("PQCache's lane", lambda: Lane(device)) if device.type == "cuda" else None
+        self.lane = trace.once("PQCache's lane", Lane) if trace.device.type == "cuda" else None
 
     # While the prompt is read.
 
     def arrange(self, layer: int) -> None:
         trace, plan, params = self.trace, self.plan, self.params
         if params.iterations == "auto":
-            self.clock.enter(layer)
+            self.clock.enter(layer, trace.device_of(layer))
         self.store.offload(layer, plan.n_sink, plan.n_local, self.window())
         n_fit = trace.s_prompt - plan.n_sink - (plan.n_local if params.fit == "middle" else 0)
         if plan.k:
@@ -115,7 +115,8 @@ class PQCache(PQCacheRules, SelectiveAttention):
         first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
-        written = asked_so_far(trace.device)  # the copy of the keys to the host
+        device = trace.device_of(layer)
+        written = asked_so_far(device)  # the copy of the keys to the host
 
         def work() -> Quantiser:
             if written is not None:
@@ -123,7 +124,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
             with torch.inference_mode(), span("cluster", layer):
                 keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
                 return quantise(
-                    keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, trace.device
+                    keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, device
                 )
 
         if params.overlap:
@@ -144,7 +145,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
 
     @property
     def clock(self) -> Clock:
-        return self.trace.once("PQCache's clock", lambda: Clock(self.trace.device))
+        return self.trace.once("PQCache's clock", Clock)
 
     @property
     def profile(self) -> Profile:
@@ -303,13 +304,13 @@ class PQCache(PQCacheRules, SelectiveAttention):
     def bring(self, layer: int, n: int) -> PackedCodes:
         """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
         assert self.lane is not None
-        here = self.lane.take(layer, self.quantisers[layer].codes)
+        here = self.lane.take(layer, self.quantisers[layer].codes, self.trace.device_of(layer))
         layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
         above = layers[(layers.index(layer) + 1) % len(layers)]
         if above not in self.pending or self.pending[above].done():
             # Behind the last layer comes the first one of the next step, which has a candidate more.
             ready = self.with_codes(above, n + (above <= layer))
-            self.lane.request(above, ready.codes)
+            self.lane.request(above, ready.codes, self.trace.device_of(above))
         return here
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:

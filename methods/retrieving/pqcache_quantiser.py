@@ -76,14 +76,14 @@ def first_centroids(seed: int, n: int, c: int) -> Tensor:
 
 
 class Lane:
-    """Codes on their way from the host to an accelerator, on a stream of their own; one for all rows of a sample."""
+    """Codes on their way from the host to their layer's GPU, on a stream of their own; one for all rows of a sample."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.coming: dict[int, list[tuple[PackedCodes, PackedCodes]]] = {}  # by layer: source, copy
         self.latest: int | None = None  # layer whose codes were taken last
 
-    def request(self, layer: int, codes: PackedCodes) -> PackedCodes:
+    def request(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         """Begin to copy, unless that was begun."""
         for at in self.coming.keys() - {layer, self.latest}:
             del self.coming[at]
@@ -91,27 +91,30 @@ class Lane:
         for source, copy in coming:
             if source is codes and copy.n == codes.n:
                 return copy
-        copy = self.begin(layer, codes)
+        copy = self.begin(layer, codes, device)
         coming[:] = [(source, other) for source, other in coming if source is not codes] + [(codes, copy)]
         return copy
 
-    def take(self, layer: int, codes: PackedCodes) -> PackedCodes:
+    def take(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         """The copy, on which the current stream waits; made anew where the codes are others by now."""
         self.latest = layer
-        copy = self.request(layer, codes)
+        copy = self.request(layer, codes, device)
         self.wait_for(copy)
         return copy
 
-    def begin(self, layer: int, codes: PackedCodes) -> PackedCodes:
+    def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         """Copy behind what the current stream does: codes of generated tokens come from there."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            return codes.copied(self.device)
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            return codes.copied(device)
 
     def wait_for(self, copy: PackedCodes) -> None:
         """Let the current stream go on behind the copy."""
-        here = torch.cuda.current_stream(self.device)
-        here.wait_stream(self.stream)
+        here = torch.cuda.current_stream(copy.data.device)
+        here.wait_stream(self.streams[copy.data.device])
         copy.data.record_stream(here)
 
 

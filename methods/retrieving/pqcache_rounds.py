@@ -199,25 +199,26 @@ class Clock:
     What other methods build in between counts as the layer's own.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.on_gpu = device, device.type == "cuda"
+    def __init__(self) -> None:
         self.left: Any = None  # when the last layer was built
+        self.device: torch.device | None = None  # where
         self.layer: int | None = None
         self.gaps: list[tuple[Any, Any]] = []
 
-    def enter(self, layer: int) -> None:
-        """A variant begins to build the layer; only the first one ends a gap."""
+    def enter(self, layer: int, device: torch.device) -> None:
+        """A variant begins to build the layer; only the first one ends a gap. From one GPU to another there is none."""
         if layer != self.layer:
-            if self.left is not None:
-                self.gaps.append((self.left, now(self.device)))
-            self.layer = layer
+            if self.device == device:
+                self.gaps.append((self.left, now(device)))
+            self.layer, self.device = layer, device
 
     def leave(self) -> None:
+        assert self.device is not None, "no layer was entered"
         self.left = now(self.device)
 
     def latest(self) -> float | None:
         """Seconds of the layer below, where they are known without waiting."""
-        if self.on_gpu or not self.gaps:
+        if not self.gaps or not isinstance(self.left, float):
             return None
         return between(*self.gaps[-1])
 
@@ -225,6 +226,7 @@ class Clock:
         """Median seconds of a layer; waits for a GPU."""
         if not self.gaps:
             return None
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+        for _, stop in self.gaps:
+            if not isinstance(stop, float):
+                stop.synchronize()
         return median(between(start, stop) for start, stop in self.gaps)

@@ -167,24 +167,24 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """On a GPU all rows' chunks are found, and their keys made, at once."""
         mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
-        if not q.is_cuda or not mine[0].turns_pairs():
+        if not q.is_cuda or not mine[0].turns_pairs(layer):
             return super().select_rows(rows, layer, q)
-        found = make_rows(q, [row.chunks(layer) for row in mine], mine[0].rotation(), trace.scales[layer])
+        found = make_rows(q, [row.chunks(layer) for row in mine], mine[0].rotation(layer), trace.scales[layer])
         for row, (_, row.made) in zip(mine, found, strict=True):
             row.count(layer)
         return [idx for idx, _ in found]
 
-    def rotation(self) -> Rotation | None:
+    def rotation(self, layer: int) -> Rotation | None:
         """Tables of the model's rotation on a GPU; None where it has none, or none that turns pairs of numbers."""
         trace = self.trace
         if trace.turn is None:
             return None
-        turn, d_h = trace.turn, trace.shape.d_h
-        make: Callable[[], Rotation | None] = lambda: rotation_of(turn, trace.s_prompt, d_h, trace.device)  # noqa: E731
-        return trace.once("ShadowKV's rotation", make)
+        turn, d_h, device = trace.turn, trace.shape.d_h, trace.device_of(layer)
+        make: Callable[[], Rotation | None] = lambda: rotation_of(turn, trace.s_prompt, d_h, device)  # noqa: E731
+        return trace.once(("ShadowKV's rotation", device), make)
 
-    def turns_pairs(self) -> bool:
-        return self.trace.turn is None or self.rotation() is not None
+    def turns_pairs(self, layer: int) -> bool:
+        return self.trace.turn is None or self.rotation(layer) is not None
 
     def chunks(self, layer: int) -> Chunks:
         """As the kernels take them."""

@@ -141,12 +141,25 @@ def test_launchers_say_where_samples_are_asked() -> None:
     assert composed().pool is None
     assert composed("hydra/launcher=basic").pool is None
     ray = composed("hydra/launcher=ray", "hydra.launcher.gpus=0.5").pool
-    assert ray == RayPool(None, 2, 1, Fraction(1, 2), 3)
+    assert ray == RayPool(None, "auto", 1, Fraction(1, 2), 3)
     slurm = composed("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu").pool
     assert isinstance(slurm, SlurmPool)
     assert (slurm.cluster, slurm.partition, slurm.mem_gb) == ("slurm", "gpu", None)
     assert composed("sweep.max_variants=7").max_variants == 7
     assert composed().max_variants is None
+
+
+def test_ray_gets_a_gpu_for_each_shard_by_itself() -> None:
+    ray = composed("hydra/launcher=ray").pool
+    assert isinstance(ray, RayPool) and ray.gpus == ray.shards == "auto"
+    assert (ray.sized(4, "cuda", None).gpus, ray.sized(4, "cuda", None).shards) == (1, 4)
+    assert (ray.sized(4, "cuda", "auto").gpus, ray.sized(4, "cuda", "auto").shards) == (4, 1)
+    assert (ray.sized(4, "cpu", None).gpus, ray.sized(4, "cpu", None).shards) == (0, 2)
+    assert (ray.sized(0, "cuda", None).gpus, ray.sized(0, "cuda", None).shards) == (1, 1)
+    halves = composed("hydra/launcher=ray", "hydra.launcher.gpus=0.5").pool
+    assert isinstance(halves, RayPool) and halves.sized(2, "cuda", None).shards == 4
+    given = composed("hydra/launcher=ray", "hydra.launcher.gpus=0", "hydra.launcher.shards=3").pool
+    assert isinstance(given, RayPool) and given.sized(4, "cuda", None) == given
 
 
 def test_how_a_sweep_is_run_is_no_part_of_its_identity() -> None:

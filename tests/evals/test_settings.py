@@ -78,6 +78,8 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["dtype=foo"], "dtype=foo is not allowed; use auto, float32, bfloat16 or float16"),
         (["device=foo"], "device=foo is not allowed; use auto, cpu, cuda or cuda:N"),
         (["device=cuda:x"], "device=cuda:x is not allowed"),
+        (["device_map=even"], "device_map=even is not allowed; use auto, balanced, balanced_low_0 or sequential"),
+        (["device_map=auto", "device=cuda:1"], "device=cuda:1 is one device, and device_map=auto divides"),
         (["compression_scope=foo"], "use full_prompt or context_only"),
         (["out=[a]"], "out=[a] is not a text"),
         (["cache.policy=fifo"], "cache.policy=fifo"),

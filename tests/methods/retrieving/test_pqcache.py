@@ -465,9 +465,9 @@ class Copies(Lane):
     def __init__(self) -> None:
         self.coming, self.asked, self.latest = {}, [], None
 
-    def begin(self, layer: int, codes: PackedCodes) -> PackedCodes:
+    def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         self.asked.append(layer)
-        return codes.copied(torch.device("cpu"))
+        return codes.copied(device)
 
     def wait_for(self, copy: PackedCodes) -> None:
         pass

@@ -75,14 +75,14 @@ def test_the_bound_follows_the_profile(tmp_path: Path) -> None:
 def test_a_layer_is_what_lies_between_two_buildings(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 4.0, 4.5, 5.0, 9.0, 9.5])
     monkeypatch.setattr("engine.books.clock.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"))
-    clock.enter(0)
+    clock, cpu = Clock(), torch.device("cpu")
+    clock.enter(0, cpu)
     assert clock.latest() is None
     clock.leave()  # 1.0
-    clock.enter(1)  # 4.0, three seconds later
+    clock.enter(1, cpu)  # 4.0, three seconds later
     clock.leave()  # 4.5
-    clock.enter(1)  # another variant
+    clock.enter(1, cpu)  # another variant
     clock.leave()  # 5.0
-    clock.enter(2)  # 9.0
+    clock.enter(2, cpu)  # 9.0
     clock.leave()
     assert (clock.latest(), clock.middle()) == (4.0, 3.5)
