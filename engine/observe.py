@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.causal import causal
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
+from kernels.rotation import turned_back
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -338,9 +339,11 @@ class QueryStatistics(Observation):
         turn = trace.turn
         if turn is None or not self.is_rotary:
             return self.observe(q, k, scale)
-        where = trace.positions.get(layer)
+        where, n, skip = trace.positions.get(layer), block_tokens(q), self.n_skip
+        if where is None and (rotation := trace.rotation(layer)) is not None:
+            starts = range(skip, q.shape[2], n)
+            return moments(turned_back(q[0, :, start : start + n].float(), rotation, start) for start in starts)
         where = torch.arange(q.shape[2], device=q.device) if where is None else where
-        n = block_tokens(q)
         blocks = zip(q[:, :, self.n_skip :].split(n, 2), where[self.n_skip :].split(n), strict=True)
         return moments(turn(block.float(), -at.unsqueeze(0))[0] for block, at in blocks)
 

@@ -21,6 +21,7 @@ from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
+from kernels.rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -76,6 +77,13 @@ class Trace:
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's K and V lie, and all that is made of them."""
         return self.layer_devices[layer] if self.layer_devices else self.device
+
+    def rotation(self, layer: int) -> Rotation | None:
+        """Tables of the model's rotary embedding; None where it has none, or none that turns pairs of numbers."""
+        turn, device = self.turn, self.device_of(layer)
+        if turn is None:
+            return None
+        return self.once(("rotation", device), lambda: rotation_of(turn, self.s_prompt, self.shape.d_h, device))
 
     def gathered(self, of_layers: Iterable[Tensor]) -> list[Tensor]:
         """What belongs to several layers, on one device, so that they can be compared."""

@@ -1,6 +1,7 @@
-"""Attention that every key receives from the queries behind it, summed over queries: never the whole matrix.
+"""Attention that every key receives from queries, its sum or its largest weight: never the whole matrix.
 
-Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r) -> sums (h_kv, g, s) float64.
+Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r) -> sums (h_kv, g, s) float64,
+          maxima (h_kv, s) float32.
 Paths     Torch in blocks of rows. Where the pass left its log-sum-exps, C++ on a CPU and Triton on a GPU, which store
           no logit. Products are float32 whatever the dtype, and float64 where blocks of queries are added up.
 Checks    tests/kernels/test_column_sums.py, tests/engine/test_observe.py, benchmarks/bench_observe.py.
@@ -93,6 +94,48 @@ def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, l
             voices = row_weights[start : start + rows].unsqueeze(0)
             sums[kv_head, :, :stop] += (voices @ weights).squeeze(1)
     return sums
+
+
+# The largest instead of the sum.
+
+LOGIT_BYTES = {False: 1 << 20, True: 32 << 20}  # of a block of logits, while they are in a CPU's cache; on a GPU
+
+
+def column_maxima(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """Logarithm of the most that each key of k (1, h_kv, n, d_h) gets from any query of its group, which all see it.
+
+    q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits; (h_kv, n) float32.
+    """
+    if takes_native(q, k):
+        return column_maxima_native(q, k, scale, lse)
+    return column_maxima_torch(q, k, scale, lse)
+
+
+def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """Block by block: no weight is made but the largest."""
+    h_kv, n = k.shape[1], k.shape[2]
+    queries = (q[0].float() * scale).unflatten(0, (h_kv, -1)).flatten(1, 2)  # (h_kv, g * r, d_h)
+    off = lse[0].float().unflatten(0, (h_kv, -1)).flatten(1, 2).unsqueeze(-1)  # (h_kv, g * r, 1)
+    largest = torch.full((h_kv, n), -torch.inf, device=q.device)
+    n_block = max(1, LOGIT_BYTES[q.is_cuda] // (4 * max(1, n)))
+    for kv_head in range(h_kv):
+        transposed = k[0, kv_head].float().mT  # (d_h, n)
+        for block, its_off in zip(queries[kv_head].split(n_block), off[kv_head].split(n_block), strict=True):
+            logits = (block @ transposed).sub_(its_off)
+            torch.maximum(largest[kv_head], logits.amax(0), out=largest[kv_head])
+    return largest
+
+
+def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """As the sums: a tile's products stay in registers. In bfloat16 a matrix unit makes them, where there is one."""
+    (_, h, r, d_h), (_, h_kv, n, _) = q.shape, k.shape
+    q, k, lse = (x.contiguous() for x in (q, k, lse.float()))
+    largest = torch.empty(h_kv, h // h_kv, n, dtype=torch.float64)
+    native().column_sums(
+        DTYPES[q.dtype], h, h_kv, n, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), n * d_h,
+        lse.data_ptr(), None, scale, largest.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return largest.amax(1).float()
 
 
 # On a CPU.

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engine.budget import Frame
 from engine.errors import ConfigError
-from engine.observe import at_once, spaced
+from engine.observe import spaced
 from engine.passes.probe import Pass, Probe
+from kernels.column_sums import column_maxima
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # What is said before the first chunk, and before each later one with the last tokens of the chunk in front of it.
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
-LOGIT_BYTES = 1 << 20  # of a block of queries on a chunk, while they are in the cache
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,7 @@ def words_of(model: "Model", text: str) -> tuple[int, ...]:
 def largest_weights(q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
     """The most that each key (1, h_kv, n, d_h) gets from any query of its group, (1, h_kv, n) float32.
 
-    q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits. The largest weight is found among
-    logits, block by block: no weight is made but the largest.
+    q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits.
     """
-    h_kv, n = keys.shape[1], keys.shape[2]
-    queries = (q[0].float() * scale).unflatten(0, (h_kv, -1)).flatten(1, 2)  # (h_kv, g * r, d_h)
-    off = lse[0].float().unflatten(0, (h_kv, -1)).flatten(1, 2).unsqueeze(-1)  # (h_kv, g * r, 1)
-    largest = torch.full((h_kv, n), -torch.inf, device=q.device)
-    n_block = max(1, at_once(LOGIT_BYTES, q.device) // (4 * max(1, n)))
-    for kv_head in range(h_kv):
-        transposed = keys[0, kv_head].float().mT  # (d_h, n)
-        for block, its_off in zip(queries[kv_head].split(n_block), off[kv_head].split(n_block), strict=True):
-            logits = (block @ transposed).sub_(its_off)
-            torch.maximum(largest[kv_head], logits.amax(0), out=largest[kv_head])
     # Kernels in half precision round log-sum-exps, by which a weight near 1 could come out above it.
-    return largest.exp_().clamp_(max=1).unsqueeze(0)
+    return column_maxima(q, keys, scale, lse).exp_().clamp_(max=1).unsqueeze(0)

@@ -1,7 +1,10 @@
-// Attention that keys get from all queries behind them, given the queries' log-sum-exps: products, exponentials and sums
-// of a tile stay in registers, so that no logit is ever stored.
-#include "simd.h"
+// Attention that keys get from queries, given the queries' log-sum-exps: products, exponentials and sums of a tile stay
+// in registers, so that no logit is ever stored. Two forms: sums over the queries behind a key, and the largest over all.
+#include "tiles.h"
 
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -12,9 +15,9 @@ constexpr int TILE = VECTORS * WIDTH;
 constexpr int64_t KEYS = 8 * TILE;   // of one task, packed so that a channel of a tile is contiguous
 constexpr int64_t CHUNK = 8 * ROWS;  // queries that are converted at a time, and added up in float32
 
-
-// Adds what ROWS queries, the first of them at position `at`, give to the keys `first`, `first` + 1, … of a tile.
-template <bool MASKED>
+// Adds what ROWS queries, the first of them at position `at`, give to the keys `first`, `first` + 1, … of a tile; with
+// LARGEST, `totals` keep the largest logarithm instead.
+template <bool MASKED, bool LARGEST>
 INLINE void add_block(const float *queries, const float *minus_lse, const float *weights, const float *tile, int64_t d,
                       float scale, int64_t at, int64_t first, vf *totals) {
     vf products[ROWS][VECTORS] = {};
@@ -30,7 +33,12 @@ INLINE void add_block(const float *queries, const float *minus_lse, const float 
     for (int i = 0; i < WIDTH; i++) lane[i] = i;
     for (int row = 0; row < ROWS; row++)
         for (int v = 0; v < VECTORS; v++) {
-            vf weight = exponential(products[row][v] * splat(scale) + splat(minus_lse[row]));
+            const vf logarithm = products[row][v] * splat(scale) + splat(minus_lse[row]);
+            if (LARGEST) {
+                totals[v] = maximum(totals[v], logarithm);
+                continue;
+            }
+            vf weight = exponential(logarithm);
             if (MASKED) {
                 const int32_t last = (int32_t)(at + row - first - v * WIDTH);  // lane of the query itself
                 weight = choose(lane <= last, weight, vf{});
@@ -39,13 +47,14 @@ INLINE void add_block(const float *queries, const float *minus_lse, const float 
         }
 }
 
-// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens.
-template <class T>
+// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand behind all s.
+template <bool LARGEST, class T>
 void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const float *lse, const float *row_weights,
              float scale, int64_t first, double *out) {
-    const int64_t n = s - first < KEYS ? s - first : KEYS, start = s - r;
+    const int64_t n = s - first < KEYS ? s - first : KEYS, start = LARGEST ? s : s - r;
+    const float none = LARGEST ? -INFINITY : 0.0f;
     std::vector<float> packed(KEYS * d), queries(CHUNK * d);
-    std::vector<double> sums(KEYS);
+    std::vector<double> sums(KEYS, none);
     float minus_lse[CHUNK], weights[CHUNK];
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) {
@@ -66,47 +75,99 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
             for (int64_t i = whole; i < values; i++) queries[i] = rest[i - whole];
         }
         for (int64_t i = 0; i < CHUNK; i++) {  // rows behind the last weigh nothing
-            minus_lse[i] = i < rows ? -lse[row + i] : 0.0f;
-            weights[i] = i < rows ? row_weights[row + i] : 0.0f;
+            minus_lse[i] = i < rows ? -lse[row + i] : none;
+            weights[i] = LARGEST || i >= rows ? 0.0f : row_weights[row + i];
         }
         for (int64_t key = 0; key < n; key += TILE) {
-            vf totals[VECTORS] = {};
+            vf totals[VECTORS];
+            for (int v = 0; v < VECTORS; v++) totals[v] = splat(none);
             const float *tile = packed.data() + key * d;
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t at = start + row + i, low = first + key;
                 if (at + ROWS <= low) continue;
-                if (at >= low + TILE - 1)
-                    add_block<false>(queries.data() + i * d, minus_lse + i, weights + i, tile, d, scale, at, low, totals);
-                else
-                    add_block<true>(queries.data() + i * d, minus_lse + i, weights + i, tile, d, scale, at, low, totals);
+                const bool is_behind = LARGEST || at >= low + TILE - 1;
+                const auto add = is_behind ? add_block<false, LARGEST> : add_block<true, LARGEST>;
+                add(queries.data() + i * d, minus_lse + i, weights + i, tile, d, scale, at, low, totals);
             }
             for (int v = 0; v < VECTORS; v++)
-                for (int i = 0; i < WIDTH; i++) sums[key + v * WIDTH + i] += totals[v][i];
+                for (int i = 0; i < WIDTH; i++) {
+                    double &sum = sums[key + v * WIDTH + i];
+                    sum = LARGEST ? (sum < totals[v][i] ? totals[v][i] : sum) : sum + totals[v][i];
+                }
         }
     }
     for (int64_t i = 0; i < n; i++) out[first + i] = sums[i];
 }
 
-template <class T>
+#ifdef HAS_TILES
+// The largest logarithms for keys [first, first + KEYS) of one head, by the matrix unit; d is a multiple of 32.
+TILED void maxima_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, const uint16_t *k, const float *lse,
+                           float scale, int64_t first, double *out) {
+    constexpr int64_t SOME = 2 * SIDE;
+    const int64_t n = s - first < KEYS ? s - first : KEYS, n_some = (n + SOME - 1) / SOME;
+    std::vector<uint16_t> keys(n_some * SOME * d), last(SOME * d);
+    for (int64_t i = 0; i < n_some; i++)
+        pack_right(k + (first + i * SOME) * d, n - i * SOME < SOME ? n - i * SOME : SOME, d, keys.data() + i * SOME * d);
+    std::vector<float> largest(n_some * SOME, -INFINITY);
+    alignas(64) float products[2][2][SIDE][SIDE];
+    const TileShapes shapes;
+    _tile_loadconfig(&shapes);
+    for (int64_t row = 0; row < r; row += SOME) {
+        const int64_t rows = r - row < SOME ? r - row : SOME;
+        const uint16_t *queries = q + row * d;
+        if (rows < SOME) {  // what stands behind the last may not be ours to read
+            std::copy(queries, queries + rows * d, last.begin());
+            queries = last.data();
+        }
+        for (int64_t i = 0; i < n_some; i++) {
+            multiply_32(queries, keys.data() + i * SOME * d, d, &products[0][0][0][0]);
+            for (int side = 0; side < 2; side++) {
+                float *best = largest.data() + i * SOME + side * SIDE;
+                vf most = load(best);
+                for (int64_t j = 0; j < rows; j++)
+                    most = maximum(most, load(products[j / SIDE][side][j % SIDE]) * splat(scale) - splat(lse[row + j]));
+                store(best, most);
+            }
+        }
+    }
+    _tile_release();
+    for (int64_t i = 0; i < n; i++) out[first + i] = largest[i];
+}
+#endif
+
+template <bool LARGEST, class T>
 void sums(int64_t h, int64_t h_kv, int64_t s, int64_t r, int64_t d, const T *q, int64_t q_stride, const T *k,
           int64_t k_stride, const float *lse, const float *row_weights, float scale, double *out, int n_threads) {
     // The first keys, which most queries see, come first: threads end together.
     parallel_for(h * ((s + KEYS - 1) / KEYS), n_threads, [&](int64_t item) {
         const int64_t head = item % h, first = item / h * KEYS;
-        sums_of(s, r, d, q + head * q_stride, k + head * h_kv / h * k_stride, lse + head * r, row_weights, scale, first,
+#ifdef HAS_TILES
+        if constexpr (LARGEST && std::is_same_v<T, bf16>)
+            if (d % DEPTH == 0 && may_tile())
+                return maxima_by_tiles(s, r, d, (const uint16_t *)(q + head * q_stride),
+                                       (const uint16_t *)(k + head * h_kv / h * k_stride), lse + head * r, scale, first,
+                                       out + head * s);
+#endif
+        sums_of<LARGEST>(s, r, d, q + head * q_stride, k + head * h_kv / h * k_stride, lse + head * r, row_weights, scale, first,
                 out + head * s);
     });
 }
 
 }  // namespace
 
+// row_weights: null for the logarithm of the largest weight that a key gets from any query, all of which see it.
 extern "C" void column_sums(int64_t dtype, int64_t h, int64_t h_kv, int64_t s, int64_t r, int64_t d, const void *q,
                             int64_t q_stride, const void *k, int64_t k_stride, const float *lse,
                             const float *row_weights, float scale, double *out, int64_t n_threads) {
+    const auto go = [&](auto *queries, auto *keys) {
+        const auto f = row_weights ? sums<false, std::remove_cv_t<std::remove_pointer_t<decltype(keys)>>>
+                                   : sums<true, std::remove_cv_t<std::remove_pointer_t<decltype(keys)>>>;
+        f(h, h_kv, s, r, d, queries, q_stride, keys, k_stride, lse, row_weights, scale, out, n_threads);
+    };
     if (dtype == FLOAT32)
-        sums(h, h_kv, s, r, d, (const float *)q, q_stride, (const float *)k, k_stride, lse, row_weights, scale, out, n_threads);
+        go((const float *)q, (const float *)k);
     else if (dtype == BFLOAT16)
-        sums(h, h_kv, s, r, d, (const bf16 *)q, q_stride, (const bf16 *)k, k_stride, lse, row_weights, scale, out, n_threads);
+        go((const bf16 *)q, (const bf16 *)k);
     else
-        sums(h, h_kv, s, r, d, (const f16 *)q, q_stride, (const f16 *)k, k_stride, lse, row_weights, scale, out, n_threads);
+        go((const f16 *)q, (const f16 *)k);
 }

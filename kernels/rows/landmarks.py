@@ -15,25 +15,18 @@ Not here: a CPU's way, landmarks and factors themselves (`methods/retrieving/sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, upload
+from kernels.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
 FIELDS = 11  # numbers of a row
-
-
-class Rotation(NamedTuple):
-    """What turning a key to a position does: number * own + its partner's number * other, float32."""
-
-    partners: Tensor  # (d_h,) int64
-    own: Tensor  # (s, d_h)
-    other: Tensor  # (s, d_h)
 
 
 class Chunks(NamedTuple):
@@ -45,19 +38,6 @@ class Chunks(NamedTuple):
     basis: Tensor
     chunk: int  # tokens
     n_selected: int  # chunks
-
-
-def rotation_of(turn: Callable[[Tensor, Tensor], Tensor], s: int, d_h: int, device: torch.device) -> Rotation | None:
-    """The tables of a model's rotation for positions below s; None where it does more than turn pairs of numbers."""
-    images = turn(torch.eye(d_h, device=device)[None, None], torch.ones(1, d_h, dtype=torch.int64, device=device))[0, 0]
-    others = images - images.diagonal().diag()  # row by row what a number adds to the others
-    places = torch.arange(d_h, device=device)
-    partners = torch.where((others != 0).any(0), others.abs().argmax(0), places)
-    if bool(((others != 0).sum(0) > 1).any()) or not torch.equal(partners[partners], places):
-        return None
-    is_first, every = places <= partners, torch.arange(s, device=device).unsqueeze(0)
-    first, second = (turn(x.float().expand(1, 1, s, d_h), every)[0, 0] for x in (is_first, ~is_first))
-    return Rotation(partners, torch.where(is_first, first, second), torch.where(is_first, second, first))
 
 
 def make_rows(
@@ -80,7 +60,7 @@ def make_rows(
     score_landmarks[grid](q, table, logits, lses, scale, d_h, c, g, FIELDS, MEANS, width)
     weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, MEANS, power_of_2(n_blocks))
     order = top_keys(scores, max(row.n_selected for row in rows)).contiguous()
-    partners, own, other = rotation or (order, q, q)
+    partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
         TOKENS, RANK, width, power_of_2(n_outliers), INTERPRETED,

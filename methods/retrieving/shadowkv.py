@@ -31,7 +31,7 @@ Fails     where the mean of a chunk is near none of its keys: a single token tha
           chunks, the more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from engine.books.spans import span
 from engine.budget import key_bytes
-from kernels.rows.landmarks import Chunks, Rotation, make_rows, rotation_of
+from kernels.rows.landmarks import Chunks, make_rows
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.rules.retrieving.shadowkv import ShadowKVRules
@@ -169,22 +169,13 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
         mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
         if not q.is_cuda or not mine[0].turns_pairs(layer):
             return super().select_rows(rows, layer, q)
-        found = make_rows(q, [row.chunks(layer) for row in mine], mine[0].rotation(layer), trace.scales[layer])
+        found = make_rows(q, [row.chunks(layer) for row in mine], trace.rotation(layer), trace.scales[layer])
         for row, (_, row.made) in zip(mine, found, strict=True):
             row.count(layer)
         return [idx for idx, _ in found]
 
-    def rotation(self, layer: int) -> Rotation | None:
-        """Tables of the model's rotation on a GPU; None where it has none, or none that turns pairs of numbers."""
-        trace = self.trace
-        if trace.turn is None:
-            return None
-        turn, d_h, device = trace.turn, trace.shape.d_h, trace.device_of(layer)
-        make: Callable[[], Rotation | None] = lambda: rotation_of(turn, trace.s_prompt, d_h, device)  # noqa: E731
-        return trace.once(("ShadowKV's rotation", device), make)
-
     def turns_pairs(self, layer: int) -> bool:
-        return self.trace.turn is None or self.rotation(layer) is not None
+        return self.trace.turn is None or self.trace.rotation(layer) is not None
 
     def chunks(self, layer: int) -> Chunks:
         """As the kernels take them."""

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from kernels.column_sums import (
+    column_maxima,
+    column_maxima_torch,
     column_sums,
     column_sums_native,
     column_sums_ref,
@@ -49,6 +51,20 @@ def test_torch_sums_equal_those_of_the_whole_matrix(case, with_lse) -> None:
     lse = row_lse(q, k, 0.125) if with_lse else None
     found = column_sums_torch(q, k, 0.125, row_weights, lse)
     torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_largest_weights_equal_those_of_the_whole_matrix(case, dtype) -> None:
+    """Where every query sees every key, more of them than keys or fewer."""
+    h, h_kv, s, r, d_h = case
+    for n_queries in (r, s + 40):
+        q, k, _ = make((h, h_kv, s, n_queries, d_h), dtype)
+        logits = q[0].double() @ k[0].double().repeat_interleave(h // h_kv, 0).mT * 0.125
+        lse = logits.logsumexp(-1)
+        expected = (logits - lse.unsqueeze(-1)).unflatten(0, (h_kv, -1)).amax((1, 2)).float()
+        for found in (column_maxima(q, k, 0.125, lse[None].float()), column_maxima_torch(q, k, 0.125, lse[None])):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=3e-6)
 
 
 @needs_native

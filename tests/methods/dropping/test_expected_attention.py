@@ -68,7 +68,7 @@ def check_case(meta: dict[str, Any], x: dict[str, np.ndarray], file: Path) -> st
         write_statistics(file, torch.from_numpy(x["stat_mu"])[None], torch.from_numpy(x["stat_cov"])[None])
     q, k, v = (torch.from_numpy(x[name]) for name in ("q_pre", "k", "v"))
     row = expected_row(q, k, v, params, meta)
-    mean, covariance = turned_statistics(row.statistics(0), row.rotation())
+    mean, covariance = turned_statistics(row.statistics(0), row.rotation(0))
     scores = row.scores(0)
     n_sink = row.plan.n_sink
     with_sinks = torch.cat([scores.max().add(1).expand(1, meta["Hk"], n_sink), scores], -1)
@@ -247,7 +247,7 @@ def test_a_model_without_rotary_positions_is_asked_for_openly() -> None:
     with pytest.raises(ConfigError, match=r"no rotary positions.*use method\.rotary=none"):
         row_of(ExpectedAttention, PARAMS, seen_trace(kind="opt"), request(tokens=20))
     row = row_of(ExpectedAttention, replace(PARAMS, rotary="none"), seen_trace(kind="opt"), request(tokens=20))
-    assert torch.equal(row.rotation(), torch.eye(8))
+    assert torch.equal(row.rotation(0), torch.eye(8))
     assert row.store[0].attended().sum() == 6 * 20
 
 
