@@ -27,6 +27,11 @@ SWEEP = [
     "method=full,oracle,streamingllm,snapkv,pyramidkv,h2o,pyramidinfer,sparq,quest,clusterkv",
     *("ratio=0.6,0.7", "comm=1/8", "sweep.max_variants=9"),
 ]  # fmt: skip
+DRAWS = [  # three of 4 x 2 answers at a time, so that a prompt's draws end at different moments
+    *("dtype=float32", "device=cpu", "task=needle", "task.source=embedded", "task.lengths=[400]"),
+    *("task.max_new_tokens=60", "task.depths=[0,25,50,75,100]", "method=snapkv_decode,h2o_decode", "budget=128"),
+    *("temperature=0.9", "n_answers=4", "sweep.max_variants=3"),
+]  # fmt: skip
 TIMES = (
     "prefill_s",
     "decode_s",
@@ -38,8 +43,8 @@ TIMES = (
 )
 
 
-def start(model: Path, out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(ROOT / "run.py"), "-m", f"model={model}", f"out={out}", *SWEEP]
+def start(model: Path, out: Path, words: list[str] = SWEEP) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(ROOT / "run.py"), "-m", f"model={model}", f"out={out}", *words]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -97,4 +102,25 @@ def test_a_sweep_killed_ten_times_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     end(start(model, killed))
     for name, had in before.items():
         assert lines(killed)[name][: len(had)] == had, "a finished sample was repeated"
+    assert told(killed) == told(whole)
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_between_draws_goes_on_with_the_same_draws(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    end(start(model, whole, DRAWS))
+    ids = {json.loads(line)["id"] for of in lines(whole).values() for line in of}
+    assert len(ids) == 5 * 4 and all("#" in id for id in ids)
+    process = start(model, killed, DRAWS)
+    while process.poll() is None and not any(len(of) % 4 for of in lines(killed).values()):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = lines(killed)
+    assert process.returncode == -signal.SIGKILL
+    assert any(len(of) % 4 for of in before.values()), "it was not killed between draws"
+    end(start(model, killed, DRAWS))
+    for name, had in before.items():
+        assert lines(killed)[name][: len(had)] == had, "a finished draw was repeated"
     assert told(killed) == told(whole)
