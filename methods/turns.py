@@ -6,6 +6,7 @@ added to the cache are read in one call: `at_once` says how many. A method that 
 Not here: how a feed is read (`engine/turns`), which questions are asked (`evals/turns`).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -85,9 +86,13 @@ class Turns:
         """Hold a feed's tokens within the budget of `grown`, the method on prompts as long as the conversation is.
 
         The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone, and what this
-        reads and writes goes into `rebuilt_bytes` of the ledger.
+        reads and writes goes into `rebuilt_bytes` of the ledger. A method that `fetches_more` lets the growth go to
+        what a step fetches, beside sinks and a window of one size.
         """
-        raise AssertionError(f"{type(self).__name__} keeps the budget of the context")
+        assert self.fetches_more, f"{type(self).__name__} keeps the budget of the context"
+        at = self.store[layer]
+        if at.can_fetch:
+            self.plan = replace(self.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h)."""

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
+from engine.budget import ELEMENT_BYTES
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
 from methods.alike import select_alike
@@ -254,6 +255,7 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
                 generator,
             )
             self.clusters[layer] = append_clusters(self.clusters[layer], late)
+            self.store.ledger.rebuilt_bytes += keys.numel() * ELEMENT_BYTES
             self.store[layer].release()
         return out
 

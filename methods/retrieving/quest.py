@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.budget import ELEMENT_BYTES
+from engine.budget import ELEMENT_BYTES, key_bytes
 from engine.turns.feed import Feed, Selected
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
@@ -184,6 +184,7 @@ class Quest(QuestRules, SelectiveAttention):
         key = self.store[layer].newest[0].to(bounds.kmin)
         page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
         bounds.take_in(key, page, place == 0)
+        self.store.ledger.rebuilt_bytes += key_bytes(self.trace.shape, 1)
 
     def n_chosen(self, layer: int, n_pages: int, n: int) -> int:
         """How many of `n_pages` pages of the first `n` tokens are fetched; their bounds go into the books."""

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
+from engine.budget import token_bytes
 from kernels.clusters import (
     cluster_order,
     cluster_tokens,
@@ -244,6 +245,7 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
         window = at.kept_and_window()[1]
         late = build_index(window.k[0, :, :n], window.v[0, :, :n], plan.n_update, 1, self.params.iterations)
         self.indexes[layer] = append_index(self.indexes[layer], late)
+        self.store.ledger.rebuilt_bytes += n * token_bytes(self.trace.shape)
         retrieved = share_of(plan.n_update, plan.n_retrieved / plan.n_clusters)
         zones.n_updates += 1
         zones.n_retrieved += retrieved

@@ -66,6 +66,7 @@ class Rules:
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
+    fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
@@ -76,7 +77,7 @@ class Rules:
     @classmethod
     def extends(cls, params: Any) -> bool:
         """Whether `extend` holds a budget that grows with a conversation."""
-        return not cls.has_budget
+        return not cls.has_budget or cls.fetches_more
 
     @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:

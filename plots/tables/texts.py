@@ -135,10 +135,11 @@ def latex(sheet: Sheet, number: int = 1, caption: str | None = None) -> str:
     ]
     said = caption or f"{title(sheet).capitalize()}. {where(sheet)}. {' '.join(explanation(sheet))}"
     scaled = n_keys + n_columns > WIDEST
+    place = "table*" if scaled else "table"  # as wide as the page, where a page has two columns
     return "\n".join(
         [
             "% needs the packages booktabs and graphicx",
-            r"\begin{table}[t]",
+            rf"\begin{{{place}}}[t]",
             r"\centering\small",
             rf"\caption{{{tex(said)}}}",
             rf"\label{{{label(sheet, number)}}}",
@@ -150,7 +151,7 @@ def latex(sheet: Sheet, number: int = 1, caption: str | None = None) -> str:
             *body,
             r"\bottomrule",
             r"\end{tabular}" + ("}" if scaled else ""),
-            r"\end{table}",
+            rf"\end{{{place}}}",
             "",
         ]
     )

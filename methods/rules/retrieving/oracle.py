@@ -18,6 +18,7 @@ AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 class OracleRules(Rules):
     title = "Oracle"
     drops = False
+    fetches_more = True
     search_is_free = True
 
     @dataclass(frozen=True)

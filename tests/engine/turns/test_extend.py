@@ -72,3 +72,26 @@ def test_snapkv_keeps_what_the_feed_looks_at_most() -> None:
     expected = {(head, int(positions[0, head, i])) for head, own in enumerate(best) for i in own}
     last = {(head, int(x)) for head in range(trace.shape.h_kv) for x in positions[0, head, n - w :]}
     assert held(row, 0) == expected | last
+
+
+@pytest.mark.parametrize("feed", ["compressed", "tokenwise"])
+def test_what_fetches_lets_the_growth_go_to_what_it_fetches(feed: str) -> None:
+    """At every step it attends to the budget of the conversation, a turn's later tokens included."""
+    one, model = conformance.ours("oracle"), conformance.model()
+    first = variant(one, "0.2")
+    trace = read([first])
+    with torch.inference_mode():
+        row = built(first.row(trace, N_NEW))
+    budgets = [first.budget.tokens]
+    with model.hooked():
+        talk = Talk(model, trace, [row])
+        for i, n in enumerate((20, 1, 25)):
+            grown = one.kind.variant_for(one.params, request("0.2", comm=one.comm), trace.shape, talk.positions[0] + n)
+            logits = talk.read([prompt(n, i)], feed, [grown])
+            budgets.append(grown.budget.tokens)
+            n_before = len(row.store.ledger.entries)
+            talk.answer(logits, [4])
+            entries = row.store.ledger.entries[n_before:]
+            assert len(entries) == 3 * trace.shape.n_layers
+            assert {entry.attended for entry in entries} == {trace.shape.h * budgets[-1]}
+    assert budgets == sorted(budgets) and budgets[0] + 8 < budgets[-1]
