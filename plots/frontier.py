@@ -1,19 +1,29 @@
-"""What bytes buy, as a part of docs/results.md: every method at several shares of the full cache's bytes.
+"""What bytes buy, as a page of its own and a part of docs/results.md: every method at several shares of all bytes.
+
+    python -m plots.frontier [RUNS] [--out docs]    docs/frontier.md and its figures alone
 
 Not here: the figure (`plots/figures/frontier.py`), the page's other parts, by `ratio` (`plots/results.py`).
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
+import matplotlib
+
+from plots import style
+from plots.command import Page
 from plots.figures.frontier import Height, frontier, height_of, sets_with_bytes
-from plots.looks import LOOKS
+from plots.figures.results import SVG, save
+from plots.looks import LOOKS, told_apart
 from plots.read import Run, measured, over_budget
 from plots.run_sets import Estimate, RunSet
 from plots.style import Picture, Sheet
 from plots.tables.formats import ABSENT, pipes
 
+NAME = "frontier"
 HEAD = """\
 ## What bytes buy
 
@@ -120,3 +130,28 @@ def part(runs: Sequence[Run], names: Sequence[str]) -> str:
             table.costs(),
         ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def write(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """The page and its figures; nothing where no run has a byte budget."""
+    if not tables(runs):
+        return []
+    folder, path = out / NAME, out / f"{NAME}.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({**style.RC, **SVG}), told_apart(run.method for run in runs):
+        drawn = pictures(runs)
+        for name, picture in drawn.items():
+            save(picture, folder / f"{name}.svg")
+    text = part(runs, [f"{NAME}/{name}" for name in drawn])
+    made_by = "    python -m plots.frontier runs/results\n"
+    last = "experiment=frontier_composed out=runs/results\n"
+    path.write_text(text.removeprefix("#").replace(last, last + made_by, 1), encoding="utf-8")
+    return [path, *(folder / f"{name}.svg" for name in drawn)]
+
+
+NOTHING = "{} has no runs with memory=; experiment=frontier makes some"
+main = Page("plots.frontier", "Write docs/frontier.md from runs.", write, NOTHING, runs=Path("runs/results")).main
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -63,6 +63,19 @@ def test_the_page_has_a_part_by_memory_made_of_its_runs(tmp_path: Path) -> None:
     assert "| SnapKV | 200 | 0.450 | 4.5 | 4.5 | 0.0 | 0 | held |" in below
 
 
+def test_the_part_is_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs(tmp_path / "runs")
+    docs = tmp_path / "docs"
+    assert frontier.main([str(tmp_path / "runs"), "--out", str(docs)]) == 0
+    assert capsys.readouterr().out.split() == [str(docs / "frontier.md"), str(docs / "frontier" / "frontier-1.svg")]
+    text = (docs / "frontier.md").read_text()
+    assert text.startswith("# What bytes buy\n") and "python -m plots.frontier runs/results" in text
+    assert "![output error against bytes](frontier/frontier-1.svg)" in text
+    assert (docs / "frontier" / "frontier-1.svg").read_text().lstrip().startswith("<?xml")
+    (tmp_path / "none").mkdir()
+    assert frontier.main([str(tmp_path / "none"), "--out", str(docs)]) == 2
+
+
 def test_runs_with_a_byte_budget_are_not_taken_for_those_of_a_ratio(tmp_path: Path) -> None:
     """The same method at memory=1/2 and at ratio=1/2 stands once in each part."""
     make_runs(tmp_path / "runs")
