@@ -89,10 +89,10 @@ class Turns:
         reads and writes goes into `rebuilt_bytes` of the ledger. A method that `fetches_more` lets the growth go to
         what a step fetches, beside sinks and a window of one size.
         """
-        assert self.fetches_more, f"{type(self).__name__} keeps the budget of the context"
-        at = self.store[layer]
+        row, at = self.row, self.row.store[layer]
+        assert row.fetches_more, f"{type(self).__name__} keeps the budget of the context"
         if at.can_fetch:
-            self.plan = replace(self.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
+            row.plan = replace(row.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h)."""
