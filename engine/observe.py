@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.causal import causal
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
-from kernels.rotation import turned_back
+from kernels.rows.rotation import turned_back
 
 if TYPE_CHECKING:
     from engine.model import Model

@@ -21,7 +21,7 @@ from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
-from kernels.rotation import Rotation, rotation_of
+from kernels.rows.rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
     from engine.model import Model

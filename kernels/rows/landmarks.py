@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, upload
-from kernels.rotation import Rotation
+from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time

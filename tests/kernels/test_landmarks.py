@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.jit import triton
-from kernels.rotation import rotation_of
 from kernels.rows.landmarks import Chunks, make_rows
+from kernels.rows.rotation import rotation_of
 from kernels.topk import top_stable
 from methods.retrieving.shadowkv import Factors, Landmarks, landmark_scores, tokens_of
 
