@@ -127,9 +127,9 @@ class CodedRows:
 
 
 def tile_of(k: Form, v: Form) -> int:
-    """Tokens that fit the registers at once; those of looked-up keys, and codes of 3 bits, need more of them."""
+    """Tokens that fit the registers at once; looked-up keys, codes of 3 bits and exact values need more of them."""
     if k.kind == BY_CHANNEL:
-        return min(TILE, k.group)
+        return min(TILE if v.kind != EXACT else TILE // 2, k.group)
     return 16 if 3 in (k.bits, v.bits) else 32 if k.kind == BY_UNIT_TABLE else TILE
 
 
