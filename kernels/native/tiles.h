@@ -6,7 +6,15 @@
 
 #include "simd.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__AVX512F__) && defined(__GNUC__)
+#if defined(__clang_major__)
+#define KNOWS_TILES (__clang_major__ >= 12)
+#elif defined(__GNUC__)
+#define KNOWS_TILES (__GNUC__ >= 11)
+#else
+#define KNOWS_TILES 0
+#endif
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__AVX512F__) && KNOWS_TILES
 #define HAS_TILES 1
 #include <cpuid.h>
 #include <sys/syscall.h>
