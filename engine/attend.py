@@ -16,7 +16,15 @@ from torch import Tensor
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kernels.packed.rows import CodedRows, takes_codes
 from kernels.rows.weights import soften_rows
-from kernels.select_attend import Near, Spans, Tokens, attend_parts_native, attend_rows_triton, native_takes
+from kernels.select_attend import (
+    Near,
+    Spans,
+    Tokens,
+    attend_parts_native,
+    attend_rows_native,
+    attend_rows_triton,
+    native_takes,
+)
 
 Partial = tuple[Tensor, Tensor]  # attention over some tokens, and the log-sum-exp of their logits
 MANY = 512  # tokens of a part from which it is worth asking whether rows share it
@@ -78,18 +86,10 @@ def attend_rows(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
-    On a GPU one launch for all rows; on a CPU they take turns. What q has behind the rows is nobody's.
+    On a GPU one launch for all rows. What q has behind the rows is nobody's.
     """
     if q.device.type == "cpu":
-        shared, left = attend_shared(q, rows, scale, wants_weights)
-        done = [
-            attend_weights(q[i : i + 1], parts, scale)
-            if wants
-            else (attend(q[i : i + 1], parts, scale, shared.get(i, ())), None)
-            for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True))
-        ]
-        outs = [out for out, _ in done]
-        return outs[0] if len(outs) == 1 else torch.cat(outs), [weights for _, weights in done]
+        return attend_rows_cpu(q, rows, scale, wants_weights)
     h = q.shape[1]
     logits = [
         q.new_empty(h, sum(part.n_tokens() for part in parts), dtype=torch.float32) if wants else None
@@ -102,6 +102,28 @@ def attend_rows(
     ]
     out, lse = attend_rows_triton(q, tokens, scale, logits, coded if coded.by_form else None)
     return out, soften_rows(logits, lse)
+
+
+def attend_rows_cpu(
+    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """One call of C++ for all rows of plain parts that join nothing else; the others take turns."""
+    shared, left = attend_shared(q, rows, scale, wants_weights)
+    plain: list[list[Tokens]] = []
+    for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True)):
+        found = [] if wants or i in shared else [part.tokens() for part in parts if is_plain(part)]
+        is_whole = len(found) == len(parts) and native_takes(q, found)
+        plain.append(found if is_whole else [])
+    weights: list[Tensor | None] = [None] * len(rows)
+    out = attend_rows_native(q, plain, scale)[0] if any(plain) else torch.empty_like(q)
+    for i, found in enumerate(plain):
+        if found:
+            continue
+        if wants_weights[i]:
+            out[i : i + 1], weights[i] = attend_weights(q[i : i + 1], left[i], scale)
+        else:
+            out[i : i + 1] = attend(q[i : i + 1], left[i], scale, shared.get(i, ()))
+    return out, weights
 
 
 def tokens_of(q: Tensor, part: Part, coded: CodedRows | None, row: int) -> list[Tokens]:

@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -156,11 +156,16 @@ def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[
 
 
 def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
-    """Whether `attend_parts_native` can work on these."""
+    """Whether `attend_rows_native` can work on these, of whichever row."""
     if q.device.type != "cpu" or q.dtype not in DTYPES or native() is None:
         return False
-    tensors = [x for part in parts if not part.is_packed() for x in (part.k, part.v, *(part.late or ()))]
-    return len(q) == 1 and all(x.dtype == q.dtype and x.stride()[2:] == (q.shape[3], 1) for x in tensors)
+    for part in parts:
+        if part.is_packed():
+            continue
+        for x in (part.k, part.v, *(part.late or ())):
+            if x.dtype != q.dtype or x.stride()[2:] != (q.shape[3], 1):
+                return False
+    return True
 
 
 @cache
@@ -170,27 +175,34 @@ def native() -> Any:
     if lib is None:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.attend_parts.argtypes = [size, size, size, pointer, ctypes.c_float, size, pointer, pointer, pointer, size]
+    lib.attend_rows.argtypes = [
+        size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, pointer, size
+    ]  # fmt: skip
     lib.attend_each.argtypes = [
         size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, size
     ]  # fmt: skip
-    lib.attend_parts.restype = lib.attend_each.restype = None
+    lib.attend_rows.restype = lib.attend_each.restype = None
     return lib
 
 
 def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[Tensor, Tensor]:
     """All parts in one call of C++, which joins them too."""
+    assert len(q) == 1 and parts, (q.shape, len(parts))
+    return attend_rows_native(q, [parts], scale)
+
+
+def attend_rows_native(q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float) -> tuple[Tensor, Tensor]:
+    """All rows of q (n, h, 1, d_h), each over its own parts: out, lse (n, h, 1), undefined for one without any."""
     n, h, s_q, d_h = q.shape
-    assert n == s_q == 1 and parts, (q.shape, len(parts))
-    q = q.contiguous()
-    packed = array("q")
-    for part in parts:
+    assert n == len(rows) and s_q == 1, (q.shape, len(rows))
+    q, packed = q.contiguous(), array("q")
+    for part in chain.from_iterable(rows):
         packed.extend(part.packed())
-    out = torch.empty_like(q)
-    lse = torch.empty(1, h, 1)
-    native().attend_parts(
-        DTYPES[q.dtype], h, d_h, q.data_ptr(), scale, len(parts), packed.buffer_info()[0], out.data_ptr(),
-        lse.data_ptr(), torch.get_num_threads(),
+    ends = array("q", accumulate(map(len, rows)))
+    out, lse = torch.empty_like(q), torch.empty(n, h, 1)
+    native().attend_rows(
+        DTYPES[q.dtype], n, h, d_h, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
+        out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 

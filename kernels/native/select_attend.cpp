@@ -11,7 +11,8 @@
 
 namespace {
 
-constexpr int AHEAD = 8;    // rows that are asked for before they are needed; 4 to 16 measured alike
+constexpr int AHEAD = 8;             // rows that are asked for before they are needed; 4 to 16 measured alike
+constexpr int64_t LITTLE = 100000;  // products, some 10 us, of which waking a team takes a few
 
 // As select_attend.py packs them, 64 bits each.
 struct Part {
@@ -132,7 +133,7 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
     const std::vector<Chunk> items = chunks_in(n_parts, parts);
     std::vector<int64_t> work(1);  // of the items so far
     for (const Chunk &item : items) work.push_back(work.back() + (item.stop - item.start) * (h / item.part->heads) * d);
-    if (work.back() < 100000) n_threads = 1;  // some 10 us, of which waking a team takes a few
+    if (work.back() < LITTLE) n_threads = 1;
     int64_t chunks = 0;
     for (int64_t p = 0; p < n_parts; p++) chunks += chunks_of(parts[p].n);
 
@@ -213,15 +214,44 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
 
 }  // namespace
 
-extern "C" void attend_parts(int64_t dtype, int64_t h, int64_t d, const void *q, float scale, int64_t n_parts,
-                             const void *parts, void *out, float *lse, int64_t n_threads) {
+// Queries of n rows (n, h, d), each over parts of its own: those of row i end at ends[i]. A row without parts is left as
+// it is. Each row's numbers are those that it has alone, whatever the number of threads.
+extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, const void *q, float scale,
+                            const int64_t *ends, const void *parts, void *out, float *lse, int64_t n_threads) {
     const Part *all = (const Part *)parts;
+    const auto first_of = [&](int64_t i) { return i ? ends[i - 1] : 0; };
+    std::vector<int64_t> own(n);
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t p = first_of(i); p < ends[i]; p++) own[i] += all[p].n * h * d;
+        total += own[i];
+    }
+    if (total < LITTLE) n_threads = 1;
+    // A row with more than a thread's share is every thread's; the others are shared out whole.
+    std::vector<int64_t> large, small, work(1);
+    for (int64_t i = 0; i < n; i++) {
+        if (ends[i] == first_of(i)) continue;
+        if (own[i] * n_threads > total) {
+            large.push_back(i);
+        } else {
+            small.push_back(i);
+            work.push_back(work.back() + own[i]);
+        }
+    }
+    const auto run = [&](const auto *queries, auto *outs) {
+        const auto row = [&](int64_t i, int threads) {
+            attend(h, d, queries + i * h * d, scale, ends[i] - first_of(i), all + first_of(i), outs + i * h * d, lse + i * h,
+                   threads);
+        };
+        for (const int64_t i : large) row(i, (int)n_threads);
+        parallel_near(work, (int)n_threads, [&](int64_t at) { row(small[at], 1); });
+    };
     if (dtype == FLOAT32)
-        attend(h, d, (const float *)q, scale, n_parts, all, (float *)out, lse, n_threads);
+        run((const float *)q, (float *)out);
     else if (dtype == BFLOAT16)
-        attend(h, d, (const bf16 *)q, scale, n_parts, all, (bf16 *)out, lse, n_threads);
+        run((const bf16 *)q, (bf16 *)out);
     else
-        attend(h, d, (const f16 *)q, scale, n_parts, all, (f16 *)out, lse, n_threads);
+        run((const f16 *)q, (f16 *)out);
 }
 
 // Many queries (n, h, d) over one part each: that of query i has the places idx + i * heads * n and biases alike.

@@ -16,6 +16,7 @@ from kernels.select_attend import (
     Tokens,
     attend_parts_native,
     attend_parts_ref,
+    attend_rows_native,
     attend_rows_triton,
     native,
     native_takes,
@@ -307,6 +308,27 @@ def test_threads_change_no_bit() -> None:
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+@has_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_call_are_what_each_is_alone(dtype: torch.dtype) -> None:
+    q, rows = batch(dtype)
+    rows = [[replace(part, q=None) for part in parts if part.mask is None] for parts in rows[:3]]
+    k, v = (draw(1, rows[0][0].k.shape[1], 9000, q.shape[3], seed=i, dtype=dtype) for i in (1, 2))
+    rows, q = [*rows, [], [Tokens(k, v)], rows[0]], torch.cat([q[:3], q[:3]])
+    before = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            out, lse = attend_rows_native(q, rows, 0.25)
+            for i, parts in enumerate(rows):
+                if parts:
+                    alone, lse_alone = attend_parts_native(q[i : i + 1], parts, 0.25)
+                    assert torch.equal(out[i : i + 1], alone), (i, n_threads)
+                    assert torch.equal(lse[i : i + 1], lse_alone), (i, n_threads)
+    finally:
+        torch.set_num_threads(before)
 
 
 @has_native
