@@ -74,11 +74,13 @@ def table(done: Done) -> tuple[str, Table]:
     sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about
     figures, values = split(heads, cells, sayings)
     view = Table(box=None, pad_edge=False)
-    view.add_column("method", vertical="bottom")
+    above = "\n" * max((head.count("\n") for head, _ in values), default=0)  # heads of one line stand on the last
+    view.add_column(above + "method")
     for head, column in given:
-        view.add_column(head, vertical="bottom", min_width=max(map(len, column)))
+        view.add_column(above + head, min_width=max(map(len, [head, *column])), no_wrap=True)
     for head, column in values:
-        view.add_column(head, justify="right", min_width=max(map(len, [*head.split("\n"), *column])))
+        width, missing = max(map(len, [*head.split("\n"), *column])), len(above) - head.count("\n")
+        view.add_column("\n" * missing + head, justify="right", min_width=width, no_wrap=True)
     for i, result in enumerate(results):
         label = " ".join([result.method_label, *varied(result, results)])
         label += "" if result.status == "ok" else " (out of memory)"

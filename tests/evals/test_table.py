@@ -123,6 +123,23 @@ def test_a_sweep_fits_a_hundred_columns(
     assert sum(line.startswith(("Streaming", "Quest", "PQCache", "Full")) for line in shown.splitlines()) == n
 
 
+@pytest.mark.parametrize("label", ["Expected Attention (C)", "StreamingLLM while decoding"])
+def test_a_long_name_is_wrapped_and_no_figure_cut(
+    label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    done = sweep(6, tmp_path)
+    times = [{"prefill_s": 12.3 + i, "tpot_s": 0.12345 + i, "method_label": label} for i in range(6)]
+    print_table([(path, replace(one, **own)) for (path, one), own in zip(done, times, strict=True)])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("/token") for line in lines) == 1
+    assert [line.split()[-1] for line in lines if line.startswith(label.split()[0])] == [
+        f"{0.12345 + i:.3f}" for i in range(6)
+    ]
+    # A row's budget and figures stand beside the first line of its name.
+    assert all("ratio" in line for line in lines if line.startswith(label.split()[0]))
+
+
 def test_a_single_run_has_its_costs_in_columns_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
