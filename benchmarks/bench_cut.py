@@ -1,7 +1,7 @@
 """How much of the decode time a cut of the cache takes, for methods that compress while they answer.
 
-    python benchmarks/bench_cut.py
-    python benchmarks/bench_cut.py --device cuda --steps 640 --methods rkv,triattention
+    python -m benchmarks.bench_cut
+    python -m benchmarks.bench_cut --device cuda --steps 640 --methods rkv,triattention
 
 A model with layers of Llama-3.1-8B's shape and drawn weights decodes behind a prompt that fills the budget. Time of the
 cuts is a span of its own within the steps; the model's head is left small, so that layers are what is measured.

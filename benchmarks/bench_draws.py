@@ -1,7 +1,7 @@
 """Several methods with several draws each in one batch, against full attention's draws alone.
 
-    python benchmarks/bench_draws.py
-    python benchmarks/bench_draws.py --new 256 --rounds 5
+    python -m benchmarks.bench_draws
+    python -m benchmarks.bench_draws --new 256 --rounds 5
 
 Both decode the same prompt with the embedded model, in turn, for as many steps; prefill and building apart. The ratio
 is the median over rounds of CPU seconds of the steps.

@@ -1,6 +1,6 @@
 """Attention over packed K and V against bfloat16 attention over the same tokens: one layer of Llama-3.1-8B's shape.
 
-`python benchmarks/bench_packed.py [TOKENS]`: both in turn in one process, the median of the rounds' ratios. The least
+`python -m benchmarks.bench_packed [TOKENS]`: both in turn in one process, the median of the rounds' ratios. The least
 that a ratio can be is that of the bytes: 0.31 with 4 bits and scales of 16 for every 32, 0.19 with 2.
 
 Not here: whether the answers agree (`tests/kernels/test_packed.py`).

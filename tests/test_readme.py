@@ -55,6 +55,12 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))], ids=lambda page: page.name)
+def test_a_file_in_a_folder_is_started_as_a_module(page: Path) -> None:
+    # `python FOLDER/FILE.py` looks for our packages in FOLDER.
+    assert not re.findall(r"python [a-z_]+/[\w/]+\.py", page.read_text())
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets

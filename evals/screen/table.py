@@ -156,7 +156,7 @@ def parameters(result: RunResult) -> dict[str, Any]:
 
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
-    task = f"{result.task} {result.dataset}".strip()
+    task = " ".join(dict.fromkeys([result.task, *result.dataset.split()]))
     budget = result.asked
     comm = f"comm {shown_fraction(result.comm_exact)}"
     if attends_all(result):
