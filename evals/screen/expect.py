@@ -1,7 +1,8 @@
 """How long a group of samples will take, said before the first one: from a short pass and a few steps, timed now.
 
 What they cost is laid on all samples by the arithmetic of `evals/screen/estimate.py`, which the first samples correct
-later. Steps are timed with as many rows of full attention as there are variants; what methods do besides is not in it.
+later. Steps are timed with as many rows of full attention as there are variants, or with a few and laid on more of them; what
+methods do besides is not in it.
 
 Not here: the time that is left while samples are asked (`evals/screen/progress.py`).
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.decode import decode
 from engine.model import Model
-from engine.prefill import prefill
+from engine.prefill import Trace, prefill
 from evals.screen.estimate import Bends, Estimate, Load
 from evals.screen.progress import duration
 from methods.full import full_attention
@@ -39,18 +40,26 @@ def is_worth_while(loads: Sequence[Load]) -> bool:
 
 def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> Expected:
     """What the samples will take, from the first tokens of a prompt."""
-    n, n_rows = min(PROBE, len(ids)), min(n_rows, MOST_ROWS)
+    n = min(PROBE, len(ids))
     prefill(model, ids[:WARM_UP])
     trace = prefill(model, ids[:n])
-    rows = [full_attention(model.shape, n).row(trace, N_STEPS + 1) for _ in range(n_rows)]
+    few = min(n_rows, MOST_ROWS)
+    step = step_of(model, trace, few)
+    if n_rows > few:  # a further row costs what it does among few
+        step += (n_rows - few) * max(0.0, step - step_of(model, trace, 1)) / (few - 1)
+    trace.settle()
+    estimate, probe = Estimate(loads, bends), Load(n, 0)
+    estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
+    estimate.step.add(*estimate.step_parts(probe), step)
+    basis = f"{n} tokens were read in {trace.seconds:.2g} s just now, a step takes {step:.2g} s"
+    return Expected(sum(map(estimate.seconds, loads)), basis)
+
+
+def step_of(model: Model, trace: Trace, n_rows: int) -> float:
+    """Seconds of a step of so many rows of full attention."""
+    rows = [full_attention(model.shape, trace.s_prompt).row(trace, N_STEPS + 1) for _ in range(n_rows)]
     for row in rows:
         for layer in model.shape.attention_layers:
             row.build(layer)
         row.complete()
-    trace.settle()
-    step = min(decode(model, trace, rows, max_new_tokens=N_STEPS + 1).step_seconds[1:])
-    estimate, probe = Estimate(loads, bends), Load(n, 0)
-    estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
-    estimate.step.add(*estimate.step_parts(probe), step)
-    basis = f"{n} tokens were read in {trace.seconds:.2g} s just now, a step took {step:.2g} s"
-    return Expected(sum(map(estimate.seconds, loads)), basis)
+    return min(decode(model, trace, rows, max_new_tokens=N_STEPS + 1).step_seconds[1:])

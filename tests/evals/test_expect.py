@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.model import Model
+from engine.prefill import Trace
 from evals.runner import run_cells
 from evals.screen import expect as expecting
 from evals.screen.estimate import Bends, Load
@@ -19,6 +21,20 @@ def test_more_tokens_to_read_and_to_answer_take_longer() -> None:
         many = expect(model, ids, [Load(100_000, 10_000)] * 3, Bends(), n_rows=2)
     assert 0 < few.seconds < many.seconds
     assert str(many).startswith("about ") and "256 tokens were read in" in many.basis
+
+
+def test_more_variants_than_are_timed_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, timed = tiny("llama"), prompt(300), list[int]()
+
+    def step_of(model: Model, trace: Trace, n_rows: int) -> float:
+        timed.append(n_rows)
+        return 1.0 + 0.25 * n_rows
+
+    monkeypatch.setattr(expecting, "step_of", step_of)
+    with model.hooked():
+        said = expect(model, ids, [Load(256, 11)] * 2, Bends(), n_rows=101).basis
+    assert timed == [expecting.MOST_ROWS, 1]  # no more than these are built to be timed
+    assert said.endswith("a step takes 26 s")
 
 
 def test_what_is_over_soon_is_not_foretold() -> None:
