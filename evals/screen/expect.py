@@ -1,8 +1,8 @@
 """How long a group of samples will take, said before the first one: from a short pass and a few steps, timed now.
 
 What they cost is laid on all samples by the arithmetic of `evals/screen/estimate.py`, which the first samples correct
-later. Steps are timed with as many rows of full attention as there are variants, or with a few and laid on more of them; what
-methods do besides is not in it.
+later. Steps are timed with as many rows of full attention as there are variants, or with a few and laid on more of
+them; what methods do besides is not in it.
 
 Not here: the time that is left while samples are asked (`evals/screen/progress.py`).
 """
