@@ -11,6 +11,7 @@ folder are not supported, since nothing could be looked up then.
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import islice, pairwise
 from math import ceil, isfinite, prod
 from pathlib import Path
@@ -317,9 +318,15 @@ def sweep_of_experiment(chosen: Mapping[str, list[str]]) -> list[Override]:
 def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
     """The configuration with the first choice of each group and no other override."""
     optional = set(chosen) - default_groups()
-    words = [("+" if group in optional else "") + f"{group}={chosen[group][0]}" for group in chosen]
-    with initialize_config_dir(str(CONF), job_name="check", version_base="1.3"):
-        return compose("config", words, return_hydra_config=True)
+    words = (("+" if group in optional else "") + f"{group}={chosen[group][0]}" for group in chosen)
+    return composition(CONF, tuple(words))
+
+
+@cache
+def composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
+    """To be read only: keys of several groups are looked up in the same one."""
+    with initialize_config_dir(str(conf), job_name="check", version_base="1.3"):
+        return compose("config", [*words], return_hydra_config=True)
 
 
 def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:

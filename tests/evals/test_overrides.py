@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.overrides import CONF, check_overrides
+from evals.overrides import CONF, check_overrides, composition
 
 
 def refused(*argv: str) -> str:
@@ -183,6 +183,7 @@ def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
     file = conf / "experiment" / "paper.yaml"
     file.write_text(EXPERIMENT.replace("full,oracle", "full,orcale"))
     assert refused("-m", "+experiment=paper").startswith("no method 'orcale'; did you mean 'oracle'")
+    composition.cache_clear()
     file.write_text(EXPERIMENT.replace("ratio: 0.1", "rato: 0.1"))
     assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")
 
