@@ -120,7 +120,7 @@ class H2O(H2ORules, ScoringMethod):
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""
-        if self.variant.is_full or self.params.generated == "on_top":
+        if self.is_still:
             return out
         assert weights is not None, "H2O learns from the weights"
         scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
@@ -135,7 +135,7 @@ class H2O(H2ORules, ScoringMethod):
         return out
 
     def at_once(self, layer: int, m: int) -> int:
-        if self.variant.is_full or self.params.generated == "on_top" or self.store[layer].k.is_cuda:
+        if self.is_still or self.store[layer].k.is_cuda:
             return super().at_once(layer, m)
         return m
 
