@@ -18,12 +18,13 @@ from plots.run_sets import Line
 from plots.style import Picture, Sheet
 
 LONG = re.compile(r"(\.\d\d)\d+")
+MANY = 16  # methods, beyond which their lines need more room
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
 
 
 def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against the ratio; methods that retrieve above, those that drop below."""
-    picture = Sheet().new(title, about(grids), (), style.PAGE, 4.4, **layout(grids))
+    picture = Sheet().new(title, about(grids), (), style.PAGE, tall(grids, 4.4), **layout(grids))
     for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, retrieves in zip(column, (True, False), strict=True):
             methods = [name for name in grid.methods if grid.retrieves(name) == retrieves]
@@ -38,7 +39,7 @@ def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
 
 def against_bytes(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against bytes on the device, and against bytes moved per step by methods that retrieve."""
-    picture = Sheet().new(title, about(grids), (), style.PAGE, 4.6, **layout(grids))
+    picture = Sheet().new(title, about(grids), (), style.PAGE, tall(grids, 4.6), **layout(grids))
     for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, of, scale in zip(column, (device_bytes, moved_bytes), (1e-6, 1e-3), strict=True):
             for line in grid.lines(lambda ratio, cell, of=of, scale=scale: scaled(of(cell), scale), grid.methods):
@@ -68,6 +69,11 @@ def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> Non
 
 def layout(grids: Sequence[Grid]) -> dict[str, Any]:
     return {"nrows": 2, "ncols": len(grids), "squeeze": False, "sharey": "col"}
+
+
+def tall(grids: Sequence[Grid], inches: float) -> float:
+    """Panels of many lines are taller."""
+    return inches * max(1.0, min(1.6, max(len(grid.methods) for grid in grids) / MANY))
 
 
 def about(grids: Sequence[Grid]) -> str:
