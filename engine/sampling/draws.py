@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.sampling.spec import Sampling
 
-N_SORTED = 1024  # likeliest tokens that a CPU sorts first: all that a nucleus has, as a rule
+N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then: all that a nucleus has, as a rule
 
 
 class Draws:
@@ -50,13 +50,21 @@ def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
 
 
 def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
-    """As `drawn`, where the nucleus is among few tokens: all are sorted for those rows alone where it is not."""
+    """As `drawn`, with as few tokens sorted as the nucleus of each row allows."""
     every = scaled.softmax(-1)
-    shares, ids = every.topk(N_SORTED)
-    tokens = looked_up(shares, ids, numbers, top_p)
-    for i in (shares.double().sum(-1) < top_p).nonzero().flatten().tolist():
-        all_shares, all_ids = every[i : i + 1].sort(-1, descending=True)
-        tokens[i] = looked_up(all_shares, all_ids, numbers[i : i + 1], top_p)[0]
+    tokens = torch.empty(len(every), dtype=torch.long)
+    left = [*range(len(every))]
+    for n_sorted in (N_FEW, N_SORTED):
+        shares, ids = every[left].topk(n_sorted)
+        found = looked_up(shares, ids, numbers[left], top_p)
+        has_nucleus = (shares.double().sum(-1) >= top_p).tolist()
+        for row, token, has in zip(left, found, has_nucleus, strict=True):
+            if has:
+                tokens[row] = token
+        left = [row for row, has in zip(left, has_nucleus, strict=True) if not has]
+        if not left:
+            return tokens
+    tokens[left] = looked_up(*every[left].sort(-1, descending=True), numbers[left], top_p)
     return tokens
 
 
