@@ -48,6 +48,8 @@ def measure(baseline: Callable[[], float], candidate: Callable[[], float], n: in
 
 def quantile(values: list[float], q: float) -> float:
     """A quantile of a few numbers, between neighbours."""
+    if len(values) == 1:
+        return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[round(q * 100) - 1]
 
 
