@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.meter import Owed
 from engine.caches.coded import Codec, CodedLayer
 from engine.caches.copies import Copies
 from engine.layer import Layer
@@ -85,4 +84,4 @@ def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
     bring_rows_triton(asks, far, counts)
     for i, (layer, ask, _) in enumerate(brought):
         if layer.meter.blocks is None:
-            layer.meter.owed = Owed(counts[i], ask.idx.shape[1])
+            layer.meter.owe_fetch(counts[i], ask.idx.shape[1])

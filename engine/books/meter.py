@@ -10,7 +10,8 @@ Not here: moving (`engine/layer.py`), what the counts mean (`engine/books/ledger
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,12 +50,20 @@ class Access:
     idx: Sequence[Any]  # positions per KV head or query head, -1 where padded
 
 
+class Read(NamedTuple):
+    """Elements of an index that an accelerator read."""
+
+    n: Tensor  # (n,) int32
+    element_bytes: int
+
+
 @dataclass(slots=True)
 class Owed:
     """What one fetch counted on an accelerator, as `kernels/rows/union.py` does."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked
+    read: Read | None  # to find them
 
 
 class Meter:
@@ -78,12 +87,21 @@ class Meter:
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
         self.owed: Owed | None = None  # of this step
+        self.read: Read | None = None  # of this step
         self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
     def count(self, field: str, amount: int) -> None:
         """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
         assert field in self.counts, f"{field} is not counted per step"
         self.counts[field] += amount
+
+    def count_read(self, n: Tensor, element_bytes: int) -> None:
+        """Add so many elements of an index, (n,) int32, that an accelerator read in this step."""
+        self.read = Read(n, element_bytes)
+
+    def owe_fetch(self, counts: Tensor, heads: int) -> None:
+        """What `heads` of a selection fetched stays on the accelerator until the ledger is read."""
+        self.owed, self.read = Owed(counts, heads, self.read), None
 
     def taken(self) -> dict[str, int]:
         """What was counted since the step before, to be counted for other steps."""
@@ -100,6 +118,9 @@ class Meter:
         Of `n_seen` tokens the first `n_kept` may not be fetched, and the next `n_host` are complete on the host.
         """
         counts, h_kv, heads = self.counts, self.shape.h_kv, idx.shape[1]
+        if self.read is not None:  # here an accelerator is waited for anyway
+            (n_read, element_bytes), self.read = self.read, None
+            counts["moved_meta_bytes"] += int(n_read.sum()) * element_bytes
         if not self.moves:
             counts["attended"] += n_tokens * (self.shape.h // heads)
             return
@@ -181,7 +202,7 @@ class Meter:
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
-    def settled(self, entry: Entry, heads: int, counts: Sequence[int]) -> Entry:
+    def settled(self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int) -> Entry:
         """The entry with what its fetch counted; for the entries of a layer in their order."""
         n_tokens, n_distinct, n_there, *by_age = counts
         n_recent = 0 if self.recent is None else self.recent.n_steps
@@ -196,6 +217,7 @@ class Meter:
             moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
             cache_hits=entry.cache_hits + hits,
             cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
+            moved_meta_bytes=entry.moved_meta_bytes + read_bytes,
         )
 
 
@@ -208,11 +230,13 @@ class Debt:
     def settle(self, entries: list[Entry]) -> None:
         """Fill in the entries; one transfer, which waits."""
         home = self.owed[0][2].counts.device  # of a model on several GPUs, one brings what all counted
-        flat = torch.cat([owed.counts.flatten().to(home) for _, _, owed in self.owed]).tolist()
+        tensors = [x for _, _, owed in self.owed for x in (owed.counts, owed.read and owed.read.n) if x is not None]
+        flat = iter(torch.cat([x.flatten().to(home) for x in tensors]).tolist())
         for i, meter, owed in self.owed:
-            n_heads, n_counts = owed.counts.shape
-            mine, flat = flat[: n_heads * n_counts], flat[n_heads * n_counts :]
-            entries[i] = meter.settled(entries[i], owed.heads, [sum(mine[j::n_counts]) for j in range(n_counts)])
+            mine = [*islice(flat, owed.counts.numel())]
+            read_bytes = 0 if owed.read is None else owed.read.element_bytes * sum(islice(flat, owed.read.n.numel()))
+            counts = [sum(mine[j :: owed.counts.shape[1]]) for j in range(owed.counts.shape[1])]
+            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes)
         self.owed.clear()
 
 

@@ -19,16 +19,17 @@ Differs   - a sample's size is random and differs by query head. `tables: auto` 
           - one set of hyperplanes per KV head for all layers, drawn from `seed` alone, the same for every prompt.
           - the mean of the middle keys is taken from all keys before hashing, as in the authors' code. It shifts all
             logits of a head alike, so attention reads keys as they are. Cosines are clamped to -1 to 1.
-          - on a GPU the tables stay in the host's memory, as in the authors' server, and every layer waits for it.
+          - on a GPU the tables stay in the host's memory, as in the authors' server, but the GPU reads its buckets
+            there by itself and weighs what it finds, where theirs has the host do both.
 Fails     where attention is on a few keys that point elsewhere than the query: they are found rarely and weigh much, up
           to 10,000 times. The layers that stay whole decide more than the tables.
 
-Not here: buckets and weights (`kernels/rows/collisions.py`).
+Not here: buckets and weights (`kernels/rows/collisions.py`, a GPU's `kernels/rows/buckets.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +39,8 @@ from engine.books.spans import span
 from engine.budget import token_bytes
 from engine.observe import LastQueries, Observation, at_once
 from engine.turns.feed import Feed, Selected
-from kernels.rows.collisions import Hashed, build_tables, chance_of_two, find_twice, one_table, pack_codes
+from kernels.rows.buckets import Hidden, find_rows
+from kernels.rows.collisions import Hashed, Tables, build_tables, chance_of_two, find_twice, one_table, pack_codes
 from methods.base import SelectiveAttention
 from methods.rules.retrieving.magicpig import (
     BOUND_BYTES,
@@ -57,11 +59,12 @@ BIN_BITS = 16  # of a float32 that are left out where numbers are counted: bins 
 
 @dataclass(frozen=True)
 class Index:
-    """What one layer of a prompt is searched with, all of it on the host."""
+    """What one layer of a prompt is searched with: tables and norms on the host, pinned where a GPU reads them."""
 
     hashed: Hashed
     planes: Tensor  # (h_kv or 1, d_h, tables * bits)
     expected: float | None  # sample's size in the mean over the prompt's last queries; None: not asked
+    near: tuple[Tensor, Tensor] | None  # hyperplanes and the keys' means (h_kv, d_h) where a GPU searches
 
     @property
     def n_tables(self) -> int:
@@ -137,10 +140,11 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
     indexes: dict[int, Index]
     weights: Tensor | None  # (1, h, most) of the present step and layer
     n_found: int  # tokens of all samples so far
+    found: dict[torch.device, Tensor]  # the same by query head of a GPU's samples, (h,) int32
     n_samples: int
 
     def setup(self) -> None:
-        self.indexes, self.weights, self.n_found, self.n_samples = {}, None, 0, 0
+        self.indexes, self.weights, self.found, self.n_found, self.n_samples = {}, None, {}, 0, 0
 
     # While the prompt is read.
 
@@ -178,9 +182,17 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         if isinstance(tables, str):
             one = one_table(cosines(trace.observed(CALIBRATION, layer)[0].float(), centred, norms), bits)
             tables, expected = affordable_tables(one, plan.k, plan.find_bytes)
-        planes = self.planes(tables)
-        built = build_tables(codes_of(centred, planes.to(centred.device), bits).cpu(), bits)
-        return Index(Hashed(built, means.cpu(), norms.cpu(), plan.n_sink), planes, expected)
+        planes, device = self.planes(tables), keys.device
+        near_planes = planes if not keys.is_cuda else trace.once(
+            ("MagicPIG's hyperplanes", bits, tables, self.params.seed, device), lambda: planes.to(device).contiguous()
+        )  # fmt: skip
+        built, norms = build_tables(codes_of(centred, near_planes, bits).cpu(), bits), norms.cpu()
+        if not keys.is_cuda:
+            return Index(Hashed(built, means, norms, plan.n_sink), planes, expected, None)
+        built = Tables(bits, built.tokens.pin_memory(), built.starts.pin_memory())
+        return Index(
+            Hashed(built, means.cpu(), norms.pin_memory(), plan.n_sink), planes, expected, (near_planes, means)
+        )
 
     def index_bytes(self, layer: int) -> int:
         """What the layer's tables, their bounds and the norms take in the host's memory, as counted."""
@@ -191,6 +203,31 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         )
 
     # A decode step.
+
+    @classmethod
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+        pigs = cast("Sequence[MagicPIG]", rows)
+        if not q.is_cuda or not all(row.plan.middle(row.trace.s_prompt) for row in pigs):
+            return super().select_rows(rows, layer, q)
+        h = q.shape[1]
+        found, entries = find_rows(q, [row.hidden(layer, h) for row in pigs], LEAST)
+        for i, row in enumerate(pigs):
+            row.weights = found[i][1]
+            meter = row.store[layer].meter
+            meter.count("moved_meta_bytes", BOUND_BYTES * h * row.indexes[layer].n_tables)
+            meter.count_read(entries[i], ENTRY_BYTES)
+            row.n_samples += h
+        return [idx for idx, _ in found]
+
+    def hidden(self, layer: int, h: int) -> Hidden:
+        """What a GPU searches the layer with."""
+        index, host = self.indexes[layer], self.store[layer].host
+        assert index.near is not None and host is not None, "the layer's tables are not where a GPU reads them"
+        planes, means = index.near
+        if means.device not in self.found:
+            self.found[means.device] = torch.zeros(h, dtype=torch.int32, device=means.device)
+        tables, _, norms, first = index.hashed
+        return Hidden(tables, planes, host.k, means, norms, first, self.found[means.device])
 
     def select(self, layer: int, q: Tensor) -> Tensor | None:
         """Each query head's sample; its log-weights are kept for `log_weights`."""
@@ -206,8 +243,6 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         if idx.shape[-1] == 0:
             self.weights = None
             return None
-        if q.is_cuda:
-            idx, weights = (x.pin_memory().to(q.device, non_blocking=True) for x in (idx, weights))
         self.weights = weights
         return idx
 
@@ -252,5 +287,5 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         if expected:
             report["sample_expected"] = sum(expected) / n_layers
         if self.n_samples:
-            report["sample_mean"] = self.n_found / self.n_samples
+            report["sample_mean"] = (self.n_found + sum(int(x.sum()) for x in self.found.values())) / self.n_samples
         return report

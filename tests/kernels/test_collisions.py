@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.jit import triton
+from kernels.rows.buckets import Hidden, find_rows
 from kernels.rows.collisions import (
     Hashed,
     Tables,
@@ -16,6 +18,7 @@ from kernels.rows.collisions import (
     pack_codes_ref,
 )
 
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 
 
@@ -109,3 +112,48 @@ def test_cpp_packs_the_same_codes() -> None:
     assert (room[:, :10] == -1).all()
     assert theirs[0, 3] & 4 == 0
     assert theirs.max() < 32
+
+
+def hidden(dtype: torch.dtype, d_h: int, n: int, tables: int, bits: int, shared: bool) -> tuple[Hidden, Hashed, Tensor]:
+    """One row's keys, hashed by planes of each KV head or by one set, and those planes."""
+    draw = torch.Generator().manual_seed(n)
+    keys = torch.randn(1, 2, n + 9, d_h, generator=draw).to(dtype)
+    planes = torch.randn(1 if shared else 2, d_h, tables * bits, generator=draw)
+    middle = keys[0, :, 5 : 5 + n].float()
+    means = middle.mean(1)
+    centred = middle - means.unsqueeze(1)
+    codes = torch.empty(2, tables, n, dtype=torch.int16)
+    for head in range(2):
+        pack_codes_ref(centred[head] @ planes[head % len(planes)], bits, codes[head])
+    hashed = Hashed(build_tables_ref(codes, bits), means, centred.norm(dim=-1), 5)
+    far = [x.pin_memory() if GPU == "cuda" else x for x in (*hashed.tables[1:], keys, hashed.norms)]
+    counts = torch.zeros(6, dtype=torch.int32, device=GPU)
+    made = Hidden(Tables(bits, *far[:2]), planes.to(GPU), far[2], means.to(GPU), far[3], 5, counts)
+    return made, hashed, planes
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d_h", [16, 20])
+def test_triton_finds_and_weighs_the_same_for_all_rows(dtype: torch.dtype, d_h: int) -> None:
+    rows = [hidden(dtype, d_h, n, tables, bits, bits == 3) for n, tables, bits in ((300, 9, 3), (140, 5, 2), (1, 2, 4))]
+    q = torch.randn(len(rows), 6, 1, d_h, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for _ in range(2):
+        found, entries = find_rows(q.to(GPU), [row for row, _, _ in rows], 1e-4)
+    for i, (row, hashed, planes) in enumerate(rows):
+        codes = torch.empty(6, row.tables.tokens.shape[1], dtype=torch.int16)
+        for head in range(6):
+            products = q[i, head].float() @ planes[head // 3 % len(planes)]
+            pack_codes_ref(products, row.tables.bits, codes[head].unsqueeze(1))
+        idx, weights, n_entries = find_twice_ref(codes, q[i, :, 0].float(), row.keys.cpu(), hashed, 1e-4)
+        ours, our_weights = (x.cpu() for x in found[i])
+        assert ours.shape == (1, 6, hashed.norms.shape[1])
+        assert torch.equal(entries[i].cpu().long(), n_entries)
+        assert torch.equal(row.n_found.cpu(), 2 * (idx >= 0).sum(-1)[0].int())  # of two calls
+        for head in range(6):
+            there = ours[0, head] >= 0
+            n_mine = int(there.sum())
+            assert torch.equal(ours[0, head][there], idx[0, head, :n_mine])
+            assert (our_weights[0, head][~there] == 0).all()
+            mine = our_weights[0, head][there]
+            torch.testing.assert_close(mine, weights[0, head, :n_mine], atol=2e-5, rtol=0)
