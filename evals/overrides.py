@@ -80,7 +80,10 @@ def check_overrides(argv: list[str]) -> list[str]:
     check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
     check_length(overrides_and_swept, groups)
     check_package(flags, chosen, groups)
-    return [*flags, *(override.input_line or "" for override in overrides)]
+    # Hydra looks a key up before it takes the files that the experiment chooses.
+    needed = {key.split(".")[0] for key in named}
+    files = [o for o in swept if o.key_or_group in needed - named and o.key_or_group in groups]
+    return [*flags, *(override.input_line or "" for override in [*overrides, *files])]
 
 
 def check_size(argv: list[str]) -> None:

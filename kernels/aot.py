@@ -37,10 +37,10 @@ from kernels.packed import tokens
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
 from kernels.pq_codes import PackedCodes
-from kernels.rows import append, columns, landmarks, logits, union, values, weights
+from kernels.rows import append, buckets, collisions, columns, landmarks, logits, union, values, weights
 
 MODULES = (
-    *(append, attend_kept, clusters, column_sums, columns, landmarks, logits, packed_rows),
+    *(append, attend_kept, buckets, clusters, column_sums, columns, landmarks, logits, packed_rows),
     *(pages, pq_fit, pq_scores, select_attend, tokens, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
@@ -91,6 +91,10 @@ def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def positions(*size: int) -> Tensor:
     return empty(*size, dtype=torch.int64)
+
+
+def integers(*size: int) -> Tensor:
+    return empty(*size, dtype=torch.int32)
 
 
 def attention_sites(shape: Shape, s: int) -> None:
@@ -160,6 +164,10 @@ def search_sites(shape: Shape, s: int) -> None:
         _, approximate, lses = columns.component_keys(q, *found, s + 9)
         covered = columns.cover(positions(2, shape.h_kv, s // 10), approximate, lses, found[2])
         columns.blend(empty(2, shape.h, 1, shape.d_h), covered, found[2], shape.h_kv)
+    tables = collisions.Tables(10, integers(shape.h_kv, 75, s), integers(shape.h_kv, 75, 1025))
+    planes, norms = empty(shape.h_kv, shape.d_h, 750, dtype=torch.float32), empty(shape.h_kv, s, dtype=torch.float32)
+    means, found = empty(shape.h_kv, shape.d_h, dtype=torch.float32), integers(shape.h)
+    buckets.find_rows(q, [buckets.Hidden(tables, planes, k, means, norms, 0, found)] * 2, 1e-4)
 
 
 def prompt_sites(shape: Shape, s: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.rows.collisions import Tables
 
-TILE = 128  # entries of a bucket, or tokens, that a program takes at once
+TILE, WEIGHED = 128, 32  # entries of a bucket, and tokens, that a program takes at once
 ROW = 14  # numbers of a row, as the kernels read them
 
 
@@ -68,7 +68,7 @@ def find_rows(q: Tensor, rows: Sequence[Hidden], least: float) -> tuple[list[tup
     most_bits = power_of_2(max(row.tables.bits for row in rows))
     width, g = power_of_2(d_h), h // h_kv
     meet[(n, h, most_tables)](q, table, met, longest + 1, d_h, g, ROW, width, most_bits, TILE)
-    weigh[(n, cdiv(longest, TILE), h)](q, table, met, longest + 1, least, d_h, g, ROW, width, TILE)
+    weigh[(n, cdiv(longest, WEIGHED), h)](q, table, met, longest + 1, least, d_h, g, ROW, width, WEIGHED)
     return found, met[..., -1]
 
 

@@ -188,6 +188,14 @@ def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
     assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")
 
 
+def test_a_key_of_the_task_that_an_experiment_chooses_can_be_set() -> None:
+    # Hydra looks keys up in the files of the command line, before it takes those of the experiment's sweep.
+    words = ["-m", "+experiment=turns_scbench", "task.rows=2"]
+    assert check_overrides(words) == [*words, "task=scbench"]
+    assert check_overrides([*words, "task=scbench"]) == [*words, "task=scbench"]
+    assert check_overrides([*words[:2], "seed=1"]) == [*words[:2], "seed=1"]
+
+
 # --- what would take for ever, or do something else than it says ---
 
 
