@@ -64,7 +64,7 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	done
 
 .PHONY: results
-results: $(DONE) ## every method at five budgets on three tasks, about an hour on two cores, then docs/results.md
+results: $(DONE) ## every method at five budgets on three tasks, about two hours on two cores, then docs/results.md
 	@for task in longbench needle fidelity; do \
 		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
 	done

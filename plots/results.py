@@ -137,15 +137,9 @@ def environment(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def seconds(runs: Sequence[Run], key: str) -> float:
-    """Of all samples; what variants shared counts once."""
-    # A batch's rows have the same prefill's time. They end one by one: the last of them has all of the batch's steps.
-    batches: dict[tuple[str, float | None], float] = {}
-    for run in runs:
-        for row in run.rows:
-            batch = (row.prompt_sha256, row.prefill_s)
-            batches[batch] = max(batches.get(batch, 0.0), getattr(row, key) or 0.0)
-    return fsum(batches.values())
+def read_seconds(runs: Sequence[Run]) -> float:
+    """Of all prefills; one that variants shared counts once."""
+    return fsum(spent for _, spent in {(row.prompt_sha256, row.prefill_s or 0.0) for run in runs for row in run.rows})
 
 
 def times(grids: Sequence[Grid], runs: Sequence[Run]) -> str:
@@ -156,9 +150,9 @@ def times(grids: Sequence[Grid], runs: Sequence[Run]) -> str:
         starts, ends = ([at for env in found if (at := moment(env.get(key)))] for key in ("started", "ended"))
         spent = (max(ends) - min(starts)).total_seconds() if starts and ends else None
         cpu = max((env["cpu_s"] for env in found if isinstance(env.get("cpu_s"), int | float)), default=None)
-        both = (minutes(seconds(group, key)) for key in ("prefill_s", "decode_s"))
-        lines.append([title, str(len(group)), str(len(group[0].rows)), *both, minutes(spent), minutes(cpu)])
-    head = ["task", "runs", "samples", "reading, min", "answering, min", "start to end, min", "CPU, min"]
+        reading = minutes(read_seconds(group))
+        lines.append([title, str(len(group)), str(len(group[0].rows)), reading, minutes(spent), minutes(cpu)])
+    head = ["task", "runs", "samples", "reading, min", "start to end, min", "CPU, min"]
     return "\n".join(pipes(head, lines))
 
 
@@ -230,10 +224,10 @@ Moved per decode step, KB: K and V of the chosen tokens, and what was read to fi
 TIMES = """\
 ## How long it took
 
-The variants of a task share one prefill per sample and decode as one batch, but for those with a prefill of their own.
-Reading and answering are wall times, summed over samples. Start to end and CPU time (all threads) are those of the
-process that finished the task; a sweep that was stopped had some of its work done before. Wall times include waiting
-for whatever else the machine did.
+The variants of a task share one prefill per sample, but for those with a prefill of their own, and decode as few
+batches; reading is that prefill's wall time, summed over samples, and the rest went into what variants build of it and
+into their steps. Start to end and CPU time (all threads) are those of the process that finished the task; a sweep that
+was stopped had some of its work done before. Wall times include waiting for whatever else the machine did.
 
 {times}
 

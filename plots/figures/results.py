@@ -19,6 +19,7 @@ from plots.style import Picture, Sheet
 
 LONG = re.compile(r"(\.\d\d)\d+")
 MANY = 16  # methods, beyond which their lines need more room
+WIDE = 40  # times the lowest number of a logarithmic axis, beyond which only powers of ten have room
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
 
 
@@ -47,7 +48,8 @@ def against_bytes(title: str, grids: Sequence[Grid]) -> Picture:
                 ax.plot(xs, ys, label=line.label, **style.look(line.method))
             draw_full(ax, grid)
             ax.set(xscale="log", ylabel=grid.measure.ylabel)
-            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = ax.get_xlim()
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < WIDE * low else (1,)))
             ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             ax.xaxis.set_minor_formatter("")
         column[0].set(title=grid.measure.title, xlabel="on the device, MB")

@@ -136,7 +136,7 @@ def hidden(dtype: torch.dtype, d_h: int, n: int, tables: int, bits: int, shared:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_h", [16, 20])
 def test_triton_finds_and_weighs_the_same_for_all_rows(dtype: torch.dtype, d_h: int) -> None:
-    rows = [hidden(dtype, d_h, n, tables, bits, bits == 3) for n, tables, bits in ((300, 9, 3), (140, 5, 2), (1, 2, 4))]
+    rows = [hidden(dtype, d_h, n, tables, bits, bits == 3) for n, tables, bits in ((150, 5, 3), (40, 3, 2), (1, 2, 4))]
     q = torch.randn(len(rows), 6, 1, d_h, generator=torch.Generator().manual_seed(0)).to(dtype)
     for _ in range(2):
         found, entries = find_rows(q.to(GPU), [row for row, _, _ in rows], 1e-4)

@@ -206,7 +206,7 @@ def test_full_attention_and_the_whole_prompt_are_perfect_and_less_is_not(checkpo
     (best, _), (ends, _) = done[3:5]
     assert number(best, "recall") > number(ends, "recall")
     shown, view = table([(tmp_path, result) for result, _ in done])
-    headers = [str(column.header) for column in view.columns]
+    headers = [str(column.header).strip() for column in view.columns]
     assert "n = 2" in shown
     assert headers[headers.index("recall") :][:6] == ["recall", "95 %", "mass", "output_error", "kl", "agreement"]
     assert "fidelity pydoc-" in shown
