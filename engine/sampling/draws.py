@@ -55,7 +55,7 @@ def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
     tokens = torch.empty(len(every), dtype=torch.long)
     left = [*range(len(every))]
     for n_sorted in (N_FEW, N_SORTED):
-        shares, ids = every[left].topk(n_sorted)
+        shares, ids = (every if len(left) == len(every) else every[left]).topk(n_sorted)
         found = looked_up(shares, ids, numbers[left], top_p)
         has_nucleus = (shares.double().sum(-1) >= top_p).tolist()
         for row, token, has in zip(left, found, has_nucleus, strict=True):

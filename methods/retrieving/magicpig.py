@@ -206,18 +206,23 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
-        pigs = cast("Sequence[MagicPIG]", rows)
-        if not q.is_cuda or not all(row.plan.middle(row.trace.s_prompt) for row in pigs):
+        if not q.is_cuda:
             return super().select_rows(rows, layer, q)
-        h = q.shape[1]
-        found, entries = find_rows(q, [row.hidden(layer, h) for row in pigs], LEAST)
-        for i, row in enumerate(pigs):
-            row.weights = found[i][1]
+        pigs, h = cast("Sequence[MagicPIG]", rows), q.shape[1]
+        selections: list[Tensor | None] = [None] * len(rows)
+        searched = [i for i, row in enumerate(pigs) if row.plan.middle(row.trace.s_prompt)]
+        if not searched:
+            return selections
+        hidden = [pigs[i].hidden(layer, h) for i in searched]
+        found, entries = find_rows(q if len(searched) == len(rows) else q[searched], hidden, LEAST)
+        for at, i in enumerate(searched):
+            row = pigs[i]
+            selections[i], row.weights = found[at]
             meter = row.store[layer].meter
             meter.count("moved_meta_bytes", BOUND_BYTES * h * row.indexes[layer].n_tables)
-            meter.count_read(entries[i], ENTRY_BYTES)
+            meter.count_read(entries[at], ENTRY_BYTES)
             row.n_samples += h
-        return [idx for idx, _ in found]
+        return selections
 
     def hidden(self, layer: int, h: int) -> Hidden:
         """What a GPU searches the layer with."""
@@ -234,7 +239,7 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         index, at = self.indexes[layer], self.store[layer]
         assert at.host is not None
         h_kv, (h, d_h) = self.trace.shape.h_kv, q.shape[1::2]
-        queries = q[0, :, 0].cpu().float()
+        queries = q[0, :, 0].float()
         codes = codes_of(queries.view(h_kv, h // h_kv, d_h), index.planes, self.params.bits).mT.reshape(h, -1)
         idx, weights, n_entries = find_twice(codes, queries, at.host.k, index.hashed, LEAST)
         at.meter.count("moved_meta_bytes", ENTRY_BYTES * int(n_entries.sum()) + BOUND_BYTES * h * index.n_tables)
