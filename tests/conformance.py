@@ -128,8 +128,8 @@ def subject(words: Sequence[str]) -> Subject:
 
 
 @cache
-def ours(name: str) -> Subject:
-    return subject([f"method={name}", *FITTED.get(name, FITTED.get(known(name) or name, []))])
+def ours(name: str, *settings: str) -> Subject:
+    return subject([f"method={name}", *FITTED.get(name, FITTED.get(known(name) or name, [])), *settings])
 
 
 @cache
@@ -201,15 +201,13 @@ def accepted(one: Subject, ratios: Sequence[str]) -> list[str]:
     return found
 
 
-def read(variants: Iterable[Variant], seed: int = 0) -> Trace:
+def read(variants: Iterable[Variant], seed: int = 0, by: Model | None = None) -> Trace:
     """A prefill with what these variants observe; of a variant with a prefill of its own, that one."""
-    variants = list(variants)
+    variants, by = list(variants), by or model()
     thinning = variants[0].thinning if len(variants) == 1 else None
-    with model().hooked():
-        trace = prefill(
-            model(), prompt(S, seed), [what for one in variants for what in one.observations], thinning=thinning
-        )
-    probe(model(), trace, [what for one in variants for what in one.probes])
+    with by.hooked():
+        trace = prefill(by, prompt(S, seed), [what for one in variants for what in one.observations], thinning=thinning)
+    probe(by, trace, [what for one in variants for what in one.probes])
     return trace
 
 

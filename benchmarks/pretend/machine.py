@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,8 @@ from benchmarks.pretend.cuda import Machine, functions
 from benchmarks.pretend.tensors import MACHINE, Pretended, Rules, launch
 from kernels.build import find_compiler
 from kernels.jit import triton
+
+ONE_KERNEL = Lock()  # the interpreter has one grid for all threads
 
 
 @contextmanager
@@ -95,7 +98,8 @@ def launching(machine: Machine, run: Callable[..., Any]) -> Callable[..., None]:
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         def go(*args: Any, **kwargs: Any) -> None:
-            run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            with ONE_KERNEL:
+                run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
         launch(machine, kernel.fn.__name__, go, args, kwargs)
 

@@ -26,7 +26,7 @@ Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fractions import Fraction
 from time import perf_counter
@@ -36,9 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.books.clock import asked_so_far
-from engine.books.spans import following, span
+from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES
+from engine.passes.beside import Beside
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
 from methods.alike import select_alike
@@ -181,10 +181,13 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
         what = (plan.n_clusters, params.metric, params.max_rounds)
 
         def start() -> "Future[Clusters]":
-            worker = trace.once("ClusterKV's thread", one_thread)
-            written = asked_so_far(keys.device)
+            thread = trace.once("ClusterKV's thread", lambda: Beside("clusters"))
             draw = generator_for(params.seed, layer, 0)
-            return worker.submit(following(lambda: beside(layer, written, keys, *what, draw)))
+            c, metric, n_rounds = what
+            return thread.ask(
+                "cluster", layer, keys.device, lambda: cluster_keys(keys, c, metric, n_rounds, draw),
+                tensors=lambda made: (made.centroids, made.sizes, made.ends, made.tokens),
+            )  # fmt: skip
 
         return trace.once(("ClusterKV", layer, plan.n_sink, *what, params.seed), start)
 
@@ -287,36 +290,7 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
         return report
 
 
-def one_thread() -> ThreadPoolExecutor:
-    """A thread that computes alone: a team of its own beside the prefill's would make both wait for each other."""
-    return ThreadPoolExecutor(1, "clusters", torch.set_num_threads, (1,))
-
-
 def generator_for(seed: int, layer: int, n_before: int) -> torch.Generator:
     """What draws a layer's initial keys; of the prompt with 0, then of each batch of generated tokens."""
     state = np.random.SeedSequence([seed, layer, n_before]).generate_state(1)[0]
     return torch.Generator().manual_seed(int(state))
-
-
-def beside(
-    layer: int,
-    written: "torch.cuda.Event | None",
-    keys: Tensor,
-    c: int,
-    metric: str,
-    n_rounds: int,
-    generator: torch.Generator,
-) -> Clusters:
-    """`cluster_keys` on a thread; on an accelerator behind `written`, on a stream of its own, and done on return."""
-    with torch.inference_mode():
-        if written is None:
-            with span("cluster", layer):
-                return cluster_keys(keys, c, metric, n_rounds, generator)
-        stream = torch.cuda.Stream(keys.device)
-        stream.wait_event(written)
-        with torch.cuda.stream(stream), span("cluster", layer):
-            clusters = cluster_keys(keys, c, metric, n_rounds, generator)
-        stream.synchronize()
-        for x in (clusters.centroids, clusters.sizes, clusters.ends, clusters.tokens):
-            x.record_stream(torch.cuda.default_stream(keys.device))
-        return clusters

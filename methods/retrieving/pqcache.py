@@ -22,6 +22,8 @@ Differs   - sinks and window are inside the budget; `budget_rule: official` has 
           - a prompt with fewer tokens than centroids has its keys as centroids; theirs then attends to one token.
           - `iterations: auto` is their adaptive bound, with times of this machine in place of built-in ones, so that
             answers depend on the machine: for latency only.
+          - on a GPU keys are clustered there, on a stream of its own beside the prefill; theirs on idle CPUs, as here
+            by `cluster_on: cpu`.
           - `rebuild_every` is only proposed in the paper. Each new quantiser starts from the old centroids and replaces
             centroids and codes of a layer at once, at the same step whether it was made beside the model or not.
 Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
@@ -44,7 +46,7 @@ import torch
 from torch import Tensor
 
 from engine.books.clock import asked_so_far
-from engine.books.spans import following, span
+from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES
 from engine.turns.feed import Feed, Selected
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
@@ -58,7 +60,7 @@ from methods.retrieving.pqcache_quantiser import (
     first_centroids,
     n_threads,
     quantise,
-    threads,
+    threads_on,
     with_room,
 )
 from methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
@@ -116,21 +118,26 @@ class PQCache(PQCacheRules, SelectiveAttention):
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
             begin = old.centroids
         device = trace.device_of(layer)
+        where = device if params.clusters_on_gpu else trace.host_device
+        stop = plan.n_sink + n
+        here = trace.exact.keys(layer)[0, :, plan.n_sink : stop] if where == device and old is None else None
         written = asked_so_far(device)  # the copy of the keys to the host
 
         def work() -> Quantiser:
-            if written is not None:
-                written.synchronize()
-            with torch.inference_mode(), span("cluster", layer):
-                keys = self.keys(layer, plan.n_sink, plan.n_sink + n)
-                return quantise(
-                    keys, plan.m, plan.b, first, self.rounds[layer], params.tol, params.empty, begin, device
-                )
+            keys = here
+            if keys is None:
+                if written is not None:
+                    written.synchronize()
+                keys = self.keys(layer, plan.n_sink, stop).to(where)
+            rounds = self.rounds[layer]
+            return quantise(keys, plan.m, plan.b, first, rounds, params.tol, params.empty, begin, device)
 
         if params.overlap:
-            return trace.once("PQCache's threads", lambda: threads(trace)).submit(following(work))
+            threads = trace.once(("PQCache's threads", where.type), lambda: threads_on(where, trace))
+            return threads.ask("cluster", layer, where, work, tensors=lambda made: [made.resident])
         done: Future[Quantiser] = Future()
-        done.set_result(work())
+        with torch.inference_mode(), span("cluster", layer):
+            done.set_result(work())
         return done
 
     def keys(self, layer: int, start: int, stop: int) -> Tensor:
@@ -152,11 +159,11 @@ class PQCache(PQCacheRules, SelectiveAttention):
         trace, plan = self.trace, self.plan
 
         def read() -> Profile:
-            with threads(trace) as pool:  # measured where clustering is done
-                ask: Callable[[], Profile] = lambda: profile_of(  # noqa: E731
-                    trace.shape, trace.device, plan.m, plan.b, n_threads(trace)
-                )
-                return pool.submit(ask).result()
+            host = trace.host_device  # measured where clustering is done
+            ask: Callable[[], Profile] = lambda: profile_of(  # noqa: E731
+                trace.shape, trace.device, plan.m, plan.b, n_threads(trace)
+            )
+            return threads_on(host, trace).ask("profile", 0, host, ask).result()
 
         return trace.once(("PQCache's profile", plan.m, plan.b), read)
 
@@ -344,6 +351,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
         }
         if self.quantisers:
             report["clustering_s"] = self.seconds
+            report["clustered_on"] = self.trace.device.type if self.params.clusters_on_gpu else "cpu"
             report["kmeans_rounds"] = float(np.mean([x.rounds for x in self.quantisers.values()]))
             # Of one layer: every round, and the codes at the end, compare all keys with all centroids.
             n_fit = float(np.mean([x.n_fit for x in self.quantisers.values()]))

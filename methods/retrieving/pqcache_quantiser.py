@@ -9,7 +9,6 @@ Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.passes.beside import Beside
 from engine.prefill import Trace
 from kernels.pq_codes import PackedCodes
 from kernels.pq_fit import pq_fit
@@ -38,24 +38,28 @@ def quantise(
     keys: Tensor, m: int, b: int, first: Tensor, n_rounds: int, tol: float, empty: str,
     start: Tensor | None, device: torch.device,
 ) -> Quantiser:  # fmt: skip
-    """Cluster keys (h_kv, n, d_h) from the keys at `first` as centroids, or from centroids `start`."""
+    """Cluster keys (h_kv, n, d_h) from the keys at `first` as centroids, or from centroids `start`, where the keys lie.
+
+    Codes go to the host, and centroids to `device` as well.
+    """
     began = perf_counter()
     h_kv, n, d_h = keys.shape
     points = keys.float().view(h_kv, n, m, d_h // m).transpose(1, 2)  # (h_kv, m, n, d_m)
     if n <= 1 << b:
         centroids, rounds = points.contiguous(), 0.0
-        ids = torch.arange(n, dtype=torch.uint8).expand(h_kv, m, n)
+        ids = torch.arange(n, dtype=torch.uint8, device=keys.device).expand(h_kv, m, n)
     else:
-        flat = None if start is None else start.flatten(0, 1)
+        flat = None if start is None else start.to(keys.device).flatten(0, 1)
         points = points.reshape(h_kv * m, n, -1)
         fit = pq_fit(points, first, n_rounds, tol=tol, empty=empty, start=flat)
         centroids, ids = fit.centroids.view(h_kv, m, -1, d_h // m), fit.codes.view(h_kv, m, n)
         rounds = float(fit.n_iter.float().mean())
-    codes = PackedCodes(h_kv, m, b, n)
+    codes = PackedCodes(h_kv, m, b, n, keys.device)
     codes.extend(ids)
+    codes.data = codes.data.cpu()
     if device.type == "cuda":
         codes.data = codes.data.pin_memory()
-    return Quantiser(centroids, centroids.to(device), codes, n, rounds, perf_counter() - began)
+    return Quantiser(centroids.cpu(), centroids.to(device), codes, n, rounds, perf_counter() - began)
 
 
 def with_room(quantiser: Quantiser, capacity: int) -> Quantiser:
@@ -123,6 +127,6 @@ def n_threads(trace: Trace) -> int:
     return 1 if trace.device.type == "cpu" else max(1, min(16, (os.cpu_count() or 1) - 2))
 
 
-def threads(trace: Trace) -> ThreadPoolExecutor:
-    """They compute alone: teams of their own would make each other and the prefill wait."""
-    return ThreadPoolExecutor(n_threads(trace), "quantiser", torch.set_num_threads, (1,))
+def threads_on(device: torch.device, trace: Trace) -> Beside:
+    """What clusters there: on a GPU one layer after the other, which fills it."""
+    return Beside("quantiser", n_threads(trace) if device.type == "cpu" else 1)

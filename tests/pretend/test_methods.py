@@ -1,11 +1,14 @@
 """Every method on a pretended GPU: the paths that only a GPU takes, with the tokens and the books of the CPU's."""
 
 import copy
+import threading
 from dataclasses import replace
 from functools import cache
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.launches import BUDGETS
 from benchmarks.pretend.cuda import Machine
@@ -15,6 +18,10 @@ from engine.model import Model, query_turner
 from engine.passes.probe import probe
 from engine.prefill import prefill
 from evals.overrides import config_groups
+from kernels.pq_fit import Fit, pq_fit
+from methods.retrieving import pqcache_quantiser
+from methods.retrieving.pqcache import PQCache
+from methods.retrieving.pqcache_quantiser import Quantiser
 from tests import conformance
 from tests.tiny import prompt
 
@@ -28,9 +35,9 @@ def moved(model: Model, device: str) -> Model:
     return replace(model, hf=hf, device=torch.device(device), turn=query_turner(hf))
 
 
-def answer(model: Model, name: str) -> tuple[list[list[int]], list[list[Entry]]]:
+def answer(model: Model, name: str, *settings: str) -> tuple[list[list[int]], list[list[Entry]]]:
     """Tokens and ledgers of a method's rows, built beside the prefill as in a run."""
-    one = conformance.ours(name)
+    one = conformance.ours(name, *settings)
     variant = conformance.variant(one, conformance.accepted(one, ["0.3", "1"])[0])  # codes alone keep every token
     rows = []
 
@@ -76,3 +83,34 @@ def test_a_preset_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
 @pytest.mark.parametrize("name", ["snapkv", "pqcache"])
 def test_it_answers_on_another_device(machine: Machine, name: str) -> None:
     assert answer(moved(conformance.model(), "cuda:1"), name) == on_cpu(name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [([], ("cuda", False)), (["method.cluster_on=cpu"], ("cpu", False)), (["method.overlap=false"], ("cuda", True))],
+)
+def test_keys_are_clustered_where_it_says(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, settings: list[str], where: tuple[str, bool]
+) -> None:
+    """PQCache's: on which device, and whether on the thread of the prefill."""
+    seen = set()
+
+    def noted(points: Tensor, *args: Any, **options: Any) -> Fit:
+        seen.add((points.device.type, threading.current_thread() is threading.main_thread()))
+        return pq_fit(points, *args, **options)
+
+    def quantised(model: Model, *settings: str) -> Quantiser:
+        variant = conformance.variant(conformance.ours("pqcache", *settings), "0.3")
+        trace = conformance.read([variant], by=model)
+        with torch.inference_mode():
+            row = cast("PQCache", variant.row(trace, N_NEW))
+            row.build(0)
+            return row.with_codes(0, 1)
+
+    expected = quantised(conformance.model())
+    monkeypatch.setattr(pqcache_quantiser, "pq_fit", noted)
+    found = quantised(moved(conformance.model(), "cuda:0"), *settings)
+    assert seen == {where}
+    assert found.resident.is_cuda and not found.centroids.is_cuda and found.codes.data.is_pinned()
+    torch.testing.assert_close(found.resident.cpu(), expected.resident)
+    assert torch.equal(found.codes.codes(), expected.codes.codes())

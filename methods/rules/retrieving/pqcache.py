@@ -41,6 +41,7 @@ class PQCacheRules(Rules):
         group_merge: str
         rebuild_every: int
         overlap: bool
+        cluster_on: str
         cache_includes_centroids: bool
         seed: int
 
@@ -52,6 +53,7 @@ class PQCacheRules(Rules):
                 fit=("all_but_sinks", "middle"),
                 empty=EMPTY,
                 group_merge=MERGES,
+                cluster_on=("auto", "cpu"),
             )
             for key in ("m", "b", "iterations"):
                 value = getattr(self, key)
@@ -63,6 +65,11 @@ class PQCacheRules(Rules):
             share("method.local_share", self.local_share)
             if not 0 <= self.tol < float("inf"):
                 raise ConfigError(f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more")
+
+        @property
+        def clusters_on_gpu(self) -> bool:
+            """Whether keys are clustered where the model is; the adaptive bound is that of a CPU beside it."""
+            return self.cluster_on == "auto" and self.iterations != "auto"
 
     @dataclass(frozen=True)
     class Plan:

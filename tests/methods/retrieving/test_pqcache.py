@@ -36,7 +36,7 @@ from tests.vectors import Check, built, differs, first, load, request, row_for, 
 
 PARAMS = PQCache.Params(
     m="auto", b="auto", n_sink=32, local_share=Fraction(1, 2), budget_rule="fair", fit="all_but_sinks", iterations=10,
-    tol=1e-4, empty="farthest", group_merge="softmax_sum", rebuild_every=0, overlap=True,
+    tol=1e-4, empty="farthest", group_merge="softmax_sum", rebuild_every=0, overlap=True, cluster_on="auto",
     cache_includes_centroids=False, seed=0,
 )  # fmt: skip
 Tokens = tuple[Tensor, Tensor, Tensor]  # q, k and v of all tokens
