@@ -4,10 +4,12 @@ Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV o
 one compressed layer, the model's own included: what a deeper model launches more, by its further layers. A further row
 is one of a class that is there already. Waits are those of a whole step, whatever its layers and rows.
 
+A step is counted without CUDA graphs; with `--graphs` one that replays them, where a part of the model is one launch.
+
 Exit code 1 says that a method is above its budget, which is what it needed when it was last lowered; `--goal` holds it
 to the goal instead. `--lines METHOD` lists the lines of code that launch and wait.
 
-Not here: how long a launch takes, what graphs save.
+Not here: how long a launch takes.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import csv
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +33,7 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config
 from engine.decode import decode
 from engine.model import Model
+from engine.passes.graphs import WARM
 from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, method_of
@@ -43,7 +46,7 @@ N_ROWS = 2
 FITTED: dict[str, list[str]] = {
     name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")
 }  # to the small model's heads
-FIRST, LAST = 1, 2  # steps between which is counted; the ones before make buffers
+FIRST = 1  # step behind which one is counted; the ones before make buffers
 REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))
 OF_ANSWERS = BudgetRequest(None, 512, Fraction(0))  # of prompt and answer together; no step that is counted cuts
 OF_CODES = BudgetRequest(Fraction(1), None, Fraction(0))  # of methods that keep all tokens as codes
@@ -130,7 +133,7 @@ def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
 
     def build(trace: Trace, layer: int) -> None:
         if not rows:
-            rows.extend(variant.row(trace, LAST + 2) for _ in range(1 + N_ROWS))
+            rows.extend(variant.row(trace, FIRST + WARM + 5) for _ in range(1 + N_ROWS))
         for row in rows:
             row.build(layer)
 
@@ -144,36 +147,42 @@ def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
 
 
 def count(machine: Machine, model: Model, trace: Trace, rows: Sequence[SelectiveAttention]) -> Counts:
-    """What the steps between `FIRST` and `LAST` ask for."""
-    counts = Counts()
+    """What a step asks for; with graphs one that replays them."""
+    counts, first = Counts(), FIRST + (WARM + 1 if model.allows_graphs else 0)
 
     def on_step(done: int, n_rows: int) -> None:
-        machine.counts = counts if FIRST <= done < LAST else None
+        machine.counts = counts if done == first else None
 
-    decode(model, trace, rows, max_new_tokens=LAST + 1, on_step=on_step)
+    decode(model, trace, rows, max_new_tokens=first + 2, on_step=on_step)
     return counts
 
 
-def cost_of(machine: Machine, method: str) -> Cost:
+def model_of(n_layers: int, graphs: bool) -> Model:
+    return replace(
+        load_random("small", config_of(n_layers), dtype="bfloat16", device="cuda"), allows_graphs=graphs
+    )  # fmt: skip
+
+
+def cost_of(machine: Machine, method: str, graphs: bool = False) -> Cost:
     """Launches and waits of a method's steps."""
     launches: dict[tuple[int, int], float] = {}
     waits = 0.0
     for n_layers in DEPTHS:
-        model = load_random("small", config_of(n_layers), dtype="bfloat16", device="cuda")
+        model = model_of(n_layers, graphs)
         with model.hooked():
             trace, rows = read(model, method)
             for some in (rows[:1], rows[1:]):
                 counts = count(machine, model, trace, some)
-                launches[n_layers, len(some)] = counts.launches / (LAST - FIRST)
-                waits = max(waits, counts.waits / (LAST - FIRST))
+                launches[n_layers, len(some)] = counts.launches
+                waits = max(waits, counts.waits)
     few, many = DEPTHS
     row, rows = ((launches[many, n] - launches[few, n]) / (many - few) for n in (1, N_ROWS))
     return Cost(row, (rows - row) / (N_ROWS - 1), waits)
 
 
-def lines_of(machine: Machine, method: str) -> None:
+def lines_of(machine: Machine, method: str, graphs: bool) -> None:
     """Print where the launches and waits of a step with one row and with several come from."""
-    model = load_random("small", config_of(DEPTHS[-1]), dtype="bfloat16", device="cuda")
+    model = model_of(DEPTHS[-1], graphs)
     with model.hooked():
         trace, rows = read(model, method)
         for some in (rows[:1], rows[1:]):
@@ -181,30 +190,31 @@ def lines_of(machine: Machine, method: str) -> None:
             for what in ("wait", "launch"):
                 print(f"{method}, {len(some)} rows, {DEPTHS[-1]} layers: {what}, per step")
                 for line, n in counts.lines(what):
-                    print(f"  {n / (LAST - FIRST):8.1f}  {line}")
+                    print(f"  {n:6}  {line}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("methods", nargs="*", default=[*BUDGETS])
     parser.add_argument("--goal", action="store_true", help="exit with 1 above the goal instead of the budget")
+    parser.add_argument("--graphs", action="store_true", help="count a step that replays CUDA graphs")
     parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that launch and wait, and end")
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
     with pretended() as machine:
         if asked.lines is not None:
-            lines_of(machine, asked.lines)
+            lines_of(machine, asked.lines, asked.graphs)
             return 0
-        return run(machine, asked.methods, asked.goal)
+        return run(machine, asked.methods, asked.goal, asked.graphs)
 
 
-def run(machine: Machine, methods: Sequence[str], is_goal: bool) -> int:
+def run(machine: Machine, methods: Sequence[str], is_goal: bool, graphs: bool = False) -> int:
     """Print a row per method as soon as it was counted; 1 where one is above its limit."""
     table = csv.writer(sys.stdout)
     table.writerow(["method", "launches_row", "launches_further_row", "waits_step", "budget", "goal", "verdict"])
     found = []
     for method in methods:
-        cost, goal = cost_of(machine, method), GOALS.get(method, GOAL)
+        cost, goal = cost_of(machine, method, graphs), GOALS.get(method, GOAL)
         limit = goal if is_goal else BUDGETS.get(method, goal)
         found.append(exceeds(cost, limit))
         verdict = "above" if found[-1] else "within" if exceeds(cost, goal) else "goal reached"

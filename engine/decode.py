@@ -7,7 +7,6 @@ Not here: what a row attends to (`methods`), what text its tokens are (`evals/lo
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +39,8 @@ class Decoded:
 
     answers: list[Answer]
     step_seconds: list[float]
+    by_graphs: int | None = None  # steps of a GPU that replayed captured ones
+    why_no_graphs: str | None = None  # of a GPU where they cannot be captured
 
 
 class Watch(Protocol):
@@ -80,7 +81,8 @@ def decode(
     stop_ids = frozenset(stop_ids)
     answers = [Answer() for _ in rows]
     batch = _Batch(model, trace, rows, watch)
-    clock, n_steps = Clock(), 0
+    clock, n_steps, graphs = Clock(), 0, model.graphs
+    n_replayed = graphs.n_replayed
     logits = trace.logits.expand(len(rows), -1)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, sorted(stop_ids)))
     fed = 0
@@ -119,7 +121,9 @@ def decode(
             watch.predicted(batch.order, logits)
         if on_step is not None:
             on_step(n_steps, len(batch.rows))
-    return Decoded(answers, clock.seconds())
+    if model.device.type != "cuda":
+        return Decoded(answers, clock.seconds())
+    return Decoded(answers, clock.seconds(), graphs.n_replayed - n_replayed, graphs.why_not)
 
 
 class _Batch:
@@ -165,14 +169,11 @@ class _Batch:
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
-        if not self.looks_ahead:
-            watching = nullcontext()
-        elif ids.is_cuda:
-            watching = self.model.foreseen(self.foresees)
+        if self.looks_ahead:
+            with self.model.foreseen(self.foresees) if ids.is_cuda else self.model.watched(self.calls):
+                logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         else:
-            watching = self.model.watched(self.calls)
-        with watching:
-            logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
+            logits = self.model.step(ids.unsqueeze(1), self.position, self.cache, self)
         self.position += 1
         if self.compressing:
             with span("compress"):

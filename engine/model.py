@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.passes.graphs import StepGraphs
 from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Model:
     turn: Callable[[Tensor, int | Tensor], Tensor] | None
     facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
     layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
+    allows_graphs: bool = True  # of decode steps on a GPU
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's weights lie, and with them its K and V."""
@@ -135,6 +137,21 @@ class Model:
                 session=session,
             )
         return out.logits[:, -1].float()
+
+    def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
+        """`forward` of one token per row (n, 1) in a step that no hook changes: by graphs where that can be."""
+        return self.graphs.step(ids, position, cache, session)
+
+    @cached_property
+    def graphs(self) -> StepGraphs:
+        """Captured steps."""
+        return StepGraphs(self)
+
+    def allow_graphs(self, allowed: bool) -> None:
+        """Say whether steps may be captured; what was captured is given away where that changes."""
+        if allowed != self.allows_graphs:
+            self.allows_graphs = allowed
+            self.__dict__.pop("graphs", None)
 
     @contextmanager
     def thinned(self, session: "ThinnedSession") -> Iterator[None]:
@@ -264,6 +281,11 @@ class Model:
         for layer in self.shape.attention_layers:
             cache.layers[layer] = _hand_through()
         return cache
+
+    def count_token(self, cache: Any) -> None:
+        """Say that every row read a token without the cache."""
+        for layer in self.shape.attention_layers:
+            cache.layers[layer].seen += 1
 
     def fork_cache(self, cache: Any, n: int) -> Any:
         """A copy for `n` rows; only the model's own layers hold tensors, and they are repeated."""

@@ -77,6 +77,8 @@ def answer_line(
         | ({"metric": cell.task.metric} if cell.task.metric else {})
         | ({"scores_later": True} if cell.task.scores_later else {})
         | ({} if share is None else {"prefill_share": share})
+        | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
+        | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
@@ -150,6 +152,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     others = cell.shape.n_layers - len(cell.shape.attention_layers)
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
+    notes += dict.fromkeys(
+        f"decode steps ran without CUDA graphs: {row.fields['why_no_graphs']}"
+        for row in rows
+        if "why_no_graphs" in row.fields
+    )
     return RunFacts(
         method=settings.method.name,
         method_label=cell.label,

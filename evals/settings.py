@@ -38,7 +38,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's
 # Parameters that came later, and what says the same as a run without them: such runs keep their names.
-LATER = {"task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"}}
+LATER = {
+    "task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"},
+    "method": {"cluster_on": "auto"},
+}
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "evals.tasks.base.Task",
@@ -48,7 +51,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 KEYS = (  # everything at the top of conf/config.yaml, groups included
     *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
     *("budget_counts", "compose", "compose_order", "temperature", "top_p", "top_k", "n_answers"),
-    *("compression_scope", "seed", "limit", "dtype", "device", "device_map", "weights", "data_dir"),
+    *("compression_scope", "seed", "limit", "dtype", "device", "device_map", "cuda_graphs", "weights", "data_dir"),
     *("out", "trace", "sweep", "accesses", "logger"),
 )
 
@@ -157,6 +160,7 @@ class Settings:
     dtype: str
     device: str
     device_map: str | None  # how accelerate divides the model's layers among all GPUs; None: one device has all
+    graphs: bool  # whether decode steps on a GPU may be captured
     weights: str  # "trained", or "random" where only time is asked for
     data_dir: str | None
     out: Path | None
@@ -191,6 +195,7 @@ class Settings:
             # Only where they are not what all runs had before there was a choice.
             **({} if self.weights == "trained" else {"weights": self.weights}),
             **({} if self.device_map is None else {"device_map": self.device_map}),
+            **({} if self.graphs else {"cuda_graphs": "never"}),
             **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
             **self.sampling.identity(),
             **({} if self.compose is None else {"compose": identity(self.compose)}),
@@ -255,6 +260,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         dtype=one_of("dtype", tree["dtype"], DTYPES),
         device=device(tree["device"], tree["device_map"]),
         device_map=None if tree["device_map"] is None else one_of("device_map", tree["device_map"], DEVICE_MAPS),
+        graphs=one_of("cuda_graphs", tree["cuda_graphs"], ("auto", "never")) == "auto",
         weights=one_of("weights", tree["weights"], ("trained", "random")),
         data_dir=convert(tree["data_dir"], str | None, "data_dir"),
         out=out.expanduser() if out else None,

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from benchmarks.pretend.counts import Counts
+from benchmarks.pretend.counts import WAITS, Counts
 
 MEMORY = 80 << 30  # bytes of a device
 
@@ -64,6 +64,24 @@ class Machine:
         self.pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets the address
         self.counts: Counts | None = None
 
+    @property
+    def tape(self) -> Any:
+        """The graph that this thread captures."""
+        return getattr(self.here, "tape", None)
+
+    @tape.setter
+    def tape(self, tape: Any) -> None:
+        self.here.tape = tape
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, this thread's requests are no requests: a graph makes them."""
+        self.here.is_silent = True
+        try:
+            yield
+        finally:
+            self.here.is_silent = False
+
     @contextmanager
     def counting(self) -> Iterator[Counts]:
         """Inside, requests are counted."""
@@ -74,7 +92,11 @@ class Machine:
             self.counts = before
 
     def note(self, kind: str, nbytes: int = 0, n: int = 1) -> None:
-        if self.counts is not None:
+        if self.tape is not None:
+            if kind in WAITS:
+                raise RuntimeError(f"operation not permitted when stream is capturing: {kind}")
+            return
+        if self.counts is not None and not getattr(self.here, "is_silent", False):
             self.counts.note(kind, nbytes, n)
 
     # Devices and streams of the thread.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pretend.cuda import Machine, functions
+from benchmarks.pretend.graphs import Tape
 from benchmarks.pretend.tensors import MACHINE, Pretended, Rules, launch
 from kernels.build import find_compiler
 from kernels.jit import triton
@@ -42,6 +43,8 @@ def pretended(n_devices: int = 1) -> Iterator[Machine]:
 
         for name, function in functions(machine).items():
             put(torch.cuda, name, function)
+        put(torch.cuda, "CUDAGraph", graph_of(machine))
+        put(torch.cuda, "graph_pool_handle", object)
         put(Tensor, "pin_memory", lambda x, *_: machine.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x, *_: not isinstance(x, Pretended) and machine.is_pinned(x))
         put(ThreadPoolExecutor, "submit", follow(machine, ThreadPoolExecutor.submit))
@@ -78,6 +81,16 @@ def load_guard() -> None:
         if done.returncode:
             raise RuntimeError(f"{command[0]} cannot compile {source}: {done.stderr[:500]}")
         ctypes.CDLL(str(made))
+
+
+def graph_of(machine: Machine) -> type[Tape]:
+    """`torch.cuda.CUDAGraph`."""
+
+    class Graph(Tape):
+        def __init__(self) -> None:
+            super().__init__(machine)
+
+    return Graph
 
 
 def follow(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:

@@ -8,6 +8,7 @@ Not here: streams, events, pinned memory (`benchmarks/pretend/cuda.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -149,10 +150,12 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
         return efficient(machine, index, args, kwargs)
     if "for_cpu" in name:
         raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the 'CUDA' backend")
+    inner_args = tree_map(unwrapped, args)
     inner_kwargs = {k: v for k, v in tree_map(unwrapped, kwargs).items() if k != "pin_memory"}
     if device is not None:
         inner_kwargs["device"] = torch.device("cpu")
-    out = func(*tree_map(unwrapped, args), **inner_kwargs)
+    out = func(*inner_args, **inner_kwargs)
+    capture(machine, lambda: func(*inner_args, **inner_kwargs), [x.inner for x in far], out)
     if name in FROM_ANOTHER and device is not None and not is_cuda(device):
         return out  # made on the host after a tensor of the device
     if launches(func, name, far, out):
@@ -163,6 +166,16 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
         if name.endswith("_"):
             return args[0]
     return tree_map(lambda x: Pretended(x, index) if isinstance(x, Tensor) else x, out)
+
+
+def capture(machine: Machine, again: Callable[[], Any], taken: list[Tensor], out: Any) -> None:
+    """Let the graph that is captured do this again, and write what it makes to where it lies now."""
+    if machine.tape is None:
+        return
+    known = {x.untyped_storage().data_ptr() for x in taken}
+    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    is_new = all(x.untyped_storage().data_ptr() not in known for x in made)
+    machine.tape.add(again, made if is_new else [])
 
 
 def launches(func: Any, name: str, far: list[Pretended], out: Any) -> bool:
@@ -223,7 +236,10 @@ def copied(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
     x, device = args[0], kwargs.get("device")
     target = x.device if device is None else torch.device(device)
     inner_kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
-    made = func(unwrapped(x), **inner_kwargs)
+    inner = unwrapped(x)
+    made = func(inner, **inner_kwargs)
+    if isinstance(x, Pretended) and target.type == "cuda":
+        capture(machine, lambda: func(inner, **inner_kwargs), [inner], made)
     if target.type != "cuda":
         if isinstance(x, Pretended):
             wait(machine, x, "copy to the host")
@@ -263,6 +279,7 @@ def copy_(machine: Machine, target: Tensor, source: Tensor, non_blocking: bool) 
         machine.note("copy from pageable memory", x.nbytes)
         machine.stream(target.device).settle(next(machine.ticks))
     to.copy_(x)
+    capture(machine, lambda: to.copy_(x), [to, x], to)
     return target
 
 

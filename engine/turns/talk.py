@@ -158,7 +158,8 @@ class Talk:
         looks_ahead = any(row.wants_lookahead for row in self.active)
         watching = self.model.watched(self.calls) if looks_ahead else nullcontext()
         with self.clock.running(self.model.device), span("step"), watching, torch.inference_mode():
-            logits = self.model.forward(ids[which], places, self.cache, self)
+            read = self.model.step if m == 1 and not looks_ahead else self.model.forward
+            logits = read(ids[which], places, self.cache, self)
         for i in which:
             self.positions[i] += m - pads[i]
             if self.rows[i].of_answers:

@@ -28,7 +28,7 @@ def test_every_method_has_a_budget() -> None:
 
 def test_the_command_exits_with_1_above_the_budget(machine: Machine, capsys, monkeypatch) -> None:
     spent = launches.Cost(42, 4, 2)
-    monkeypatch.setattr(launches, "cost_of", lambda machine, method: spent)
+    monkeypatch.setattr(launches, "cost_of", lambda *_: spent)
     monkeypatch.setitem(launches.BUDGETS, "snapkv", spent)
     assert launches.run(machine, ["snapkv"], is_goal=False) == 0
     assert launches.run(machine, ["snapkv"], is_goal=True) == 1

@@ -15,6 +15,7 @@ from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.model import Model, query_turner
+from engine.passes import graphs
 from engine.passes.probe import probe
 from engine.prefill import prefill
 from evals.overrides import config_groups
@@ -28,6 +29,12 @@ from tests.tiny import prompt
 N_NEW = 4
 SLOW = {"pqcache": 1}  # rows of methods whose kernels take seconds in the interpreter; of others there are two
 PRESETS = sorted({*config_groups()["method"]} - {*BUDGETS})
+
+
+@pytest.fixture(autouse=True)
+def graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps the first one comes without graphs, the second one is captured, the third one replayed."""
+    monkeypatch.setattr(graphs, "WARM", 1)
 
 
 def moved(model: Model, device: str) -> Model:

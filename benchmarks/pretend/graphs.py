@@ -1,0 +1,62 @@
+"""CUDA graphs that do their operators again: what was captured has numbers only after it was replayed.
+
+Not here: operators (`benchmarks/pretend/tensors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.pretend.cuda import Machine
+
+
+@dataclass
+class Tape:
+    """What was captured: each operator, its arguments, and the numbers that it made."""
+
+    machine: Machine
+    work: list[tuple[Callable[[], Any], list[Tensor]]] = field(default_factory=list)
+    is_whole: bool = False
+
+    def add(self, again: Callable[[], Any], made: list[Tensor]) -> None:
+        self.work.append((again, made))
+
+    # As torch.cuda.CUDAGraph.
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        machine = self.machine
+        if machine.tape is not None:
+            raise RuntimeError("a stream is capturing already")
+        if machine.stream() is machine.defaults[machine.current]:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        machine.tape = self
+
+    def capture_end(self) -> None:
+        """Nothing was done while it was captured: rubbish lies in what was made."""
+        if self.machine.tape is not self:
+            raise RuntimeError("this graph is not being captured")
+        self.machine.tape, self.is_whole = None, True
+        for _, made in self.work:
+            for x in made:
+                if x.is_floating_point():
+                    x.fill_(torch.nan)
+
+    def replay(self) -> None:
+        assert self.is_whole, "the graph was not captured"
+        self.machine.note("launch")
+        self.machine.note("graph")
+        with self.machine.uncounted():
+            for again, made in self.work:
+                for x, new in zip(made, fresh(again(), made), strict=True):
+                    x.copy_(new)
+
+
+def fresh(out: Any, like: list[Tensor]) -> list[Tensor]:
+    """The tensors of an operator's output, as many as `like` has."""
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor)] if like else []

@@ -1,0 +1,185 @@
+"""Decode steps by CUDA graphs, on a pretended GPU: what was captured has no numbers before it is replayed."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.pretend.cuda import Machine
+from engine.books.ledger import Entry
+from engine.budget import BudgetRequest
+from engine.decode import Decoded, decode
+from engine.model import Model
+from engine.passes import graphs
+from engine.prefill import prefill
+from engine.turns.talk import Talk
+from methods.base import SelectiveAttention
+from methods.dropping.streamingllm import StreamingLLM
+from methods.full import Full
+from tests.pretend.test_methods import moved
+from tests.tiny import prompt, tiny
+from tests.tiny_run import run, save_tiny
+
+N_NEW = 6
+S = 24
+
+
+@pytest.fixture(autouse=True)
+def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step comes without graphs, the second one is captured."""
+    monkeypatch.setattr(graphs, "WARM", 1)
+
+
+def rows_of(model: Model, n: int = 2) -> tuple[Any, list[SelectiveAttention]]:
+    """A trace, and so many rows of two methods in turn."""
+    rolling = StreamingLLM.Params(4, "inside", "original")
+    kinds: list[tuple[Any, Any, str]] = [(Full, Full.Params(), "1"), (StreamingLLM, rolling, "1/2")]
+    variants = [
+        kind.variant_for(params, BudgetRequest(Fraction(ratio), None, Fraction(0)), model.shape, S)
+        for kind, params, ratio in kinds
+    ]
+    rows: list[SelectiveAttention] = []
+
+    def build(trace: Any, layer: int) -> None:
+        if not rows:
+            rows.extend(variants[i % 2].row(trace, N_NEW + 2) for i in range(n))
+        for row in rows:
+            row.build(layer)
+
+    trace = prefill(model, prompt(S), [], build)
+    for row in rows:
+        row.complete()
+    trace.settle()
+    return trace, rows
+
+
+def answers(model: Model, n: int = 2, **changes: Any) -> tuple[Decoded, list[list[int]], list[list[Entry]]]:
+    with model.hooked():
+        trace, rows = rows_of(model, n)
+        done = decode(model, trace, rows, max_new_tokens=N_NEW, **changes)
+    return done, [answer.ids for answer in done.answers], [row.store.ledger.entries for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm"])
+def test_steps_are_replayed_with_the_tokens_and_books_of_a_cpu(machine: Machine, kind: str) -> None:
+    done, ids, books = answers(moved(tiny(kind), "cuda:0"))
+    assert (done.by_graphs, done.why_no_graphs) == (N_NEW - 3, None)
+    _, expected, ledgers = answers(tiny(kind))
+    assert ids == expected and books == ledgers
+
+
+def test_a_part_is_one_launch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WARM", 2)
+    model, launches = moved(tiny(), "cuda:0"), []
+    with machine.counting() as counts:
+        answers(model, on_step=lambda *_: launches.append((counts.launches, counts.waits)))
+    eager, replayed = (
+        tuple(after - before for before, after in zip(launches[i], launches[i + 1], strict=True)) for i in (0, -2)
+    )
+    assert replayed[0] < eager[0] / 4
+    assert replayed[1] == eager[1] == 1  # the step's tokens
+
+
+class Keeper:
+    """A session that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        self.kept += [q, k, v]
+        return q * (1 + layer)
+
+
+def test_what_a_session_keeps_is_not_written_to_by_the_next_step(machine: Machine) -> None:
+    model = moved(tiny(), "cuda:0")
+    ours, right, logits = Keeper(), Keeper(), []
+    with model.hooked():
+        for i in range(5):
+            ids = torch.tensor([[3 + i], [40 + i]], device="cuda")
+            by_graphs = model.step(ids, i if i % 2 else torch.full_like(ids, i), model.new_cache(), ours)
+            logits.append((by_graphs, model.forward(ids, i, model.new_cache(), right)))
+    assert model.graphs.n_replayed == 3
+    for found, expected in [*logits, *zip(ours.kept, right.kept, strict=True)]:
+        torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=0, atol=0)
+
+
+def test_rows_that_leave_have_parts_of_their_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more are kept than so many."""
+    monkeypatch.setattr(graphs, "MOST", 2)
+    model, session = moved(tiny(), "cuda:0"), Keeper()
+    with model.hooked():
+        for n in (3, 3, 3, 2, 2, 2, 1, 1, 3, 2):
+            ids = torch.full((n, 1), 5, device="cuda")
+            found = model.step(ids, 7, model.new_cache(), session)
+            torch.testing.assert_close(found.cpu(), model.forward(ids, 7, model.new_cache(), Keeper()).cpu())
+    assert model.graphs.n_replayed == 3  # the third step of three, of two, and two once more
+    assert [*model.graphs.parts] == [1, 2]
+
+
+def spoiled(model: Model, hook: Callable[..., Any]) -> Model:
+    """The model with a hook behind the MLP of its second layer."""
+    model.hf.get_decoder().layers[1].mlp.register_forward_hook(hook)
+    return model
+
+
+def test_a_model_that_waits_in_a_step_is_left_without_graphs(machine: Machine) -> None:
+    def wait(module: Any, args: Any, out: Tensor) -> None:
+        assert out.sum().item() < 1e9
+
+    done, ids, _ = answers(spoiled(moved(tiny(), "cuda:0"), wait))
+    assert done.by_graphs == 0
+    assert done.why_no_graphs is not None and done.why_no_graphs.startswith("capturing a step failed: operation not")
+    assert ids == answers(tiny())[1]
+
+
+def test_parts_that_compute_something_else_are_not_used(machine: Machine) -> None:
+    calls = []
+
+    def other(module: Any, args: Any, out: Tensor) -> Tensor:
+        calls.append(1)
+        return out * (1 + 0.001 * len(calls))
+
+    done, _, _ = answers(spoiled(moved(tiny(), "cuda:0"), other))
+    assert done.by_graphs == 0
+    assert done.why_no_graphs is not None and "off the model's own numbers" in done.why_no_graphs
+
+
+@pytest.mark.parametrize(
+    ("kind", "allowed", "why"),
+    [("gemma3", True, "layers have caches of their own"), ("llama", False, "cuda_graphs=never")],
+)
+def test_who_has_no_graphs_says_why(machine: Machine, kind: str, allowed: bool, why: str) -> None:
+    model = moved(tiny(kind), "cuda:0")
+    model.allow_graphs(allowed)
+    done, ids, _ = answers(model)
+    assert (done.by_graphs, done.why_no_graphs) == (0, why)
+    assert ids == answers(tiny(kind))[1]
+
+
+def test_answers_to_questions_are_replayed_too(machine: Machine) -> None:
+    def said(model: Model) -> list[list[int]]:
+        with model.hooked():
+            trace, rows = rows_of(model)
+            talk = Talk(model, trace, rows)
+            logits = talk.read([[5, 6], [8]])
+            return [answer.ids for answer in talk.answer(logits, [N_NEW, N_NEW])]
+
+    model = moved(tiny(), "cuda:0")
+    assert said(model) == said(tiny())
+    assert model.graphs.n_replayed > 0
+
+
+def test_a_result_says_how_many_steps_were_replayed_or_why_none(machine: Machine, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny")
+    words = ["model=any", f"model.id={folder}", "model.name=tiny", "method=full", "task=fidelity",
+             "task.prompt_tokens=16", "task.windows=1", "task.steps=4"]  # fmt: skip
+    result, (row,) = run(words, tmp_path / "auto", "cuda")
+    assert row.fields["by_graphs"] > 0 and not [note for note in result.notes if "graphs" in note]
+    result, (row,) = run([*words, "cuda_graphs=never"], tmp_path / "never", "cuda")
+    assert row.fields["by_graphs"] == 0
+    assert "decode steps ran without CUDA graphs: cuda_graphs=never" in result.notes
