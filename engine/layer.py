@@ -31,6 +31,7 @@ from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.budget import ELEMENT_BYTES
 from engine.caches.copies import Shelf
+from engine.caches.held import HeldBlocks
 from engine.caches.host import Host
 from engine.caches.queries import QueryRing
 from engine.caches.rolling import Rolling
@@ -102,6 +103,7 @@ class Layer:
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.is_far = host is not None and host.device != self.k.device  # the host is another memory
         self.shelf: Shelf | None = None  # where copies of fetched tokens lie, if it is
+        self.held: HeldBlocks | None = None  # blocks that stay, if it is and there is a cache of them
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
@@ -356,7 +358,14 @@ class Layer:
 
     def brings(self, idx: Tensor, padded: bool) -> bool:
         """Whether fetched tokens are copied before attention reads them: not where each is read just once."""
-        return padded or idx.shape[1] != self.meter.shape.h_kv or self.n_recent > 0
+        return padded or idx.shape[1] != self.meter.shape.h_kv or self.meter.has_cache
+
+    def held_blocks(self) -> HeldBlocks | None:
+        """The cache of blocks, where the layer has one: its memory is taken at the first fetch."""
+        if self.meter.blocks is not None and self.held is None:
+            assert self.shelf is not None, f"layer {self.index} has no other memory"
+            self.held = HeldBlocks(self.meter.blocks, self.k, self.shelf.n_tokens, self.n_ahead)
+        return self.held
 
     def release(self, n: int | None = None) -> None:
         """After attention, send the window's oldest `n` tokens (None: all) to the host; the next step can ask."""
@@ -433,7 +442,8 @@ class Layer:
         near = self.host if self.host is not None and self.host.is_near else None
         beside = 0 if near is None else sum(x.nbytes for x in (near.k, near.v, *near.late))
         bias = 0 if self.bias is None else self.bias.nbytes
-        return self.k.nbytes + self.v.nbytes + view + copies + beside + bias
+        held = 0 if self.held is None else self.held.nbytes
+        return self.k.nbytes + self.v.nbytes + view + copies + held + beside + bias
 
 
 def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:

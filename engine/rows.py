@@ -4,8 +4,9 @@ Without an accelerator host and device are one memory: rows take turns, and what
 accelerator each is one launch for all rows, and nothing waits: the GPU reads pinned memory of the host by itself.
 Tokens that are asked for once are read by attention where they lie. Where several query heads of a KV head ask, some
 ask for none, or what was fetched stays for a while, every KV head's distinct tokens are brought first
-(`engine/caches/copies.py`), and the counts stay on the device until the ledger is read. A cache of blocks is an
-exception: it is in the books alone, they are kept on the host, and a step waits for every layer's positions.
+(`engine/caches/copies.py`), from a cache of blocks (`engine/caches/held.py`) where it has them, and the counts stay on
+the device until the ledger is read. A cache of blocks in front of a host that has codes is an exception: it is in the
+books alone, they are kept on the host, and a step waits for every layer's positions.
 
 Not here: one layer's tokens (`engine/layer.py`), attention (`engine/attend.py`).
 """
@@ -19,6 +20,7 @@ from engine.caches.coded import Codec, CodedLayer
 from engine.caches.copies import Copies
 from engine.layer import Layer
 from kernels.rows.append import Place, append_rows_triton
+from kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
 from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
 
 
@@ -62,10 +64,7 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
             copies = layer.shelf.copies_for(idx, layer.k)
             brought.append((layer, copies.ask(idx), copies))
             part.near = copies.near
-        if layer.meter.blocks is not None:
-            idx = idx.int().long().cpu()  # which blocks are cached is known on the host alone: this waits
-            layer.meter.count_fetch(idx, int((idx >= 0).sum()), layer.n_seen, layer.n_ahead, layer.n_host)
-        elif not layer.brings(idx, padded):
+        else:
             layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_ahead, layer.n_host)
         parts.append(part)
     if brought:
@@ -75,13 +74,22 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
 
 def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
     """Copy each KV head's distinct tokens to the device, and leave the counts there."""
-    asks, far = [ask for _, ask, _ in brought], []
-    for layer, _, copies in brought:
+    asks, far, cached = [ask for _, ask, _ in brought], list[Far](), dict[int, Cached]()
+    for i, (layer, ask, copies) in enumerate(brought):
         assert layer.host is not None and layer.host.has_keys, f"layer {layer.index} has values alone on the host"
-        far.append(Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v))
+        held = layer.held_blocks()
+        far.append(
+            Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v, held and (held.k, held.v))
+        )  # fmt: skip
+        if held is not None:
+            cached[i] = held.cached(ask, layer.n_host)
     ages = max(layer.n_recent for layer, _, _ in brought)
     counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)
+    rows, found = [*cached.values()], dict[int, Tensor]()
+    if rows:
+        found = dict(zip(cached, look_up_rows_triton(rows, counts, [*cached]), strict=True))
     bring_rows_triton(asks, far, counts)
+    if rows:
+        fill_rows_triton(rows, [far[i] for i in cached])
     for i, (layer, ask, _) in enumerate(brought):
-        if layer.meter.blocks is None:
-            layer.meter.owe_fetch(counts[i], ask.idx.shape[1])
+        layer.meter.owe_fetch(counts[i], ask.idx.shape[1], found.get(i))

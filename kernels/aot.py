@@ -37,10 +37,10 @@ from kernels.packed import tokens
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
 from kernels.pq_codes import PackedCodes
-from kernels.rows import append, buckets, collisions, columns, landmarks, logits, union, values, weights
+from kernels.rows import append, blocks, buckets, collisions, columns, landmarks, logits, union, values, weights
 
 MODULES = (
-    *(append, attend_kept, buckets, clusters, column_sums, columns, landmarks, logits, packed_rows),
+    *(append, attend_kept, blocks, buckets, clusters, column_sums, columns, landmarks, logits, packed_rows),
     *(pages, pq_fit, pq_scores, select_attend, tokens, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
@@ -243,6 +243,10 @@ def row_sites(shape: Shape, s: int) -> None:
         ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3, 0)
         counts = union.union_rows_triton([ask] * 2, shape.h_kv, ages)
         union.bring_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
+    cache = integers(len(blocks.BLOCK), n_total // 128 + 1), integers(len(blocks.SLOT), 32), integers(2), late, late
+    cached = blocks.Cached(ask, *cache, 128, 32, False, 4, s // 128)
+    blocks.look_up_rows_triton([cached] * 2, counts, [0, 1])
+    blocks.fill_rows_triton([cached] * 2, [union.Far(k, k, (late, late), k, k, (late, late))] * 2)
     values.bring_values_triton(k, positions(1, shape.h_kv, n))
 
 

@@ -64,6 +64,11 @@ class Owed:
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked
     read: Read | None  # to find them
+    blocks: Tensor | None  # (3,) int32 of a cache of blocks, as `kernels/rows/blocks.py` counts
+
+    def tensors(self) -> list[Tensor]:
+        """All that is still on the accelerator."""
+        return [x for x in (self.counts, self.read and self.read.n, self.blocks) if x is not None]
 
 
 class Meter:
@@ -99,9 +104,9 @@ class Meter:
         """Add so many elements of an index, (n,) int32, that an accelerator read in this step."""
         self.read = Read(n, element_bytes)
 
-    def owe_fetch(self, counts: Tensor, heads: int) -> None:
+    def owe_fetch(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
         """What `heads` of a selection fetched stays on the accelerator until the ledger is read."""
-        self.owed, self.read = Owed(counts, heads, self.read), None
+        self.owed, self.read = Owed(counts, heads, self.read, blocks), None
 
     def taken(self) -> dict[str, int]:
         """What was counted since the step before, to be counted for other steps."""
@@ -202,17 +207,25 @@ class Meter:
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
-    def settled(self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int) -> Entry:
+    def settled(
+        self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int, blocks: Sequence[int]
+    ) -> Entry:  # fmt: skip
         """The entry with what its fetch counted; for the entries of a layer in their order."""
         n_tokens, n_distinct, n_there, *by_age = counts
-        n_recent = 0 if self.recent is None else self.recent.n_steps
-        for age in range(1, min(n_recent, len(self.came)) + 1):
-            self.came[-age] -= by_age[age - 1]
-        self.came = [*self.came, n_distinct][-n_recent - 1 :]
-        hits = sum(by_age[:n_recent])
+        hits, held, filled = 0, 0, 0
+        if self.recent is not None:
+            n_recent = self.recent.n_steps
+            for age in range(1, min(n_recent, len(self.came)) + 1):
+                self.came[-age] -= by_age[age - 1]
+            self.came = [*self.came, n_distinct][-n_recent - 1 :]
+            hits, held = sum(by_age[:n_recent]), sum(self.came[-n_recent:])
+        elif self.blocks is not None:
+            hits, n_there, filled = blocks
+            filled *= self.blocks.spec.block_len * self.shape.h_kv
         return entry._replace(
             attended=entry.attended + n_tokens * (self.shape.h // heads),
-            resident_kv_bytes=entry.resident_kv_bytes + sum(self.came[-n_recent:]) * self.far_bytes * self.has_cache,
+            resident_kv_bytes=entry.resident_kv_bytes + held * self.far_bytes,
+            filled_bytes=entry.filled_bytes + filled * self.far_bytes,
             moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.far_bytes,
             moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
             cache_hits=entry.cache_hits + hits,
@@ -230,13 +243,14 @@ class Debt:
     def settle(self, entries: list[Entry]) -> None:
         """Fill in the entries; one transfer, which waits."""
         home = self.owed[0][2].counts.device  # of a model on several GPUs, one brings what all counted
-        tensors = [x for _, _, owed in self.owed for x in (owed.counts, owed.read and owed.read.n) if x is not None]
+        tensors = [x for _, _, owed in self.owed for x in owed.tensors()]
         flat = iter(torch.cat([x.flatten().to(home) for x in tensors]).tolist())
         for i, meter, owed in self.owed:
             mine = [*islice(flat, owed.counts.numel())]
             read_bytes = 0 if owed.read is None else owed.read.element_bytes * sum(islice(flat, owed.read.n.numel()))
             counts = [sum(mine[j :: owed.counts.shape[1]]) for j in range(owed.counts.shape[1])]
-            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes)
+            blocks = [] if owed.blocks is None else [*islice(flat, owed.blocks.numel())]
+            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes, blocks)
         self.owed.clear()
 
 

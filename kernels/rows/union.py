@@ -36,7 +36,7 @@ class Ask(NamedTuple):
     stamps: Tensor
     slots: Tensor  # where a token's copy is, right where its stamp is recent
     tokens: Tensor  # made: the distinct ones, in no order
-    sources: Tensor  # made: the slot where a copy is, -1: none
+    sources: Tensor  # made: the slot where a copy is, -1: none, below: in a cache of blocks
     epoch: int  # above those before, and above `ages`
     first: int  # slot from which on this epoch's copies lie
 
@@ -49,6 +49,7 @@ class Far(NamedTuple):
     late: tuple[Tensor, Tensor] | None  # tokens from s on
     k_near: Tensor  # (1, h_kv, slots, d_h)
     v_near: Tensor
+    held: tuple[Tensor, Tensor] | None = None  # a cache on the device, whose slot i is the source -2 - i
 
 
 def union_rows_ref(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
@@ -79,7 +80,10 @@ def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> N
                 token, source, slot = int(ask.tokens[head, j]), int(ask.sources[head, j]), ask.first + j
                 s = at.k.shape[2]
                 for near, early, late in ((at.k_near, at.k, 0), (at.v_near, at.v, 1)):
-                    if source >= 0:
+                    if source < -1:
+                        assert at.held is not None
+                        near[0, head, slot] = at.held[late][0, head, -2 - source]
+                    elif source >= 0:
                         near[0, head, slot] = near[0, head, source]
                     elif token < s:
                         near[0, head, slot] = early[0, head, token]
@@ -118,6 +122,7 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
     numbers = []
     for ask, at in zip(asks, far, strict=True):
         k_late, v_late = at.late or (at.k, at.v)
+        k_held, v_held = at.held or (at.k_near, at.v_near)
         assert at.k_near.stride() == at.v_near.stride() and k_late.stride() == v_late.stride()
         numbers += [
             ask.tokens.data_ptr(), ask.sources.data_ptr(), ask.tokens.shape[1], ask.slots.data_ptr(),
@@ -125,13 +130,14 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
             *(distance(x, start) for x in (at.k_near, at.v_near)), at.k_near.stride(1),
             *(distance(x, start) for x in (at.k, at.v)), at.k.stride(1), at.v.stride(1),
             *(distance(x, start) for x in (k_late, v_late)), k_late.stride(1), at.k.shape[2],
+            *(distance(x, start) for x in (k_held, v_held)), k_held.stride(1),
         ]  # fmt: skip
-    wide = 16 // start.element_size()
-    even = d_h % wide == 0 and all(number % wide == 0 for i in (6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-                                   for number in numbers[i::17])  # fmt: skip
+    wide, fields = 16 // start.element_size(), len(numbers) // len(asks)
+    strides_and_distances = (*range(6, 16), *range(17, 20))
+    even = d_h % wide == 0 and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
     most = max(ask.tokens.shape[1] for ask in asks)
     bring_tokens[(cdiv(most, TOKENS), h_kv, len(asks))](
-        start, upload(numbers, start.device), counts, d_h, counts.shape[2], h_kv, 17, TOKENS, power_of_2(d_h),
+        start, upload(numbers, start.device), counts, d_h, counts.shape[2], h_kv, fields, TOKENS, power_of_2(d_h),
         wide if even else 1,
     )  # fmt: skip
 
@@ -197,16 +203,20 @@ def bring_tokens(
     v = tl.multiple_of(tl.load(at + 10) + head * tl.load(at + 12), LANES)
     k_late = tl.multiple_of(tl.load(at + 13) + head * late_stride, LANES)
     v_late = tl.multiple_of(tl.load(at + 14) + head * late_stride, LANES)
+    held_stride = tl.load(at + 19)
+    k_held = tl.multiple_of(tl.load(at + 17) + head * held_stride, LANES)
+    v_held = tl.multiple_of(tl.load(at + 18) + head * held_stride, LANES)
     n = tl.load(counts + (row * h_kv + head) * n_counts + 1)
     place, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     real = place < n
     token = tl.load(tokens + place, real, other=0).to(tl.int64)
     source = tl.load(sources + place, real, other=-1).to(tl.int64)
-    is_late, is_there = token >= s, source >= 0
+    is_late, is_there, is_held = token >= s, source >= 0, source < -1
     early, behind = tl.where(is_late, 0, token) * d_h, tl.where(is_late, token - s, 0) * d_h
-    beside = tl.where(is_there, source, 0) * d_h
+    beside, cached = tl.where(is_there, source, 0) * d_h, tl.where(is_held, -2 - source, 0) * d_h
     from_k = tl.where(is_there, k_near + beside, tl.where(is_late, k_late + behind, k + early))
     from_v = tl.where(is_there, v_near + beside, tl.where(is_late, v_late + behind, v + early))
+    from_k, from_v = tl.where(is_held, k_held + cached, from_k), tl.where(is_held, v_held + cached, from_v)
     there = real[:, None] & (column < d_h)[None]
     to = (first + place).to(tl.int64) * d_h
     key = tl.load(start + from_k[:, None] + column[None], there, other=0.0)

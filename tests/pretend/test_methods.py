@@ -3,6 +3,7 @@
 import copy
 import threading
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from benchmarks.launches import BUDGETS
 from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
+from engine.budget import BudgetRequest
+from engine.caches.blocks import BlockCacheSpec
 from engine.decode import decode
 from engine.model import Model, query_turner
 from engine.passes import graphs
@@ -121,3 +124,43 @@ def test_keys_are_clustered_where_it_says(
     assert found.resident.is_cuda and not found.centroids.is_cuda and found.codes.data.is_pinned()
     torch.testing.assert_close(found.resident.cpu(), expected.resident)
     assert torch.equal(found.codes.codes(), expected.codes.codes())
+
+
+CACHE = BlockCacheSpec(tokens=48, block_len=8, k_cache=3, policy="lfu")
+
+
+@pytest.mark.parametrize(
+    "name", ["oracle", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pqcache", "quest", "sparq", "clusterkv"))]
+)
+def test_a_cache_of_blocks_answers_and_counts_as_on_a_cpu(machine: Machine, name: str) -> None:
+    """And holds on the device what the ledger says, with nothing to wait for."""
+
+    def cached(model: Model) -> tuple[list[list[int]], list[list[Entry]], int, int]:
+        one = conformance.ours(name, *(["method.cache_steps=0"] if name == "clusterkv" else []))
+        request = BudgetRequest(Fraction(2, 5), None, Fraction(one.comm))
+        variant = one.kind.variant_for(one.params, request, model.shape, conformance.S, CACHE)
+        waits = []
+        with model.hooked(), machine.counting() as counts:
+            trace = conformance.read([variant], by=model)
+            rows = [variant.row(trace, N_NEW) for _ in range(2)]
+            for layer in trace.shape.attention_layers:
+                for row in rows:
+                    row.build(layer)
+            for row in rows:
+                row.complete()
+            trace.settle()
+            done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=lambda *_: waits.append(counts.waits))
+        held = sum(x.held.nbytes for x in rows[0].store.layers.values() if x.held is not None)
+        return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], held, waits[-1] - waits[-2]
+
+    ids, books, held, waits = cached(moved(conformance.model(), "cuda:0"))
+    expected_ids, expected, _, _ = cached(conformance.model())
+    assert ids == expected_ids and books == expected
+    shape, n_layers = conformance.model().shape, len(layers_with_cache(expected[0]))
+    assert held == n_layers * 48 * shape.h_kv * 2 * shape.d_h * 4 and waits == 1  # float32
+    assert sum(entry.cache_hits for entry in expected[0]) > 0 < sum(entry.filled_bytes for entry in expected[0])
+
+
+def layers_with_cache(entries: list[Entry]) -> set[int]:
+    """Layers that looked something up."""
+    return {entry.layer for entry in entries if entry.cache_lookups}

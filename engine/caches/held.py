@@ -1,0 +1,41 @@
+"""A cache of blocks on an accelerator: the memory of its blocks, and its tables, which the accelerator keeps itself.
+
+What is cached, counted and taken in is what `engine/caches/blocks.py` says.
+
+Not here: looking up and copying (`kernels/rows/blocks.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from engine.caches.blocks import BlockCache
+from kernels.rows.blocks import BLOCK, SLOT, Cached
+from kernels.rows.union import Ask
+
+
+class HeldBlocks:
+    """The blocks of one layer."""
+
+    def __init__(self, cache: BlockCache, like: Tensor, n_tokens: int, n_ahead: int) -> None:
+        """`like` (1, h_kv, …, d_h) has the heads, type and device; `n_tokens` may be seen in the end."""
+        spec, numbers = cache.spec, {"dtype": torch.int32, "device": like.device}
+        _, h_kv, _, d_h = like.shape
+        self.spec, self.n_ahead = spec, n_ahead
+        self.k = like.new_empty(1, h_kv, cache.capacity * spec.block_len, d_h)
+        self.v = torch.empty_like(self.k)
+        self.blocks = torch.zeros(len(BLOCK), (n_tokens - n_ahead) // spec.block_len + 1, **numbers)
+        self.blocks[BLOCK.index("where")] = -1
+        self.slots = torch.zeros(len(SLOT), cache.capacity, **numbers)
+        self.state = torch.zeros(2, **numbers)
+
+    def cached(self, ask: Ask, n_host: int) -> Cached:
+        """For a selection; of the host's tokens behind those ahead the first `n_host` are complete."""
+        spec = self.spec
+        return Cached(
+            ask, self.blocks, self.slots, self.state, self.k, self.v, spec.block_len, spec.k_cache,
+            spec.policy == "lru", self.n_ahead, n_host // spec.block_len,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
