@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 
 import matplotlib
@@ -79,8 +80,8 @@ def groups(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     return found
 
 
-def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> Path:
-    """A row of panels for each method, a panel for each column: the PNG's path."""
+def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> list[Path]:
+    """A row of panels for each method, a panel for each column."""
     runs = [run for each in methods.values() for run in each]
     read = {id(run): parts_of(run) for run in runs}
     columns = list(dict.fromkeys(column for parts in read.values() for part in parts for column in part.right))
@@ -106,7 +107,7 @@ def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> 
                 ax.set_ylim(-0.03, 1.03)
             axes[0].set_ylabel("share right")
         picture.note(f"Of parts with at least {FEWEST} answers")
-        return style.save(picture.finish(columns=3), folder, name, ["png"])[0]
+        return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -122,7 +123,8 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
         for column, right in part.right.items()
     ]
     write_csv(table, ["set", "method", "share", "part", "n", "by", "right", "low", "high"], lines)
-    return [table, *(draw(title, each, out, f"parts-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
+    drawn = [draw(title, each, out, f"parts-{i}") for i, (title, each) in enumerate(sets.items(), 1)]
+    return [table, *chain(*drawn)]
 
 
 def interval(right: float, n: int) -> Sequence[float | str]:

@@ -11,6 +11,7 @@ Not here: runs whose samples have one question each (`plots/scopes.py`).
 
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from math import fsum
 from pathlib import Path
 
@@ -92,8 +93,8 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> Path:
-    """Score against turn, a panel for each mode: the PNG's path."""
+def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]:
+    """Score against turn, a panel for each mode."""
     modes = sorted({run.result.protocol for run in runs}, key=lambda mode: (mode not in MODES, mode))
     with matplotlib.rc_context(style.RC), told_apart(run.method for run in runs):
         picture = Sheet().new(
@@ -118,7 +119,7 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> Path:
             ax.set_ylim(-0.03, 1.03)
         picture.axes[0][0].set_ylabel("score")
         picture.note("Vertical lines: 95 % intervals over samples")
-        return style.save(picture.finish(), folder, name, ["png"])[0]
+        return style.save(picture.finish(), folder, name, ["png", "svg"])[:2]
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -134,7 +135,8 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
         for turn, (mean, ends) in by_turn(run).items()
     ]
     write_csv(table, ["set", "method", "budget", "mode", "turn", "score", "low", "high"], lines)
-    return [page, table, *(draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1))]
+    drawn = [draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1)]
+    return [page, table, *chain(*drawn)]
 
 
 def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:

@@ -37,8 +37,8 @@ def test_each_method_has_its_runs_by_share_and_ends_with_full_attention(runs: Pa
 def test_the_figure_and_the_table_are_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert parts.main([str(runs), "--out", str(out)]) == 0
-    table, picture = capsys.readouterr().out.split()
-    assert Path(picture).stat().st_size > 0
+    table, picture, drawing = capsys.readouterr().out.split()
+    assert Path(picture).stat().st_size > 0 and "<svg" in Path(drawing).read_text()
     lines = list(csv.DictReader(Path(table).read_text().splitlines()))
     fallen = [line["right"] for line in lines if line["part"] == "no_comma" and line["by"] == "strict"]
     assert fallen == ["0.2", "0.7", "0.9"]

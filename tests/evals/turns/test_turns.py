@@ -203,7 +203,7 @@ def test_a_figure_and_a_table_have_a_place_for_each_mode(model: str, tmp_path: P
         run(["model=any", model, *QUESTIONS, f"task.mode={mode}", "method=full"], tmp_path / "runs" / mode)
     runs = with_turns(load(tmp_path / "runs"))
     assert [each.result.protocol for each in runs] == ["query_aware", "independent"]
-    page, table, figure = write(runs, tmp_path / "out")
+    page, table, figure, _ = write(runs, tmp_path / "out")
     assert page.read_text().count("| Full |") == 2
     assert len(table.read_text().splitlines()) == 1 + 2 * 3
     assert figure.stat().st_size > 1000
