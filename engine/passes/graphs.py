@@ -187,9 +187,16 @@ class StepGraphs:
             parts.check(seen.calls, logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
             self.parts, self.pool = {}, None
-            self.why_not = f"capturing a step failed: {str(error).partition(chr(10))[0]}"
+            self.why_not = f"capturing a step failed: {first_cause(error)}"
             return logits
         self.parts[len(ids)] = parts
         if len(self.parts) > MOST:
             del self.parts[next(iter(self.parts))]
         return logits
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of what went wrong first: a capture that is broken off fails once more when it is ended."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0]

@@ -1,5 +1,6 @@
 """Decode steps by CUDA graphs, on a pretended GPU: what was captured has no numbers before it is replayed."""
 
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pretend.cuda import Machine
+from benchmarks.pretend.graphs import Tape
 from engine.books.ledger import Entry
 from engine.budget import BudgetRequest
 from engine.decode import Decoded, decode
@@ -127,7 +129,21 @@ def spoiled(model: Model, hook: Callable[..., Any]) -> Model:
     return model
 
 
-def test_a_model_that_waits_in_a_step_is_left_without_graphs(machine: Machine) -> None:
+@pytest.mark.parametrize("fails_twice", [False, True])
+def test_a_model_that_waits_in_a_step_is_left_without_graphs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, fails_twice: bool
+) -> None:
+    """What is said is what went wrong first, also where the capture cannot be ended."""
+    if fails_twice:
+        end = Tape.capture_end
+
+        def broken(tape: Tape) -> None:
+            end(tape)
+            if sys.exc_info()[0] is not None:  # the part that was broken off
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        monkeypatch.setattr(Tape, "capture_end", broken)
+
     def wait(module: Any, args: Any, out: Tensor) -> None:
         assert out.sum().item() < 1e9
 
