@@ -24,7 +24,7 @@ import matplotlib
 
 from engine.errors import ConfigError
 from evals.foreign import read_text, write_csv
-from evals.results.intervals import mean_ci95
+from evals.results.intervals import wilson
 from plots import style
 from plots.read import Run, default_root, load
 from plots.style import Sheet
@@ -128,10 +128,11 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
 
 
 def interval(right: float, n: int) -> Sequence[float | str]:
-    """95 % over answers."""
-    hits = round(right * n)
-    ends = mean_ci95([1.0] * hits + [0.0] * (n - hits), bounds=(0.0, 1.0)) if n > 1 else None
-    return ends or ["", ""]
+    """95 % over answers; of a single one nothing."""
+    if n < 2:
+        return ["", ""]
+    found = wilson(round(right * n), n)
+    return [found.low, found.high]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 
 from evals.foreign import write_csv
-from evals.results.intervals import mean_ci95
+from evals.results.intervals import interval
 from evals.results.summary import combined_ci95
 from plots import style
 from plots.command import Page
@@ -63,7 +63,10 @@ def by_turn(run: Run) -> dict[int, Point]:
         if row.score is not None and "turn" in row.fields:
             scores.setdefault(int(row.fields["turn"]), []).append(row.score)
     return {
-        turn: (fsum(each) / len(each), mean_ci95(each, bounds=(0.0, 1.0)) if len(each) > 1 else None)
+        turn: (
+            fsum(each) / len(each),
+            None if (found := interval(each, (0.0, 1.0))) is None else [found.low, found.high],
+        )
         for turn, each in sorted(scores.items())
     }
 
@@ -83,8 +86,8 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
     head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
     lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in runs:
-        found, interval = by_turn(run), combined_ci95(run.rows, run.result.metric)
-        ends = "-" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+        found, spread = by_turn(run), combined_ci95(run.rows, run.result.metric)
+        ends = "-" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
         score = "-" if run.result.score is None else f"{run.result.score:.3f}"
         n = len({row.sample_id for row in run.rows})
         cells = [f"{found[turn][0]:.3f}" if turn in found else "-" for turn in turns]
@@ -110,9 +113,9 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
                 look = style.look(run.method, nth)
                 label = f"{run.result.method_label} {budget_of(run)}".strip()
                 ax.plot([*found], [mean for mean, _ in found.values()], label=label, **look)
-                for turn, (_, interval) in found.items():
-                    if interval is not None:
-                        ax.plot([turn, turn], interval, color=look["color"], linewidth=0.6)
+                for turn, (_, ends) in found.items():
+                    if ends is not None:
+                        ax.plot([turn, turn], ends, color=look["color"], linewidth=0.6)
             ax.set_title(mode)
             ax.set_xlabel("turn")
             ax.xaxis.get_major_locator().set_params(integer=True)

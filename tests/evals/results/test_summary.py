@@ -3,6 +3,7 @@ import random
 import pytest
 
 from evals.results import (
+    SampleRow,
     combined_ci95,
     interval,
     mean_ci95,
@@ -77,3 +78,20 @@ def test_only_shares_have_hits_and_misses() -> None:
     rows = [ok_row(i, score=1.0) for i in range(2)]
     assert combined_ci95(rows, "tpot_ratio") == [1.0, 1.0]
     assert combined_ci95(rows) != [1.0, 1.0]
+
+
+def test_samples_whose_turns_were_all_missed_are_as_many_misses() -> None:
+    """Where they agree, no resampling says how far the mean may lie; four turns of one sample count once."""
+
+    def rows(of_samples: list[list[float]]) -> list[SampleRow]:
+        return [
+            ok_row(i, id=f"{i}/{turn}", score=score, fields={"sample": str(i), "turn": turn})
+            for i, scores in enumerate(of_samples)
+            for turn, score in enumerate(scores, 1)
+        ]
+
+    missed = interval([0, 0, 0])
+    assert missed is not None and missed.high > 0.5
+    assert combined_ci95(rows([[0.0] * 4] * 3)) == [missed.low, missed.high]
+    mixed = [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    assert combined_ci95(rows(mixed)) == mean_ci95([0.5, 1.0, 0.0], [2, 2, 2], (0, 1))
