@@ -21,7 +21,6 @@ Differs   - sinks and window are inside the budget, and the rest of it says how 
           - an estimated cluster keeps the mean of its values and not their sum, since the size is in the logit already.
           - prompts of two clusters or more have an index; the authors' need 1,024 tokens between sinks and window.
           - the device cache is the store's, whose blocks are neighbours; the authors' holds parts of clusters.
-          - clusters are made while the prompt is read, layer by layer, and not beside it.
 Fails     where the tokens of an estimated cluster differ: its weight is a lower bound of theirs, the lower the more
           they differ. A token that matters in a cluster whose mean does not is not found.
 
@@ -29,6 +28,7 @@ Not here: rounds of k-means (`kernels/kmeans.py`), the order of tokens within a 
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.spans import span
 from engine.budget import token_bytes
+from engine.passes.beside import Beside
 from kernels.clusters import (
     cluster_order,
     cluster_tokens,
@@ -74,6 +75,9 @@ class Index:
     @property
     def n_clusters(self) -> int:
         return self.sizes.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.centroids, self.values, self.sizes, self.ends, self.tokens, self.ranked]
 
 
 def initial_centroids(x: Tensor, c: int) -> Tensor:
@@ -157,12 +161,13 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
 
     params: RetroInferRules.Params
     plan: RetroInferRules.Plan
-    indexes: dict[int, Index]
+    pending: dict[int, Future[Index]]
+    indexes: dict[int, Index]  # by layer, once its clusters were waited for
     zones: dict[int, Zones]
     estimates: list[Part]  # of the present step and layer
 
     def setup(self) -> None:
-        self.indexes, self.zones, self.estimates = {}, {}, []
+        self.pending, self.indexes, self.zones, self.estimates = {}, {}, {}, []
 
     # While the prompt is read.
 
@@ -175,34 +180,45 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
         key = ("RetroInfer", layer, plan.n_sink, plan.window, plan.n_clusters, plan.n_segments, self.params.iterations)
         middle = slice(plan.n_sink, trace.s_prompt - plan.window)
 
+        keys, values = (x[0, :, middle] for x in (trace.keys(layer), trace.values(layer)))
+
         def build() -> Index:
-            keys, values = (x[0, :, middle] for x in (trace.keys(layer), trace.values(layer)))
             return build_index(keys, values, plan.n_clusters, plan.n_segments, self.params.iterations)
 
-        with span("cluster", layer):
-            self.indexes[layer] = trace.once(key, build)
-        self.zones[layer] = Zones(plan.n_retrieved, plan.n_estimated, plan.k)
-        self.count_members(layer)
+        def start() -> Future[Index]:
+            thread = trace.once("RetroInfer's thread", lambda: Beside("clusters"))
+            return thread.ask("cluster", layer, keys.device, build, tensors=Index.tensors)
 
-    def count_members(self, layer: int) -> None:
-        self.store[layer].meter.host_meta_bytes = MEMBER_BYTES * self.indexes[layer].tokens.numel()
+        self.pending[layer] = trace.once(key, start)
+        self.zones[layer] = Zones(plan.n_retrieved, plan.n_estimated, plan.k)
+        self.count_members(layer, keys.shape[0] * keys.shape[1])
+
+    def count_members(self, layer: int, n: int) -> None:
+        self.store[layer].meter.host_meta_bytes = MEMBER_BYTES * n
 
     # A decode step.
+
+    def index(self, layer: int) -> Index:
+        """The layer's clusters; waits for them at the first step."""
+        if layer not in self.indexes:
+            with span("wait", layer):
+                self.indexes[layer] = self.pending.pop(layer).result()
+        return self.indexes[layer]
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
         """Rows with the same clusters rank them in one product."""
 
         def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Tensor | None]:
-            index = alike[0].indexes[layer]
+            index = alike[0].index(layer)
             order = cluster_ranking(q, index, alike[0].trace.scales[layer])
             return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(alike)]
 
-        return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.indexes[layer]), select)
+        return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.index(layer)), select)
 
     def choose(self, layer: int, order: Tensor) -> Tensor | None:
         """The tokens of the best clusters in order (1, h_kv, c), (1, h_kv, k); the next clusters are estimated."""
-        index, zones, n_sink = self.indexes[layer], self.zones[layer], self.plan.n_sink
+        index, zones, n_sink = self.index(layer), self.zones[layer], self.plan.n_sink
         if self.params.fill == "exact":
             order = order.int().long()  # on a GPU the lower halves of keys
             n_retrieved, n_tokens = fitting(order, index.sizes, zones.k)
@@ -221,7 +237,7 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
 
     def estimate(self, layer: int, ids: Tensor, bias: Tensor) -> None:
         """Clusters `ids` (1, h_kv, ne) stand in attention as a token each, -1 for none, with these log-sizes."""
-        index, meter, shape = self.indexes[layer], self.store[layer].meter, self.trace.shape
+        index, meter, shape = self.index(layer), self.store[layer].meter, self.trace.shape
         n_estimated, of_vector = ids.shape[-1], 2 * shape.d_h
         c = index.n_clusters
         meter.count("resident_meta_bytes", shape.h_kv * c * (2 * of_vector + SIZE_BYTES + OFFSET_BYTES))
@@ -244,15 +260,15 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
             return out
         window = at.kept_and_window()[1]
         late = build_index(window.k[0, :, :n], window.v[0, :, :n], plan.n_update, 1, self.params.iterations)
-        self.indexes[layer] = append_index(self.indexes[layer], late)
+        index = self.indexes[layer] = append_index(self.index(layer), late)
         self.store.ledger.rebuilt_bytes += n * token_bytes(self.trace.shape)
         retrieved = share_of(plan.n_update, plan.n_retrieved / plan.n_clusters)
         zones.n_updates += 1
         zones.n_retrieved += retrieved
         zones.n_estimated += share_of(plan.n_update, share) if share else 0
-        zones.n_estimated = min(zones.n_estimated, self.indexes[layer].n_clusters - zones.n_retrieved)
+        zones.n_estimated = min(zones.n_estimated, index.n_clusters - zones.n_retrieved)
         zones.k += retrieved * n // plan.n_update
-        self.count_members(layer)
+        self.count_members(layer, index.tokens.numel())
         at.release(n)
         return out
 

@@ -43,7 +43,7 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     params = replace(PARAMS, n_sink=n_sink, window=window, iterations=meta["iters"])
     plan = RetroInfer.Plan(n_sink, window, 0, c, meta["n_segments"], meta["nprobe"], meta["n_estimated"], 8)
     row = row_of(RetroInfer, params, trace_of(k, v, q.shape[1], s), request(tokens=s - 1, comm="1"), plan)
-    index, n_kv = row.indexes[0], k.shape[1]
+    index, n_kv = row.index(0), k.shape[1]
     labels = torch.empty_like(index.tokens)
     ids = torch.arange(c).expand(n_kv, -1)
     for a in range(n_kv):
@@ -128,7 +128,7 @@ def test_where_the_keys_of_a_cluster_are_the_same_estimation_is_exact() -> None:
     k[:, :, 4 : s - 8] = kinds[:, :, torch.arange(s - 12) % 8]
     plan = {"n_retrieved": 2, "n_clusters": 16, "n_estimated": 14}
     row = made(k, v, s, plan=plan)
-    assert int((row.indexes[0].sizes > 0).sum(-1).max()) <= 8  # the others are empty, and weigh nothing
+    assert int((row.index(0).sizes > 0).sum(-1).max()) <= 8  # the others are empty, and weigh nothing
     torch.testing.assert_close(one_step(row, q, k, v, s), attention(q[:, :, s:], k, v), atol=1e-5, rtol=0)
 
 
@@ -137,7 +137,7 @@ def test_where_each_token_is_a_cluster_estimation_is_exact() -> None:
     directions = torch.nn.functional.normalize(torch.randn(32, D, generator=torch.Generator().manual_seed(5)), dim=-1)
     k[:, :, 4:36] = 10 * directions
     row = made(k, v, s, tokens=30, plan={"n_retrieved": 1, "n_clusters": 32, "n_estimated": 31})
-    assert torch.equal(row.indexes[0].sizes, torch.ones(2, 32, dtype=torch.int64))
+    assert torch.equal(row.index(0).sizes, torch.ones(2, 32, dtype=torch.int64))
     torch.testing.assert_close(one_step(row, q, k, v, s), attention(q[:, :, s:], k, v), atol=1e-5, rtol=0)
     assert row.store.ledger.entries[0].attended == 4 * (4 + 8 + 1 + 1)
 
@@ -199,7 +199,7 @@ def test_the_heads_of_a_group_retrieve_together_by_mass_per_token() -> None:
     s, (q, k, v) = 300, random_tokens(301)
     row = made(k, v, s, tokens=60)
     one_step(row, q, k, v, s)
-    seen, index = row.store.attended(0), row.indexes[0]
+    seen, index = row.store.attended(0), row.index(0)
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     for a in range(2):
         weights = [(index.centroids[a] @ q[0, h, s] / D**0.5).softmax(0) for h in (2 * a, 2 * a + 1)]
@@ -252,7 +252,7 @@ def test_generated_tokens_become_clusters_of_their_own() -> None:
     s, n_new, update = 300, 40, 32
     q, k, v = random_tokens(s + n_new)
     row = made(k, v, s, tokens=100, comm="1", n_new=n_new, update=update)
-    before, plan = row.indexes[0], row.plan
+    before, plan = row.index(0), row.plan
     for t in range(1, n_new + 1):
         one_step(row, q, k, v, s, t)
         zones, entry = row.zones[0], row.store.ledger.entries[-1]
@@ -265,8 +265,8 @@ def test_generated_tokens_become_clusters_of_their_own() -> None:
             assert zones.n_estimated == plan.n_estimated + 2
             assert entry.pseudo_tokens == 4 * zones.n_estimated
         if t == update:
-            assert row.indexes[0].n_clusters == plan.n_clusters + 8
-    after = row.indexes[0]
+            assert row.index(0).n_clusters == plan.n_clusters + 8
+    after = row.index(0)
     assert row.report()["updates"] == 1
     late = build_index(k[0, :, s - 8 : s - 8 + update], v[0, :, s - 8 : s - 8 + update], 8, 1, 10)
     expected = append_index(before, late)
@@ -298,7 +298,7 @@ def test_rows_with_other_budgets_are_searched_together() -> None:
     trace = trace_of(k, v, 4, s)
     params = replace(PARAMS, window=8)
     rows = [row_of(RetroInfer, params, trace, request(tokens=n, comm="1/8")) for n in (60, 100, 150)]
-    assert rows[0].indexes[0] is rows[2].indexes[0]
+    assert rows[0].index(0) is rows[2].index(0)
     for row in rows:
         row.store[0].append(k[:, :, s:], v[:, :, s:])
     together = RetroInfer.select_rows(rows, 0, q[:, :, s:].expand(3, -1, -1, -1))
