@@ -3,8 +3,9 @@
     python -m plots.turns [RUNS] [--out outputs/turns]
 
 The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
-stand below each other; the figure has a panel for each mode and a line for each method. Intervals (95 %) are over
-samples: turns of one sample are not independent of each other.
+stand below each other, and what its first turn and its later ones score less full attention's on the same samples: a
+method that falls after the first question differs in the later ones alone. The figure has a panel for each mode and a
+line for each method. Intervals (95 %) are over samples: turns of one sample are not independent of each other.
 
 Not here: runs whose samples have one question each (`plots/scopes.py`).
 """
@@ -14,11 +15,12 @@ from collections.abc import Sequence
 from itertools import chain
 from math import fsum
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
 from evals.foreign import write_csv
-from evals.results.intervals import interval
+from evals.results.intervals import interval, mean_ci95
 from evals.results.summary import combined_ci95
 from plots import style
 from plots.command import Page
@@ -27,6 +29,8 @@ from plots.read import Run
 from plots.style import Sheet
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
+MOST_INTERVALS = 8  # of a panel, that can be told apart
+WIDTH = 0.3  # of a turn, over which lines stand beside each other, so that their intervals can be seen
 Point = tuple[float, list[float] | None]  # a mean, and its interval
 
 
@@ -71,6 +75,26 @@ def by_turn(run: Run) -> dict[int, Point]:
     }
 
 
+def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
+    """The mean score of the first turn, or of all others, less full attention's on the same samples."""
+    if full is None or run is full:
+        return None
+    ours, theirs = ({sample: fmean(each) for sample, each in of_samples(one, is_first).items()} for one in (run, full))
+    differences = [score - theirs[sample] for sample, score in ours.items() if sample in theirs]
+    if not differences:
+        return None
+    return fmean(differences), mean_ci95(differences, bounds=(-1.0, 1.0)) if len(differences) > 1 else None
+
+
+def of_samples(run: Run, is_first: bool) -> dict[str, list[float]]:
+    """Each sample's scores of the first turn, or of all others."""
+    scores: dict[str, list[float]] = {}
+    for row in run.rows:
+        if row.score is not None and "turn" in row.fields and (int(row.fields["turn"]) == 1) == is_first:
+            scores.setdefault(row.sample_id, []).append(row.score)
+    return scores
+
+
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that one table can hold: of one task, its data, and one model."""
     found: dict[str, list[Run]] = {}
@@ -83,7 +107,9 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def markdown(title: str, runs: Sequence[Run]) -> str:
     turns = sorted({turn for run in runs for turn in by_turn(run)})
+    full = {run.result.protocol: run for run in runs if run.is_full}
     head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
+    head += ["turn 1 less Full", "later turns less Full"]
     lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in runs:
         found, spread = by_turn(run), combined_ci95(run.rows, run.result.metric)
@@ -92,37 +118,50 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
         n = len({row.sample_id for row in run.rows})
         cells = [f"{found[turn][0]:.3f}" if turn in found else "-" for turn in turns]
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
+        words += [in_words(less_full(run, full.get(run.result.protocol), is_first)) for is_first in (True, False)]
         lines.append("| " + " | ".join(words) + " |")
     return "\n".join(lines) + "\n"
 
 
+def in_words(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    mean, ends = point
+    return f"{mean:+.2f}" + ("" if ends is None else f" ({ends[0]:+.2f} to {ends[1]:+.2f})")
+
+
 def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]:
     """Score against turn, a panel for each mode."""
-    modes = sorted({run.result.protocol for run in runs}, key=lambda mode: (mode not in MODES, mode))
+    by_mode = {run.result.protocol: mode_rank(run) for run in runs}
+    modes = sorted(by_mode, key=lambda mode: (by_mode[mode], mode))
+    budgets = list(dict.fromkeys(budget_of(run) for run in runs if not run.is_full))
+    if len(budgets) == 1:
+        title = f"{title}, {budgets[0]}"
     with matplotlib.rc_context(style.RC), told_apart(run.method for run in runs):
         picture = Sheet().new(
-            "Score against turn", title, list(runs), style.PAGE, 2.2, ncols=len(modes), sharey=True, squeeze=False
+            "Score against turn", title, list(runs), style.PAGE, 2.8, ncols=len(modes), sharey=True, squeeze=False
         )
         for ax, mode in zip(picture.axes[0], modes, strict=True):
             seen: dict[str, int] = {}
-            for run in runs:
-                if run.result.protocol != mode:
-                    continue
+            drawn = [run for run in runs if run.result.protocol == mode]
+            for i, run in enumerate(drawn):
                 found, nth = by_turn(run), seen.setdefault(run.method, 0)
+                beside = WIDTH * (i / max(1, len(drawn) - 1) - 0.5)
                 seen[run.method] += 1
                 look = style.look(run.method, nth)
-                label = f"{run.result.method_label} {budget_of(run)}".strip()
-                ax.plot([*found], [mean for mean, _ in found.values()], label=label, **look)
+                label = f"{run.result.method_label} {budget_of(run) if len(budgets) > 1 else ''}".strip()
+                ax.plot([turn + beside for turn in found], [mean for mean, _ in found.values()], label=label, **look)
                 for turn, (_, ends) in found.items():
-                    if ends is not None:
-                        ax.plot([turn, turn], ends, color=look["color"], linewidth=0.6)
+                    if ends is not None and len(drawn) <= MOST_INTERVALS:
+                        ax.plot([turn + beside] * 2, ends, color=look["color"], linewidth=0.6)
             ax.set_title(mode)
             ax.set_xlabel("turn")
             ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_ylim(-0.03, 1.03)
         picture.axes[0][0].set_ylabel("score")
-        picture.note("Vertical lines: 95 % intervals over samples")
-        return style.save(picture.finish(), folder, name, ["png", "svg"])[:2]
+        few = all(sum(run.result.protocol == mode for run in runs) <= MOST_INTERVALS for mode in modes)
+        picture.note("Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv")
+        return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:

@@ -54,7 +54,12 @@ def test_every_table_and_figure_has_a_file() -> None:
     wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
     others = {"first_look", "scopes_needle", "scopes_name", "scopes_longbench"}  # of `make run`, and of docs/scopes.md
     others |= {"frontier", "frontier_needle", "frontier_composed"}  # of docs/byte-budget.md
-    others |= {"answers", "turns_needle", "turns_scbench", "turns_shared"}  # of docs/decode-time.md, and of docs/turns.md
+    others |= {
+        "answers",
+        "turns_needle",
+        "turns_scbench",
+        "turns_shared",
+    }  # of docs/decode-time.md, and of docs/turns.md
     assert {path.stem for path in FILES} == wanted | others
 
 

@@ -1,20 +1,22 @@
 """Whole runs of samples with several turns, through the same door as run.py."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.errors import ConfigError
 from evals.results import SampleRow
+from evals.results.intervals import mean_ci95
 from evals.tasks.base import Sample
 from evals.tasks.longbench import embedded
 from evals.tasks.longbench.shared import by_context
 from evals.tasks.scbench import synthetic
 from evals.tasks.turns.conversation import Asking, Conversation, Turn
 from evals.turns.encode import encode_talk
-from plots.read import load
-from plots.turns import with_turns, write
+from plots.read import Run, load
+from plots.turns import in_words, less_full, with_turns, write
 from tests.tiny_run import cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
@@ -207,6 +209,26 @@ def test_a_figure_and_a_table_have_a_place_for_each_mode(model: str, tmp_path: P
     assert page.read_text().count("| Full |") == 2
     assert len(table.read_text().splitlines()) == 1 + 2 * 3
     assert figure.stat().st_size > 1000
+
+
+def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_path: Path) -> None:
+    """On the same samples, apart from the first turn, with an interval over samples."""
+
+    def made(full: Run, scores: list[list[float]]) -> Run:
+        rows = [
+            replace(full.rows[0], id=f"{i}/{turn}", score=score, fields={"sample": str(i), "turn": turn})
+            for i, of_turns in enumerate(scores)
+            for turn, score in enumerate(of_turns, 1)
+        ]
+        return replace(full, rows=tuple(rows))
+
+    run(["model=any", model, *QUESTIONS, "task.mode=independent", "method=full"], tmp_path / "full")
+    (ran,) = load(tmp_path / "full")
+    full, ours = made(ran, [[1, 1, 0], [1, 1, 1], [0, 0, 1]]), made(ran, [[1, 0, 0], [1, 0, 0], [0, 0, 0]])
+    assert less_full(ours, full, is_first=True) == (0.0, [0.0, 0.0])
+    assert less_full(ours, full, is_first=False) == (-2 / 3, mean_ci95([-0.5, -1.0, -0.5], bounds=(-1, 1)))
+    assert less_full(full, full, is_first=True) is None and less_full(ours, None, is_first=True) is None
+    assert in_words((-2 / 3, [-1.0, 0.05])) == "-0.67 (-1.00 to +0.05)" and in_words(None) == "-"
 
 
 def test_questions_of_the_embedded_set_share_a_context() -> None:
