@@ -140,12 +140,12 @@ class Model:
 
     def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
         """`forward` of one token per row (n, 1) in a step that no hook changes: by graphs where that can be."""
-        return self.graphs.step(ids, position, cache, session)
+        return self.graphs.step(self, ids, position, cache, session)
 
     @cached_property
     def graphs(self) -> StepGraphs:
         """Captured steps."""
-        return StepGraphs(self)
+        return StepGraphs(StepGraphs.obstacle(self))
 
     def allow_graphs(self, allowed: bool) -> None:
         """Say whether steps may be captured; what was captured is given away where that changes."""

@@ -124,20 +124,20 @@ class Parts:
 
 
 class StepGraphs:
-    """Decode steps of one model by graphs, where that can be."""
+    """Decode steps of one model by graphs, where that can be. The model has it; it does not hold the model."""
 
-    def __init__(self, model: "Model") -> None:
-        self.model = model
+    def __init__(self, why_not: str | None) -> None:
+        """`why_not` is what stands against graphs from the outset."""
+        self.why_not = why_not
         self.parts: dict[int, Parts] = {}  # by number of rows, used last stands last
         self.n_rows = self.n_alike = 0  # of the last steps
         self.n_replayed = 0
         self.pool: Any = None  # memory of all parts, which are never replayed at once
         self.stream: Any = None  # that captures; libraries keep buffers for each
-        self.why_not = self.obstacle()
 
-    def obstacle(self) -> str | None:
+    @staticmethod
+    def obstacle(model: "Model") -> str | None:
         """What of the model stands against graphs."""
-        model = self.model
         if model.device.type != "cuda":
             return "the model is on a CPU"
         if not model.allows_graphs:
@@ -148,15 +148,17 @@ class StepGraphs:
             return "layers have caches of their own"
         return None
 
-    def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: "Session") -> Tensor:
+    def step(
+        self, model: "Model", ids: Tensor, position: int | Tensor, cache: Any, session: "Session"
+    ) -> Tensor:  # fmt: skip
         """One token per row, (n, 1): logits of the next, (n, vocabulary) float32."""
         n = len(ids)
         if self.why_not is not None or not self.is_ready(n):
-            return self.model.forward(ids, position, cache, session)
+            return model.forward(ids, position, cache, session)
         with torch.inference_mode():
             parts = self.parts.pop(n, None)
             if parts is None:
-                return self.capture(ids, position, cache, session)
+                return self.capture(model, ids, position, cache, session)
             self.parts[n] = parts
             parts.ids.copy_(ids)
             if isinstance(position, Tensor):
@@ -165,7 +167,7 @@ class StepGraphs:
                 parts.positions.fill_(position)
             logits = parts.replay(lambda _, call: session.attend(call.layer, *call.fresh(), call.scale, call.window))
             self.n_replayed += 1
-            self.model.count_token(cache)
+            model.count_token(cache)
             return logits
 
     def is_ready(self, n: int) -> bool:
@@ -174,16 +176,18 @@ class StepGraphs:
         self.n_rows = n
         return n in self.parts or self.n_alike > WARM
 
-    def capture(self, ids: Tensor, position: int | Tensor, cache: Any, session: "Session") -> Tensor:
+    def capture(
+        self, model: "Model", ids: Tensor, position: int | Tensor, cache: Any, session: "Session"
+    ) -> Tensor:  # fmt: skip
         """The step without graphs, and the parts for those to come."""
         seen = Seen(session, [])
         positions = position if isinstance(position, Tensor) else torch.full_like(ids, position)
-        logits = self.model.forward(ids, positions, cache, seen)
+        logits = model.forward(ids, positions, cache, seen)
         try:
-            torch.cuda.synchronize(self.model.device)
+            torch.cuda.synchronize(model.device)
             if self.pool is None:
-                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.model.device)
-            parts = Parts(self.model, ids, positions, self.pool, self.stream)
+                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device)
+            parts = Parts(model, ids, positions, self.pool, self.stream)
             parts.check(seen.calls, logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
             self.parts, self.pool = {}, None

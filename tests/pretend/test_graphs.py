@@ -1,6 +1,8 @@
 """Decode steps by CUDA graphs, on a pretended GPU: what was captured has no numbers before it is replayed."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -193,6 +195,21 @@ def test_who_has_no_graphs_says_why(machine: Machine, kind: str, allowed: bool, 
     model = moved(tiny(kind), "cuda:0")
     model.allow_graphs(allowed)
     assert model.graphs.why_not == why and tiny(kind).graphs.why_not == "the model is on a CPU"
+
+
+def test_a_model_with_graphs_is_given_back_at_once(machine: Machine) -> None:
+    """Nothing but its owner holds it: the next model may need the room."""
+    model = moved(tiny(), "cuda:0")
+    steps(model)
+    assert model.graphs.n_replayed > 0
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_answers_to_questions_are_replayed_too(machine: Machine) -> None:
