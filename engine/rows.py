@@ -50,7 +50,7 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
 
 def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bool) -> list[Part]:
     """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
-    parts, brought = [], list[tuple[Layer, Ask, Copies]]()
+    parts, brought = [], dict[int, list[tuple[Layer, Ask, Copies]]]()  # by how long what is fetched stays
     for layer, idx in zip(layers, selections, strict=True):
         if layer.packs:
             parts.append(layer.fetch(idx.int().long(), padded))
@@ -62,18 +62,21 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
         if layer.brings(idx, padded):
             assert layer.shelf is not None, f"layer {layer.index} has no room for copies"
             copies = layer.shelf.copies_for(idx, layer.k)
-            brought.append((layer, copies.ask(idx), copies))
+            brought.setdefault(layer.n_recent, []).append((layer, copies.ask(idx), copies))
             part.near = copies.near
         else:
             layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_ahead, layer.n_host)
         parts.append(part)
-    if brought:
-        bring(brought)
+    for ages, some in brought.items():
+        bring(some, ages)
     return parts
 
 
-def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
-    """Copy each KV head's distinct tokens to the device, and leave the counts there."""
+def bring(brought: Sequence[tuple[Layer, Ask, Copies]], ages: int) -> None:
+    """Copy each KV head's distinct tokens to the device, and leave the counts there.
+
+    Those of the last `ages` selections are there: what lies longer in a row's copies may be of another layer.
+    """
     asks, far, cached = [ask for _, ask, _ in brought], list[Far](), dict[int, Cached]()
     for i, (layer, ask, copies) in enumerate(brought):
         assert layer.host is not None and layer.host.has_keys, f"layer {layer.index} has values alone on the host"
@@ -83,7 +86,6 @@ def bring(brought: Sequence[tuple[Layer, Ask, Copies]]) -> None:
         )  # fmt: skip
         if held is not None:
             cached[i] = held.cached(ask, layer.n_host)
-    ages = max(layer.n_recent for layer, _, _ in brought)
     counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)
     rows, found = [*cached.values()], dict[int, Tensor]()
     if rows:

@@ -97,7 +97,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
             self.rounds[layer] = self.most_rounds(layer, n_fit)
             what = (plan.n_sink, n_fit, plan.m, plan.b, self.rounds[layer])
             self.pending[layer] = trace.once(
-                ("PQCache", layer, *what, params.tol, params.empty, params.seed),
+                ("PQCache", layer, *what, params.tol, params.empty, params.seed, params.clusters_on_gpu),
                 lambda: self.start(layer, n_fit),
             )
         if params.iterations == "auto":

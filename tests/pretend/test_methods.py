@@ -164,3 +164,24 @@ def test_a_cache_of_blocks_answers_and_counts_as_on_a_cpu(machine: Machine, name
 def layers_with_cache(entries: list[Entry]) -> set[int]:
     """Layers that looked something up."""
     return {entry.layer for entry in entries if entry.cache_lookups}
+
+
+def test_rows_that_keep_what_they_fetched_stand_beside_others(machine: Machine) -> None:
+    """What one row still has of earlier steps says nothing of another, whose copies live for a step."""
+
+    def together(model: Model) -> tuple[list[list[int]], list[list[Entry]]]:
+        kinds = [conformance.ours("clusterkv", f"method.cache_steps={n}") for n in (0, 1)]
+        variants = [conformance.variant(one, "0.3") for one in kinds]
+        with model.hooked():
+            trace = conformance.read(variants, by=model)
+            rows = [variant.row(trace, N_NEW) for variant in variants]
+            for layer in trace.shape.attention_layers:
+                for row in rows:
+                    row.build(layer)
+            for row in rows:
+                row.complete()
+            trace.settle()
+            done = decode(model, trace, rows, max_new_tokens=N_NEW)
+        return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows]
+
+    assert together(moved(conformance.model(), "cuda:0")) == together(conformance.model())
