@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -23,9 +24,11 @@ from engine.passes.probe import probe
 from engine.prefill import prefill
 from evals.overrides import config_groups
 from kernels.pq_fit import Fit, pq_fit
+from methods.base import SelectiveAttention
 from methods.retrieving import pqcache_quantiser
 from methods.retrieving.pqcache import PQCache
 from methods.retrieving.pqcache_quantiser import Quantiser
+from methods.variant import Variant
 from tests import conformance
 from tests.tiny import prompt
 
@@ -126,6 +129,23 @@ def test_keys_are_clustered_where_it_says(
     assert torch.equal(found.codes.codes(), expected.codes.codes())
 
 
+def together(
+    model: Model, variants: Sequence[Variant], on_step: Callable[[int, int], None] | None = None
+) -> tuple[list[list[int]], list[SelectiveAttention]]:
+    """Tokens and rows of variants that answer in one batch."""
+    with model.hooked():
+        trace = conformance.read(variants, by=model)
+        rows = [variant.row(trace, N_NEW) for variant in variants]
+        for layer in trace.shape.attention_layers:
+            for row in rows:
+                row.build(layer)
+        for row in rows:
+            row.complete()
+        trace.settle()
+        done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=on_step)
+    return [x.ids for x in done.answers], rows
+
+
 CACHE = BlockCacheSpec(tokens=48, block_len=8, k_cache=3, policy="lfu")
 
 
@@ -140,18 +160,10 @@ def test_a_cache_of_blocks_answers_and_counts_as_on_a_cpu(machine: Machine, name
         request = BudgetRequest(Fraction(2, 5), None, Fraction(one.comm))
         variant = one.kind.variant_for(one.params, request, model.shape, conformance.S, CACHE)
         waits = []
-        with model.hooked(), machine.counting() as counts:
-            trace = conformance.read([variant], by=model)
-            rows = [variant.row(trace, N_NEW) for _ in range(2)]
-            for layer in trace.shape.attention_layers:
-                for row in rows:
-                    row.build(layer)
-            for row in rows:
-                row.complete()
-            trace.settle()
-            done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=lambda *_: waits.append(counts.waits))
+        with machine.counting() as counts:
+            ids, rows = together(model, [variant] * 2, lambda *_: waits.append(counts.waits))
         held = sum(x.held.nbytes for x in rows[0].store.layers.values() if x.held is not None)
-        return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], held, waits[-1] - waits[-2]
+        return ids, [x.store.ledger.entries for x in rows], held, waits[-1] - waits[-2]
 
     ids, books, held, waits = cached(moved(conformance.model(), "cuda:0"))
     expected_ids, expected, _, _ = cached(conformance.model())
@@ -169,19 +181,10 @@ def layers_with_cache(entries: list[Entry]) -> set[int]:
 def test_rows_that_keep_what_they_fetched_stand_beside_others(machine: Machine) -> None:
     """What one row still has of earlier steps says nothing of another, whose copies live for a step."""
 
-    def together(model: Model) -> tuple[list[list[int]], list[list[Entry]]]:
-        kinds = [conformance.ours("clusterkv", f"method.cache_steps={n}") for n in (0, 1)]
-        variants = [conformance.variant(one, "0.3") for one in kinds]
-        with model.hooked():
-            trace = conformance.read(variants, by=model)
-            rows = [variant.row(trace, N_NEW) for variant in variants]
-            for layer in trace.shape.attention_layers:
-                for row in rows:
-                    row.build(layer)
-            for row in rows:
-                row.complete()
-            trace.settle()
-            done = decode(model, trace, rows, max_new_tokens=N_NEW)
-        return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows]
-
-    assert together(moved(conformance.model(), "cuda:0")) == together(conformance.model())
+    kinds = [conformance.ours("clusterkv", f"method.cache_steps={n}") for n in (0, 1)]
+    variants = [conformance.variant(one, "0.3") for one in kinds]
+    (ids, rows), (expected, theirs) = (
+        together(model, variants) for model in (moved(conformance.model(), "cuda:0"), conformance.model())
+    )
+    assert ids == expected
+    assert [x.store.ledger.entries for x in rows] == [x.store.ledger.entries for x in theirs]
