@@ -76,7 +76,7 @@ paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and C
 paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)
 	$(BIN)/python -m plots.figures $(ARGS)
 
-paper-smoke: $(DONE) ## every experiment in small, then all tables and figures; GSM8K from the hub or ARGS="data_dir=DIR"
+paper-smoke: $(DONE) ## every experiment in small, then all tables and figures; GSM8K, MATH-500: hub or ARGS="data_dir=DIR"
 	@for file in conf/experiment/*.yaml; do \
 		name=$$(basename $$file .yaml); echo "$$name"; \
 		$(BIN)/python run.py -m experiment=$$name scale=smoke out=runs/smoke $(ARGS) || exit 1; \

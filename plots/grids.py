@@ -13,13 +13,9 @@ from math import fsum
 from evals.results import SampleRow
 from evals.results.intervals import Bounds, Interval
 from plots import looks
-from plots.read import Run, measured
+from plots.read import Run, by_prompt, measured, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.stats import Paired, macro_interval, paired_over_datasets
-
-
-def score(row: SampleRow) -> float | None:
-    return row.score
 
 
 def measure(name: str) -> Callable[[SampleRow], float | None]:
@@ -65,11 +61,11 @@ class Cell:
     @cached_property
     def values(self) -> dict[str, dict[str, float]]:
         """By dataset and prompt, of samples that were answered."""
-        found: dict[str, dict[str, float]] = {}
+        groups: dict[str, list[SampleRow]] = {}
         for row in self.rows:
-            if (value := self.measure.of(row)) is not None:
-                found.setdefault(str(row.fields.get("dataset", "")), {})[row.prompt_sha256] = value
-        return found
+            groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
+        found = {dataset: by_prompt(rows, self.measure.of) for dataset, rows in groups.items()}
+        return {dataset: values for dataset, values in found.items() if values}
 
     @property
     def n(self) -> int:

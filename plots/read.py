@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import fsum
@@ -266,6 +266,19 @@ def has_budget(run: Run, budget: str) -> bool:
 def scores(rows: Iterable[SampleRow]) -> list[float]:
     """The scores of those that did not run out of memory."""
     return [row.score for row in rows if row.score is not None]
+
+
+def score(row: SampleRow) -> float | None:
+    return row.score
+
+
+def by_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None] = score) -> dict[str, float]:
+    """What `of` says of each prompt, mean over its draws and turns: these are no samples of their own."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if (value := of(row)) is not None:
+            found.setdefault(row.prompt_sha256, []).append(value)
+    return {prompt: fsum(values) / len(values) for prompt, values in found.items()}
 
 
 def measured(rows: Iterable[SampleRow], key: str) -> float | None:

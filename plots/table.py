@@ -1,10 +1,11 @@
 """Any runs as tables: choose the keys of rows and columns, and what a cell says.
 
     python -m plots.table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
-                          [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
+                          [--against METHOD] [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
 
-Without --columns they are what varies between the runs. Without --out one format goes to standard output; with it all
-three are written, as table.md, table.tex and table.csv.
+Without --columns they are what varies between the runs. With --against every cell says its value less that method's of
+the same column, with the interval of the paired differences; `--value difference` is the score less Full's. Without
+--out one format goes to standard output; with it all three are written, as table.md, table.tex and table.csv.
 
 Not here: which runs share a table (`plots/tables/generic.py`), how it is written (`plots/tables/texts.py`), the papers'
 tables (`python -m plots.tables`).
@@ -15,8 +16,9 @@ import sys
 from pathlib import Path
 
 from plots.read import default_root, load
-from plots.tables.generic import VALUES, Sheet, WrongKey, sheets
+from plots.tables.generic import Sheet, WrongKey, sheets
 from plots.tables.texts import as_csv, latex, markdown
+from plots.tables.values import VALUES
 
 FORMATS = ("markdown", "latex", "csv")
 
@@ -35,7 +37,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
     parser.add_argument("--columns", help="keys, with commas; without, what varies")
-    parser.add_argument("--value", default="score", help=f"{', '.join(VALUES)}, or a task's other figure: mass")
+    parser.add_argument("--value", default="score", help=f"{', '.join(VALUES)}, difference, or a task's figure: mass")
+    parser.add_argument("--against", metavar="METHOD", help="whose value is taken off every cell's: Full, 'SnapKV (C)'")
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may stand several times")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="for standard output")
     parser.add_argument("--out", type=Path, help="write all formats into this folder")
@@ -48,6 +51,7 @@ def main(arguments: list[str]) -> int:
             None if options.columns is None else keys(options.columns),
             options.value,
             dict(pair(word) for word in options.filter),
+            options.against,
         )
     except WrongKey as error:
         return refuse(str(error))

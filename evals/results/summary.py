@@ -12,7 +12,7 @@ from math import exp, fsum, log
 from typing import Any, cast
 
 from evals.results.draws import by_prompt, pass_at_k
-from evals.results.intervals import interval, mean_ci95, wilson
+from evals.results.intervals import interval, mean_ci95, wilson_of_groups
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
 
@@ -48,11 +48,11 @@ def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[
     if len(samples) < 2:
         return None
     if len(samples) < len(scores) and kind.weight is None:
-        each = samples.values()
-        means = [fsum(one) / len(one) for one in each]
-        if kind.is_share and all(value in (0.0, 1.0) for value in means):  # the bootstrap would say nothing
-            found = wilson(round(fsum(means)), len(means))
+        each = [*samples.values()]
+        if kind.is_share and all(score in (0, 1) for score in scores):
+            found = wilson_of_groups(each)
             return [found.low, found.high]
+        means = [fsum(one) / len(one) for one in each]
         return mean_ci95(means, [len(one) for one in each], kind.bounds)
     if kind.weight is not None:
         low, high = kind.bounds

@@ -14,7 +14,7 @@ from typing import Any
 
 from evals.results import METRICS, SampleRow
 from evals.results.intervals import ANYWHERE
-from plots.read import Run
+from plots.read import Run, by_prompt, score
 from plots.stats import Paired, corrected, paired_over_datasets, small_n, standings
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
@@ -41,21 +41,22 @@ class Baselines:
     def compare(self, run: Run, metric: str, datasets: Sequence[Rows]) -> Paired | None:
         """A run against full attention on the samples with the same prompt; None without such a sample."""
         full = self.rows.get(self.key(run), {})
+        # Perplexities are compared as losses, whose differences can be averaged.
+        is_loss = METRICS[metric].weight is not None
+        of = loss if is_loss else score
+        whole = by_prompt(full.values(), of)
         pairs = [
-            [(row, full[row.id]) for row in rows if row.id in full and full[row.id].prompt_sha256 == row.prompt_sha256]
+            [(mine, whole[prompt]) for prompt, mine in by_prompt(rows, of).items() if prompt in whole]
             for rows in datasets
         ]
         if not all(pairs):
             return None
-        # Perplexities are compared as losses, whose differences can be averaged.
-        is_loss = METRICS[metric].weight is not None
-        ours, theirs = ([[value(pair[side], is_loss) for pair in part] for part in pairs] for side in (0, 1))
+        ours, theirs = ([[pair[side] for pair in part] for part in pairs] for side in (0, 1))
         return paired_over_datasets(ours, theirs, bounds=ANYWHERE if is_loss else METRICS[metric].bounds)
 
 
-def value(row: SampleRow, is_loss: bool) -> float:
-    assert row.score is not None, f"{row.id} has no score"
-    return log(row.score) if is_loss else row.score
+def loss(row: SampleRow) -> float | None:
+    return None if row.score is None else log(row.score)
 
 
 def correct(described: Sequence[dict[str, Any]]) -> None:
@@ -121,7 +122,7 @@ def rank(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
 
 
 def scores_of(run: Run, dataset: str, datasets: Sequence[str] | None) -> dict[tuple[str, str], float]:
-    """The scores of a dataset, or of those that an average is over, by dataset and sample."""
+    """The scores of a dataset, or of those that an average is over, by dataset and prompt."""
     parts = run.datasets()
     names = [dataset] if datasets is None else datasets
-    return {(name, row.id): row.score for name in names for row in parts[name] if row.score is not None}
+    return {(name, prompt): of_prompt for name in names for prompt, of_prompt in by_prompt(parts[name]).items()}

@@ -6,13 +6,15 @@ budget of its own (Full) has one row and stands in every column of its condition
 Score       mean over the samples; of several datasets the mean of theirs. Intervals are those of `plots/stats.py`.
 Best, tied  as `standings` finds within a column, without Full and Oracle, which nothing bounds, and without runs over
             their budget.
-Difference  to Full on the same prompts; bold where the test, corrected for all of the table, shows one.
+Difference  of any value to Full's or another row's on the same prompts; bold where the test, corrected for all of the
+            table, shows one.
 
-Not here: how a table is written (`plots/tables/texts.py`), the papers' tables (`plots/tables/cells.py`).
+Not here: what a cell can say (`plots/tables/values.py`), how a table is written (`plots/tables/texts.py`), the papers'
+tables (`plots/tables/cells.py`).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -20,13 +22,15 @@ from itertools import product
 from typing import Any
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
-from plots.read import Run, measured, over_budget, prefill_words, scores
+from plots.read import Run, by_prompt, over_budget, prefill_words, score, scores
 from plots.run_sets import prompt_settings
-from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
+from plots.stats import ANYWHERE, Corrected, corrected, macro_interval, paired_over_datasets, standings
+from plots.tables.values import VALUES, measures_of, of_one, value_named
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
 BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none
 UNRANKED = {"full", "oracle"}  # nothing bounds what they read
+FULL = "Full"  # whom cells are compared with, unless another is named
 MOST_COLUMNS = 12  # that are chosen without being asked for
 
 
@@ -70,81 +74,6 @@ PREFIXES = {"method": lambda run: run.result.params, "task": lambda run: run.set
 
 
 @dataclass(frozen=True)
-class Value:
-    """What a cell can say."""
-
-    title: str
-    unit: str
-    of: Callable[[Sequence[SampleRow]], float | None]
-    digits: int = 1
-
-
-def ledger(key: str, by: float = 1.0) -> Callable[[Sequence[SampleRow]], float | None]:
-    def of(rows: Sequence[SampleRow]) -> float | None:
-        found = measured(rows, key)
-        return None if found is None else found / by
-
-    return of
-
-
-def seconds_per_token(rows: Sequence[SampleRow]) -> float | None:
-    pairs = [(row.decode_s, row.generated_tokens - 1) for row in rows if row.decode_s and row.generated_tokens > 1]
-    return sum(s for s, _ in pairs) / sum(n for _, n in pairs) if pairs else None
-
-
-def mean_prefill(rows: Sequence[SampleRow]) -> float | None:
-    known = [row.prefill_s for row in rows if row.prefill_s is not None]
-    return sum(known) / len(known) if known else None
-
-
-def answer_tokens(rows: Sequence[SampleRow]) -> float | None:
-    counts = [row.generated_tokens for row in rows if "cut_off" in row.fields]
-    return sum(counts) / len(counts) if counts else None
-
-
-def cut_off(rows: Sequence[SampleRow]) -> float | None:
-    """Share of the answers that used up their allowance."""
-    cut = [bool(row.fields["cut_off"]) for row in rows if "cut_off" in row.fields]
-    return sum(cut) / len(cut) if cut else None
-
-
-VALUES: dict[str, Value] = {
-    "score": Value("score", "", lambda rows: None),
-    "difference": Value("difference to Full", "", lambda rows: None),
-    "tokens": Value("tokens attended to", "", ledger("tokens_attended_mean")),
-    "share": Value("tokens attended to, share of the full cache", "", ledger("effective_ratio"), 3),
-    "device": Value("K and V on the device", "MB", ledger("bytes_resident_device", 1e6)),
-    "host": Value("K and V on the host", "MB", ledger("bytes_resident_host", 1e6)),
-    "answer_tokens": Value("tokens of an answer", "", answer_tokens),
-    "cut_off": Value("answers cut off, share", "", cut_off, 3),
-    "peak": Value("entries at the fullest step", "", ledger("peak_entries")),
-    "footprint": Value("entries of an answer", "thousand", ledger("footprint_entries", 1e3)),
-    "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
-    "find": Value("read per step to find tokens", "KB", ledger("bytes_moved_meta_per_step", 1e3)),
-    "prefill_s": Value("prefill", "s", mean_prefill, 2),
-    "step_s": Value("decode step, shared by all variants beside", "s", seconds_per_token, 4),
-}
-
-
-def value_named(name: str) -> Value:
-    """What a cell says: one of `VALUES`, or the mean of a figure that the task takes beside its score."""
-    if name in VALUES:
-        return VALUES[name]
-
-    def of(rows: Sequence[SampleRow]) -> float | None:
-        taken = [row.fields["measures"][name] for row in rows if name in row.fields.get("measures", {})]
-        known = [value for value in taken if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return Value(name, "", of, 3)
-
-
-def measures_of(runs: Sequence[Run]) -> dict[str, None]:
-    """The figures that the runs' tasks take beside their scores, by name."""
-    return {name: None for run in runs for name in run.result.measures or ()}
-
-
-@dataclass(frozen=True)
 class Part:
     """A run, or those of its samples that belong to one dataset or length."""
 
@@ -165,7 +94,7 @@ class Cell:
     n_oom: int = 0
     over: bool = False
     mark: str = ""  # "bold" for the best, or a difference that was shown; "tie" for what may be as good
-    against: Corrected | None = None  # Full, where it answered the same prompts
+    against: Corrected | None = None  # what it is compared with, where that answered the same prompts
 
 
 @dataclass(frozen=True)
@@ -182,6 +111,7 @@ class Sheet:
     percent: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # runs that had the place of another
+    against: str | None = None  # whose value every cell's is less; None: cells say their own
 
     @property
     def n(self) -> int | None:
@@ -196,9 +126,15 @@ def sheets(
     columns: Sequence[str] | None = None,
     value: str = "score",
     keep: Mapping[str, str] | None = None,
+    against: str | None = None,
 ) -> list[Sheet]:
-    """The tables of these runs, the fullest first; `columns` of None are what varies between the runs."""
+    """The tables of these runs, the fullest first; `columns` of None are what varies between the runs.
+
+    `against` names a method as its row does: every cell says its value less that method's, of the same column.
+    """
     keep = keep or {}
+    if value == "difference":
+        value, against = "score", against or FULL
     check_words(value, [*rows, *(columns or ()), *keep], measures_of(runs))
     asked = {*rows, *(columns or ()), *keep}
     parts = [part for run in runs for part in parts_of(run, asked)]
@@ -211,7 +147,10 @@ def sheets(
         return []
     parts = with_parameters(parts, {*rows, *(columns or ())})
     columns = chosen(parts, rows) if columns is None else columns
-    made = [sheet_of(group, tuple(rows), tuple(columns), value) for group in split(parts, {*rows, *columns})]
+    labels = sorted({part.of["method"] for part in parts})
+    if against not in (None, FULL, *labels):
+        raise WrongKey(f"no run is of {against!r}; there is {', '.join(labels)}{near(str(against), labels)}")
+    made = [sheet_of(group, tuple(rows), tuple(columns), value, against) for group in split(parts, {*rows, *columns})]
     return sorted(made, key=lambda sheet: (-len(sheet.cells), str(sheet.where)))
 
 
@@ -230,7 +169,7 @@ def check_words(value: str, keys: Sequence[str], measures: Mapping[str, None]) -
         raise WrongKey("a key stands twice; each is in the rows, in the columns or in a filter")
 
 
-def near(word: str, words: Mapping[str, Any]) -> str:
+def near(word: str, words: Iterable[str]) -> str:
     found = get_close_matches(word, list(words), 1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -321,7 +260,9 @@ def split(parts: Sequence[Part], axes: set[str]) -> list[list[Part]]:
     return [members for key, members in joined.items() if not all(id(part) in beside for part in groups[key])]
 
 
-def sheet_of(parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, ...], value: str) -> Sheet:
+def sheet_of(
+    parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, ...], value: str, against: str | None
+) -> Sheet:
     notes, left_out = list[str](), list[str]()
     candidates: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Part]] = {}
     for part in parts:
@@ -334,15 +275,13 @@ def sheet_of(parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, .
     for key, found in candidates.items():
         if not existing or key[1] in existing:
             cells[key] = cell_of(key, one_of(found, key[0], left_out), value)
-    percent = value in ("score", "difference") and all(
-        METRICS[metric_of(cell.part.rows)].highest == 1 for cell in cells.values()
-    )
-    if value in ("score", "difference"):
-        cells = differences(cells)
-    if value == "score":
-        cells = marked(cells, notes)
-    if value == "difference":
+    percent = value == "score" and all(METRICS[metric_of(cell.part.rows)].highest == 1 for cell in cells.values())
+    if value == "score" or against is not None:
+        cells = differences(cells, value, rows, against or FULL)
+    if against is not None:
         cells = {key: as_difference(cell) for key, cell in cells.items()}
+    elif value == "score":
+        cells = marked(cells, notes)
     shared = {key: values.pop() for key in KEYS if len(values := {part.of[key] for part in parts} - {ANY}) == 1}
     if {"ratio", "budget"} & {*rows, *columns}:
         shared = {key: word for key, word in shared.items() if key not in ("ratio", "budget")}
@@ -357,6 +296,7 @@ def sheet_of(parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, .
         percent,
         notes,
         list(dict.fromkeys(left_out)),
+        against,
     )
 
 
@@ -389,11 +329,11 @@ def datasets_of(cell: Cell) -> list[list[SampleRow]]:
 
 def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str) -> Cell:
     values, rows = scores(part.rows), part.rows
-    cell = Cell(*key, part, None, n=len(values), n_oom=len(rows) - len(values), over=over_budget(rows))
-    if value not in ("score", "difference"):
+    cell = Cell(*key, part, None, n=len(by_prompt(rows)), n_oom=len(rows) - len(values), over=over_budget(rows))
+    if value != "score":
         return replace(cell, mean=value_named(value).of(rows))
     metric = metric_of(rows)
-    groups = [scores(group) for group in datasets_of(cell)]
+    groups = [[*by_prompt(group).values()] for group in datasets_of(cell)]
     if len(groups) > 1 and METRICS[metric].weight is None:
         groups = [group for group in groups if group]
         found = macro_interval(groups, bounds=METRICS[metric].bounds) if groups else None
@@ -403,29 +343,40 @@ def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str
     return replace(cell, mean=combined(rows, metric), low=bounds and bounds[0], high=bounds and bounds[1])
 
 
-def differences(cells: Mapping[Any, Cell]) -> dict[Any, Cell]:
-    """Every cell against Full of its column, on the prompts that both answered."""
+def differences(cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], against: str) -> dict[Any, Cell]:
+    """Every cell against `against` of its column, on the prompts that both answered."""
+    of = score if value == "score" else of_one(value)
     pairs: dict[Any, Any] = {}
-    full = {column: cell for (_, column), cell in cells.items() if cell.part.run.is_full and cell.part.run.is_exact}
     for key, cell in cells.items():
-        other = full.get(key[1])
+        other = compared_with(cells, key, rows, against)
         if other is None or other is cell:
             continue
-        theirs = {row.prompt_sha256: row.score for row in other.part.rows if row.score is not None}
-        sides = [
-            [
-                (row.score, theirs[row.prompt_sha256])
-                for row in group
-                if row.score is not None and row.prompt_sha256 in theirs
-            ]
-            for group in datasets_of(cell)
-        ]
-        sides = [side for side in sides if side]
-        if sides:
-            ours, whole = ([[pair[i] for pair in side] for side in sides] for i in (0, 1))
-            pairs[key] = paired_over_datasets(ours, whole, bounds=METRICS[metric_of(cell.part.rows)].bounds)
-    against = corrected(pairs)
-    return {key: replace(cell, against=against.get(key)) for key, cell in cells.items()}
+        theirs = by_prompt(other.part.rows, of)
+        found = [by_prompt(group, of) for group in datasets_of(cell)]
+        shared = [[(mine, theirs[prompt]) for prompt, mine in side.items() if prompt in theirs] for side in found]
+        if any(shared):
+            ours, whole = ([[pair[i] for pair in side] for side in shared if side] for i in (0, 1))
+            bounds = METRICS[metric_of(cell.part.rows)].bounds if value == "score" else ANYWHERE
+            pairs[key] = paired_over_datasets(ours, whole, bounds=bounds)
+    judged = corrected(pairs)
+    return {key: replace(cell, against=judged.get(key)) for key, cell in cells.items()}
+
+
+def compared_with(cells: Mapping[Any, Cell], key: Any, rows: tuple[str, ...], against: str) -> Cell | None:
+    """The cell of the same column that is `against`'s; of several the one that is else in the same row."""
+    row, column = key
+
+    def others(words: tuple[str, ...]) -> list[str]:
+        return [word for name, word in zip(rows, words, strict=True) if name != "method"]
+
+    found = {
+        mine: cell
+        for (mine, there), cell in cells.items()
+        if there == column
+        and (cell.part.run.is_full and cell.part.run.is_exact if against == FULL else cell.part.of["method"] == against)
+    }
+    beside = [cell for mine, cell in found.items() if others(mine) == others(row)]
+    return next(iter([*beside, *found.values()] if beside or len(found) == 1 or against == FULL else []), None)
 
 
 def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
@@ -443,9 +394,9 @@ def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
             continue
         samples = {
             row: {
-                (str(each.fields.get("dataset", "")), each.prompt_sha256): each.score
-                for each in cell.part.rows
-                if each.score is not None
+                (str(group[0].fields.get("dataset", "")), prompt): of_prompt
+                for group in datasets_of(cell)
+                for prompt, of_prompt in by_prompt(group).items()
             }
             for row, cell in ranked.items()
         }

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 from evals.foreign import CsvWriter
 from plots.tables.formats import ABSENT, pipes, plain, tex
-from plots.tables.generic import ANY, VALUES, Cell, Sheet, value_named
+from plots.tables.generic import ANY, FULL, Cell, Sheet
+from plots.tables.values import VALUES, value_named
 
 WIDEST = 7  # columns of a LaTeX table before it is scaled to the width of the text
 
@@ -24,7 +25,8 @@ WIDEST = 7  # columns of a LaTeX table before it is scaled to the width of the t
 def title(sheet: Sheet) -> str:
     value = value_named(sheet.value)
     unit = " (percent)" if sheet.percent else f" ({value.unit})" if value.unit else ""
-    return f"{value.title}{unit} by {' and '.join(sheet.row_keys)}"
+    less = "" if sheet.against is None else f" less {sheet.against}'s"
+    return f"{value.title}{less}{unit} by {' and '.join(sheet.row_keys)}"
 
 
 def where(sheet: Sheet) -> str:
@@ -42,9 +44,9 @@ def words(cell: Cell | None, sheet: Sheet, strong: Callable[[str, str], str]) ->
     if cell is None or cell.mean is None:
         return f"{ABSENT} ({cell.n_oom} oom)" if cell is not None and cell.n_oom else ABSENT
     scale, digits = (100.0, 1) if sheet.percent else (1.0, value_named(sheet.value).digits)
-    if not sheet.percent and sheet.value in ("score", "difference"):
+    if not sheet.percent and sheet.value == "score":
         digits = 3
-    signed = "+" if sheet.value == "difference" else ""
+    signed = "" if sheet.against is None else "+"
 
     def number(value: float) -> str:
         return f"{scale * value:{signed},.{digits}f}"
@@ -61,7 +63,7 @@ def explanation(sheet: Sheet) -> list[str]:
     """The sentences below a table."""
     cells = sheet.cells.values()
     sentences = []
-    if sheet.value in ("score", "difference"):
+    if sheet.value == "score" or sheet.against is not None:
         n = sheet.n
         spread = "in brackets the 95 % interval" if any(cell.low is not None for cell in cells) else ""
         count = f"{n} sample{'s' if n != 1 else ''} a cell" if n is not None else "n is the number of samples"
@@ -72,8 +74,10 @@ def explanation(sheet: Sheet) -> list[str]:
             "Bold: best of its column. Italic (underlined in LaTeX): not shown to be worse than the best, paired test "
             "with Holm's correction. Full and Oracle are not ranked: nothing bounds what they read."
         )
-    if sheet.value == "difference":
-        sentences.append("Paired with Full on the same prompts; bold where the test shows it, corrected for the table.")
+    if sheet.against is not None:
+        sentences.append(
+            f"Paired with {sheet.against} on the same prompts; bold where the test shows it, corrected for the table."
+        )
     if any(cell.over for cell in cells):
         sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     return [*sentences, *sheet.notes]
@@ -106,7 +110,14 @@ def markdown(sheet: Sheet) -> str:
 
 def label(sheet: Sheet, number: int) -> str:
     """What `\\ref` calls the table."""
-    parts = [sheet.value, *(sheet.where.get(key, "") for key in ("task", "model")), *sheet.row_keys, *sheet.column_keys]
+    less = [] if sheet.against is None else ["less", sheet.against]
+    parts = [
+        sheet.value,
+        *less,
+        *(sheet.where.get(key, "") for key in ("task", "model")),
+        *sheet.row_keys,
+        *sheet.column_keys,
+    ]
     slug = re.sub("[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
     return f"tab:{slug}" + (f"-{number}" if number > 1 else "")
 
@@ -195,10 +206,14 @@ def tex_keeping_ends(text: str) -> str:
 def as_csv(sheets: Sequence[Sheet]) -> str:
     """A line per cell of all sheets, unrounded. Each column has a name of its own."""
     keys = list(dict.fromkeys(key for sheet in sheets for key in (*sheet.row_keys, *sheet.column_keys, *sheet.where)))
-    measures = [name for name, value in VALUES.items() if name not in ("score", "difference")]
+    measures = [name for name, value in VALUES.items() if name != "score"]
     out = io.StringIO()
     writer = CsvWriter(out, lineterminator="\n")
-    full = ("difference_to_full", "difference_low", "difference_high", "p_holm")
+    whom = {sheet.against or FULL for sheet in sheets}
+    compared = (
+        f"difference_to_{re.sub('[^a-z0-9]+', '_', whom.pop().lower()).strip('_') if len(whom) == 1 else 'other'}"
+    )
+    full = (compared, "difference_low", "difference_high", "p_holm")
     names = ("table", "value", "low", "high", "n", "n_oom", "mark", "over_budget")
     units = [f"{name}_{VALUES[name].unit.lower()}" if VALUES[name].unit not in ("", "s") else name for name in measures]
     writer.writerow([*keys, *names, *full, *units, "run"])

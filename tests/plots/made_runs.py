@@ -95,12 +95,14 @@ def sample(
     prompt_tokens: int = 1000,
     prediction: str = "",
     references: list[str] | None = None,
+    prompt: int | None = None,
 ) -> SampleRow:
+    """Line `i`; of the prompt with this number, where several lines are of one."""
     whole: dict[str, Any] = dict.fromkeys(LEDGER_MEANS.values(), 200.0) | {"within_budget": True}
     whole["bytes_resident_device"] = 2.0e6
     ok = score is not None
     return SampleRow(
-        id=f"sample-{i}", prompt_sha256=prompt_hash([i]), prompt_tokens=prompt_tokens,
+        id=f"sample-{i}", prompt_sha256=prompt_hash([i if prompt is None else prompt]), prompt_tokens=prompt_tokens,
         original_prompt_tokens=prompt_tokens, generated_tokens=8, prediction=prediction, references=references or [],
         score=score, status="ok" if ok else "oom", error=None if ok else "out of memory", prefill_s=0.5,
         decode_s=0.4, tpot_s=0.05, batch_rows=1, ledger=whole | (ledger or {}) if ok else {}, fields=fields or {},

@@ -56,6 +56,7 @@ def test_every_table_and_figure_has_a_file() -> None:
     others |= {"frontier", "frontier_needle", "frontier_composed"}  # of docs/byte-budget.md
     others |= {
         "answers",
+        "answers_math500",
         "turns_needle",
         "turns_scbench",
         "turns_shared",

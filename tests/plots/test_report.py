@@ -19,6 +19,7 @@ from plots.report.page import SCRIPTS, main, page
 from plots.report.samples import pack_samples, unpacked
 from plots.run_sets import asked
 from plots.stats import macro_interval, paired_over_datasets
+from tests.plots.made_runs import write
 from tests.plots.report_runs import write_run
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> @@script@@"
@@ -76,6 +77,15 @@ def test_a_difference_that_the_corrected_test_finds_has_a_colour(tmp_path: Path)
     write_run(tmp_path, "quest", [0.0] * 9)
     found = one(tmp_path, "Quest · ratio 1/5")["paired"]
     assert found["holm"] < 0.05 and found["sign"] == -1
+
+
+def test_draws_are_no_samples_of_their_own(tmp_path: Path) -> None:
+    """Three prompts with four draws each show no more than three samples do."""
+    for method, right in (("full", 4), ("snapkv", 0)):
+        drawn = [{"score": float(j < right), "prompt": i, "fields": {"draw": j}} for i in range(3) for j in range(4)]
+        write(tmp_path, method, "gsm8k", drawn)
+    found = one(tmp_path, "SnapKV (C) · ratio 1/5", "gsm8k")["paired"]
+    assert (found["n"], found["less"], found["sign"]) == (3, 3, 0)
 
 
 def test_one_sample_has_no_interval(tmp_path: Path) -> None:

@@ -124,6 +124,50 @@ def test_differences_are_paired_with_full(tmp_path: Path) -> None:
     assert "-25.0 (" in markdown(one(tmp_path, value="difference"))
 
 
+def test_any_value_can_be_compared_with_any_method(tmp_path: Path) -> None:
+    for ratio in ("1/10", "1/5"):
+        for method, mass in (("full", 1.0), ("snapkv", 0.25), ("pqcache", 0.75)):
+            measured = [{"score": 0.5, "fields": {"measures": {"mass": mass + i / 100}}} for i in range(8)]
+            write(tmp_path, method, "fidelity", measured, ratio=ratio)
+    sheet = one(tmp_path, value="mass", against="SnapKV (C)")
+    found = {row[0]: cell.mean for (row, column), cell in sheet.cells.items() if column == ("ratio 0.1",)}
+    assert found == {"PQCache": pytest.approx(0.5), "Full": pytest.approx(0.75), "SnapKV (C)": None}
+    said = markdown(sheet)
+    assert "mass less SnapKV (C)'s by method" in said and "| PQCache | **+0.500**" in said
+    assert "Paired with SnapKV (C) on the same prompts" in said
+    assert "difference_to_snapkv_c" in as_csv([sheet]).splitlines()[0]
+    with pytest.raises(WrongKey, match=r"no run is of 'SnapKV'; there is .*SnapKV"):
+        one(tmp_path, against="SnapKV")
+
+
+def test_a_row_is_compared_with_the_one_that_is_else_alike(tmp_path: Path) -> None:
+    for m, hit in (("2", 0.0), ("4", 1.0)):
+        write(tmp_path, "pqcache", "needle", rows([hit] * 12), params={"m": m}, comm="0.125")
+        write(tmp_path, "snapkv", "needle", rows([1.0] * 12), params={"m": m}, comm="0.125")
+    sheet = one(tmp_path, rows=["method", "method.m"], against="SnapKV (C)")
+    assert {row: cell.mean for (row, _), cell in sheet.cells.items() if row[0] == "PQCache"} == {
+        ("PQCache", "2"): -1.0,
+        ("PQCache", "4"): 0.0,
+    }
+
+
+def test_draws_and_turns_are_no_samples_of_their_own(tmp_path: Path) -> None:
+    """Of four draws every one counts, and n is the number of prompts."""
+
+    def drawn(right: list[int]) -> list[dict[str, Any]]:
+        return [
+            {"score": float(j < n), "prompt": i, "fields": {"draw": j, "sample": str(i)}}
+            for i, n in enumerate(right)
+            for j in range(4)
+        ]
+
+    write(tmp_path, "full", "gsm8k", drawn([4] * 12))
+    write(tmp_path, "snapkv", "gsm8k", drawn([1] * 12))
+    cell = one(tmp_path, value="difference").cells[("SnapKV (C)",), ("ratio 0.2",)]
+    assert cell.mean == pytest.approx(-0.75) and cell.n == 12
+    assert cell.against is not None and cell.against.paired.losses == 12
+
+
 def test_measured_values_and_parameters_are_keys_too(tmp_path: Path) -> None:
     for m in (2, 4):
         write(tmp_path, "pqcache", "needle", rows(HITS), params={"m": m, "b": 6}, comm="0.125")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.results import Interval, bootstrap_ci95, interval, mean_ci95, wilson
-from evals.results.intervals import FEW, T95, student_ci95
+from evals.results.intervals import FEW, T95, student_ci95, wilson_of_groups
 
 
 def test_a_bootstrap_is_deterministic_and_holds_the_mean() -> None:
@@ -85,6 +85,31 @@ def test_an_interval_of_any_length_holds_the_mean_about_as_often_as_it_says(n: i
     theirs = [bootstrap_ci95(scores) or [0, 0] for scores in drawn]
     covered = np.mean([low <= 0.4 <= high for low, high in theirs])
     assert n > 3 or covered < (0.55 if n == 2 else 0.8)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.5])
+@pytest.mark.parametrize(("prompts", "alike"), [(4, 1.0), (10, 0.3), (10, 5.0), (40, 1.0)])
+def test_the_interval_of_draws_covers_the_share_about_as_often_as_it_says(
+    share: float, prompts: int, alike: float
+) -> None:
+    """Four draws a prompt, whose chance of a hit differs from prompt to prompt; a small `alike` sets it near 0 or 1."""
+    random = np.random.default_rng(prompts)
+    chances = random.beta(alike * share, alike * (1 - share), (400, prompts, 1))
+    hits = (random.random((400, prompts, 4)) < chances).astype(float).tolist()
+    found = [wilson_of_groups(groups) for groups in hits]
+    assert np.mean([each.low <= share <= each.high for each in found]) > 0.88
+    theirs = [mean_ci95([sum(group) / 4 for group in groups], bounds=(0, 1)) or [0, 0] for groups in hits]
+    covered = np.mean([low <= share <= high for low, high in theirs])
+    assert share > 0.05 or prompts > 10 or covered < 0.8, "the bootstrap over prompts is too narrow near 0"
+
+
+def test_a_hit_more_moves_both_ends_up() -> None:
+    """The bootstrap over prompts says 0 to 0.08 of a single hit in ten times four."""
+    none, one = [[0.0] * 4] * 10, [[1.0, 0.0, 0.0, 0.0]] + [[0.0] * 4] * 9
+    assert wilson_of_groups(none) == wilson(0, 10)
+    found = wilson_of_groups(one)
+    assert found.mean == 0.025 and 0 < found.low < 0.01 and 0.1 < found.high < 0.15
+    assert wilson_of_groups([[1.0, 1.0], [0.0, 0.0]]) == wilson(1, 2), "answers that agree count once"
 
 
 def test_the_interval_of_a_share_covers_it_about_as_often_as_it_says() -> None:

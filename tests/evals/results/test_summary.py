@@ -9,6 +9,7 @@ from evals.results import (
     mean_ci95,
     summarise,
 )
+from evals.results.intervals import wilson_of_groups
 from tests.evals.results.made_rows import (
     FACTS,
     ok_row,
@@ -94,4 +95,7 @@ def test_samples_whose_turns_were_all_missed_are_as_many_misses() -> None:
     assert missed is not None and missed.high > 0.5
     assert combined_ci95(rows([[0.0] * 4] * 3)) == [missed.low, missed.high]
     mixed = [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-    assert combined_ci95(rows(mixed)) == mean_ci95([0.5, 1.0, 0.0], [2, 2, 2], (0, 1))
+    of_hits = wilson_of_groups(mixed)
+    assert combined_ci95(rows(mixed)) == [of_hits.low, of_hits.high]
+    partly = [[0.0, 0.5], [1.0, 1.0], [0.0, 0.0]]
+    assert combined_ci95(rows(partly)) == mean_ci95([0.25, 1.0, 0.0], [2, 2, 2], (0, 1))
