@@ -307,6 +307,10 @@ def lost(shard: Shard, n_tries: int, reason: object) -> RunError:
     )
 
 
+# Ray's workers yield to all else on the machine; beside another job a sweep would stand still without a word.
+USUAL_PRIORITY = {"worker_niceness": 0}
+
+
 def on_ray(ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], None]) -> Iterator[Ended]:
     """A task per shard; Ray itself runs one again whose worker was lost."""
     if not shards:
@@ -317,7 +321,7 @@ def on_ray(ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], 
     if pool.address is None:
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, pool.cpus)}
         # A worker that Ray ends because memory is short would come back for ever otherwise.
-        options["_system_config"] = {"task_oom_retries": pool.retries}
+        options["_system_config"] = {"task_oom_retries": pool.retries} | USUAL_PRIORITY
     else:
         reach(pool.address)
     try:

@@ -23,6 +23,7 @@ from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 PROGRAMS = 528  # four for each of the 132 processors of an H100; a room of 4 bytes a token for each
 LISTED, TILE = 1024, 64  # columns looked at, and columns attended to, at a time
+TILE_OF_WIDE = 32  # of heads of 128 channels and more, whose 64 columns sm_100 has no registers for
 
 
 def takes_triton(q: Tensor) -> bool:
@@ -38,12 +39,13 @@ def attend_kept_triton(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     blocks = cdiv(s, block)
     out, pairs = torch.empty_like(q), torch.empty(h, blocks, dtype=torch.int64, device=q.device)
-    programs = min(PROGRAMS, h * blocks)
+    programs, width = min(PROGRAMS, h * blocks), power_of_2(d_h, 16)
     room = torch.empty(programs, s, dtype=torch.int32, device=q.device)
     attend_listed[(programs,)](
         q, k, v, vertical.view(torch.uint8), met.contiguous().view(torch.uint8), room, out, pairs,
         scale, s, d_h, h, h // h_kv, blocks, block, programs,
-        power_of_2(block, 16), power_of_2(d_h, 16), LISTED, TILE, INTERPRETED, num_warps=4, num_stages=2,
+        power_of_2(block, 16), width, LISTED, TILE_OF_WIDE if width >= 128 else TILE, INTERPRETED,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out, pairs
 

@@ -210,6 +210,7 @@ def pq_fit_native(
 
 POINTS = 64  # that meet centroids at once
 CHUNK = 2048  # points that one program adds up
+ADDED = {16: 16, 32: 128}  # of which so many at once, by how many centroids: with these no register spills
 
 
 def pq_fit_triton(
@@ -238,11 +239,21 @@ def assign_triton(points: Tensor, centroids: Tensor) -> Tensor:
 def means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of chunks of points, added up in a fixed order; means (p, c, d) and sizes (p, c)."""
     (p, n, d), c = points.shape, centroids.shape[1]
-    n_chunks, columns = cdiv(n, CHUNK), min(64, power_of_2(c, 16))
+    n_chunks, columns = cdiv(n, CHUNK), min(max(ADDED), power_of_2(c, 16))
     sums = torch.empty(p, n_chunks, c, d, dtype=torch.float32, device=points.device)
     sizes = torch.empty(p, n_chunks, c, dtype=torch.int32, device=points.device)
     add_points[(n_chunks, cdiv(c, columns), p)](
-        points.contiguous(), labels.contiguous(), sums, sizes, n, d, c, CHUNK, POINTS, columns, power_of_2(d, 16)
+        points.contiguous(),
+        labels.contiguous(),
+        sums,
+        sizes,
+        n,
+        d,
+        c,
+        CHUNK,
+        ADDED[columns],
+        columns,
+        power_of_2(d, 16),
     )
     members = sizes.sum(1)
     means = sums.sum(1) / members.clamp(min=1).unsqueeze(-1)

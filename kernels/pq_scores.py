@@ -338,6 +338,7 @@ def keys_of_rows(
     at, n_blocks = table + row * 10, tl.num_programs(1)
     codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
     mask, every = token < tl.load(at + 4), tl.arange(0, BLOCKS)
+    head_stride, part_stride = tl.load(at + 2), tl.load(at + 3)
     total = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):
         head = owner * g + i
@@ -346,7 +347,7 @@ def keys_of_rows(
         lse = highest + tl.log(tl.sum(tl.exp(mine - highest), 0))
         x = add_entries(
             entries + row * h_kv * g * M * c, codes, head, owner, token, mask, c,
-            tl.load(at + 2), tl.load(at + 3), M, PLANES,
+            head_stride, part_stride, M, PLANES,
         )  # fmt: skip
         total += tl.exp(x * scale - lse)
     key = tl.where(mask, pack_key(total, tl.load(at + 5) + token), tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64))

@@ -63,12 +63,10 @@ class H2ODecode(H2ODecodeRules, CuttingMethod):
         self.sums[layer] = self.sums[layer].gather(-1, slots)
 
     @classmethod
-    def after_rows(
+    def after_rows_at_once(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
-        """On a GPU all rows add up at once."""
-        if not out.is_cuda:
-            return super().after_rows(rows, layer, out, weights)
+        """All rows add up."""
         mine, h_kv = cast("Sequence[H2ODecode]", rows), rows[0].trace.shape.h_kv
         given = [x for x in weights if x is not None]
         learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(mine, given, strict=True)]

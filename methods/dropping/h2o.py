@@ -95,12 +95,10 @@ class H2O(H2ORules, ScoringMethod):
         return self.variant.is_full or self.params.generated == "on_top"
 
     @classmethod
-    def after_rows(
+    def after_rows_at_once(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
-        """On a GPU rows that reduce alike learn at once."""
-        if not out.is_cuda:
-            return super().after_rows(rows, layer, out, weights)
+        """Rows that reduce alike learn in one launch."""
         learning: dict[str, list[tuple[H2O, Learning]]] = {}
         for row, given in zip(cast("Sequence[H2O]", rows), weights, strict=True):
             if not row.is_still:

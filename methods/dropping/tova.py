@@ -71,12 +71,10 @@ class TOVA(TOVARules, ScoringMethod):
         return self.variant.is_full or not self.wants_weights
 
     @classmethod
-    def after_rows(
+    def after_rows_at_once(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
-        """On a GPU all rows evict at once."""
-        if not out.is_cuda:
-            return super().after_rows(rows, layer, out, weights)
+        """All rows evict."""
         full = [
             Learning(row.store[layer], given, candidates=EVERY)
             for row, given in zip(cast("Sequence[TOVA]", rows), weights, strict=True)

@@ -201,12 +201,10 @@ class SparQ(SparQRules, SelectiveAttention):
         return torch.lerp(means.repeat_interleave(self.trace.shape.g, 1), out.float(), covered).to(out.dtype)
 
     @classmethod
-    def after_rows(
+    def after_rows_at_once(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         sparqs = cast("Sequence[SparQ]", rows)
-        if not out.is_cuda:
-            return super().after_rows(rows, layer, out, weights)
         for i, row in enumerate(sparqs):
             lacking = row.lacking
             if lacking is not None and lacking.place == 0:
@@ -216,7 +214,6 @@ class SparQ(SparQRules, SelectiveAttention):
                     for other in sparqs[i : i + n]
                 ), "rows that were searched together lie apart"
                 blend(out[i : i + n], lacking.covered, lacking.table, row.trace.shape.h_kv)
-        return None
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The mean of V takes the place of what was not attended to."""

@@ -249,5 +249,5 @@ def test_a_killed_worker_changes_nothing(package: str, words: list[str], model: 
         killed = kill_a_worker(process, out)
         assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
     assert told(out) == told(tmp_path / "alone")
-    assert len(told(out)) == 2 * len(VARIANTS)
+    assert len(told(out)) == 2 * (len(VARIANTS) - 1) + 1, "full attention runs once, whatever the ratio"
     assert not Path(f"/proc/{killed}").exists()
