@@ -1,15 +1,18 @@
 """The GPU's benchmark runs from end to end without one, on small shapes and in Triton's interpreter."""
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.models import goals, hardware_of
+from benchmarks.gpu.results import Result
 from kernels.jit import triton
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
-@pytest.mark.skipif(gpu.torch.cuda.is_available(), reason="python -m benchmarks.gpu itself runs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="python -m benchmarks.gpu itself runs")
 def test_kernels_agree_with_their_references(capsys) -> None:
-    assert gpu.main(["--device", "cpu", "--small", "--only", "copies", "kernels"]) == 0
+    assert main(["--device", "cpu", "--small", "--only", "copies", "kernels"]) == 0
     shown = capsys.readouterr().out
     for op in (
         "select_attend",
@@ -36,23 +39,38 @@ def test_a_method_that_runs_out_of_memory_is_a_result(capsys, monkeypatch) -> No
         return read(model, timed, ids, n_new)
 
     monkeypatch.setattr(latency, "read", short_of_memory)
-    words = [
-        "--device",
-        "cpu",
-        "--small",
-        "--only",
-        "methods",
-        "--methods",
-        "streamingllm",
-        "snapkv",
-    ]
-    assert gpu.main([*words, "--lengths", "128", "--n-new", "4", "--repeats", "1"]) == 0
+    words = ["--device", "cpu", "--small", "--only", "methods", "--methods", "streamingllm", "snapkv"]
+    assert main([*words, "--lengths", "128", "--n-new", "4", "--hardware", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "StreamingLLM: decode" in shown and "TT2T" in shown and "oom" in shown
 
 
+def test_figures_stand_beside_what_they_were_meant_to_be() -> None:
+    def decode(name: str, s: int, ms: float, tt2t: float) -> Result:
+        return Result(f"{name}: decode", f"m, {s:,} tokens, ratio 0.2", True, None, ms, 8.0, None, "", tt2t, 2.0)
+
+    found = [decode("Full", 8192, 8.0, 2.0), decode("PQCache", 8192, 10.0, 2.0), decode("PQCache", 131000, 15.0, 2.4)]
+    found.append(Result("transformers, static cache", "m, 8,192 tokens", True, ms=8.0))
+    found.append(Result("sweep against Full alone", "20 variants, 8,192 tokens, 20 new", True, None, 50.0, 20.0))
+    said = {each.what.removeprefix("goal: "): each.note for each in goals(found)}
+    assert said == {
+        "time to the second token, PQCache to Full": "1.20, MISSED",
+        "time per token, PQCache, longest to shortest": "1.50, MISSED",
+        "time per token, Full to transformers with a static cache": "1.00, met",
+        "sweep of twenty variants to Full alone": "2.50, met",
+    }
+    assert not [*goals([])], "of what was not measured nothing is said"
+
+
+def test_the_hardware_that_is_simulated_is_the_gpus(monkeypatch) -> None:
+    for name, file in (("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090-pcie1"), ("Tesla T4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert hardware_of(torch.device("cuda")) == file
+    assert hardware_of(torch.device("cpu")) is None
+
+
 def test_without_a_gpu_it_says_so(capsys) -> None:
-    if gpu.torch.cuda.is_available():
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert gpu.main([]) == 2
+    assert main([]) == 2
     assert "no GPU" in capsys.readouterr().err

@@ -4,8 +4,10 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.results import Result, collect
 from benchmarks.pretend.cuda import Machine
 
 
@@ -18,11 +20,44 @@ def test_a_row_is_written_before_the_next_is_measured(machine: Machine, tmp_path
     path = tmp_path / "gpu.csv"
 
     def found():
-        yield gpu.Result("first", "-", True)
+        yield Result("first", "-", True)
         assert [row["what"] for row in rows_of(path)] == ["first"]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gpu.collect(found(), path, gpu.torch.device("cuda"))
+        collect(found(), path, torch.device("cuda"))
     (row,) = rows_of(path)
     assert (row["what"], row["ok"], row["device"]) == ("first", "True", "pretended 0")
+
+
+def test_what_needs_no_times_runs_to_its_end(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cuda", "--small", "--only", "agreement", "baseline", "--methods", "snapkv"]
+    assert main([*words, "--lengths", "64", "--n-new", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "SnapKV: as on a CPU" in shown and "transformers, static cache" in shown
+    assert "WRONG" not in shown and "not captured" not in shown
+
+
+@pytest.mark.slow
+def test_all_parts_that_need_a_model_run_to_their_end(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cuda", "--small", "--only", "agreement", "methods", "baseline", "sweep"]
+    assert main([*words, "--methods", "full", "snapkv", "--lengths", "128", "160", "--n-new", "4"]) == 0
+    shown, said = capsys.readouterr()
+    for line in ("SnapKV: as on a CPU", "SnapKV: decode", "transformers, static cache", "2 variants", "goal: sweep"):
+        assert line in shown
+        assert line in said
+    assert "WRONG" not in shown and "oom" not in shown
+
+
+@pytest.mark.slow
+def test_a_device_with_other_numbers_is_found_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agreement is no matter of course: a GPU whose attention looks elsewhere answers something else."""
+    from engine import attend
+
+    right = attend.attend_rows_triton
+
+    def wrong(q, tokens, scale, *more):
+        return right(q, tokens, -scale, *more)
+
+    monkeypatch.setattr(attend, "attend_rows_triton", wrong)
+    assert main(["--device", "cuda", "--small", "--only", "agreement", "--methods", "snapkv"]) == 1

@@ -1,58 +1,26 @@
-"""Everything that a GPU has to show, as one command that ends in a table: `python -m benchmarks.gpu`.
+"""Copies, and each Triton op against its plain reference in the shape of a layer.
 
-1. Copies: bytes per second within the device, and from pinned host memory to it. The first is what kernels are held to.
-2. Kernels: each Triton op against its plain reference on the same inputs, in the shape of a Llama-3.1-8B layer. The
-   error may be twice that of torch in the same dtype, both against float64; selections must be the same. Then time, and
-   bytes over time as a share of the copy's.
-3. Whole methods: time to second token and per token of a model in Llama-3.1-8B's shape with random weights, beside full
-   attention, by length (`evals/tasks/latency.py`). What does not fit is `oom`, a result like any other; H2O's sums over
-   the whole prompt take the time that they take.
+The error may be twice that of torch in the same dtype, both against float64; selections must be the same. Then time,
+and bytes over time as a share of the copy's.
 
-Rows go to benchmarks/gpu.csv as they are measured, with device and versions. `--device cpu --small` runs all of it in
-seconds, in Triton's interpreter (set TRITON_INTERPRET=1), to see that it runs; its times mean nothing. So do the tests,
-on a device that is pretended.
-
-Not here: scores, and the same figures for CPUs (`bench_*.py`).
+Not here: whole models (`benchmarks/gpu/models.py`).
 """
 
-import argparse
-import csv
-import gc
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from datetime import UTC, datetime
-from fractions import Fraction
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
-import yaml
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.paired import commit
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load_random, read_config
-from engine.errors import ConfigError
-from engine.model import Model
-from evals.overrides import CONF
-from evals.studies.hardware import FULL_REQUEST, method_of
-from evals.tasks.latency import Latency, Timed
+from benchmarks.gpu.results import Result
 from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
 from kernels.packed.attend import Packed, Side, attend_packed_ref
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
 from kernels.packed.rows import CodedRows
 from kernels.topk import top_stable, top_stable_ref
 
-RESULTS = Path(__file__).with_name("gpu.csv")
-METHODS = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
-REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
-SMALL_REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))  # of prompts of some hundred tokens
 GROUP = 32  # tokens or channels of packed codes that share a scale
 N_CALLS = 20
 
@@ -73,23 +41,6 @@ class Shape:
 
 LLAMA = Shape(32, 8, 128, 32768, 1638, 16, 2, 6)
 SMALL = Shape(4, 2, 32, 256, 24, 16, 2, 4)
-
-
-@dataclass
-class Result:
-    """A line of the table; None where it does not apply."""
-
-    what: str
-    shape: str
-    ok: bool
-    error: float | None = None
-    ms: float | None = None
-    reference_ms: float | None = None
-    gb_s: float | None = None
-    note: str = ""
-
-
-# --- 1. copies --------------------------------------------------------------------------------
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, most: int | None = None) -> float:
@@ -123,9 +74,6 @@ def copies(device: torch.device, n_bytes: int) -> Iterator[Result]:
         pinned = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
         seconds = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device)
         yield Result("copy, host to device", shape, True, ms=seconds * 1e3, gb_s=n_bytes / seconds / 1e9)
-
-
-# --- 2. kernels -------------------------------------------------------------------------------
 
 
 def worst(found: Tensor, exact: Tensor) -> float:
@@ -287,126 +235,3 @@ def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
         1e3 * seconds_of(lambda: pq_scores.pq_top_ref(*asked), device),
         shape.h_kv * shape.m * shape.s * shape.b / 8 / seconds / 1e9, "error: share of other tokens",
     )  # fmt: skip
-
-
-# --- 3. methods -------------------------------------------------------------------------------
-
-
-def methods(
-    model: Model, names: Sequence[str], lengths: Sequence[int], n_new: int, repeats: int, asked: BudgetRequest
-) -> Iterator[Result]:
-    """Each method at each length, paired with full attention."""
-    for s in lengths:
-        task = Latency(Latency.Params((s,), (1,), n_new, repeats, 1, None), None, 0)
-        (sample,) = task.samples(model.tokenizer)
-        for name in names:
-            kind, params = method_of(name)
-            request = FULL_REQUEST if name == "full" else asked
-            shape = f"{model.shape.name}, {s:,} tokens, ratio {float(request.ratio or 0):g}"
-            try:
-                timed = Timed(kind.variant_for(params, request, model.shape, s))
-                with model.hooked():
-                    timing = task.measure(model, timed, sample, lambda: None).outcome.fields["timing"]
-            except ConfigError as error:  # a budget that is too small for the method at this length
-                yield Result(f"{kind.title}: decode", shape, True, note=str(error))
-                continue
-            except (torch.OutOfMemoryError, MemoryError):
-                yield Result(f"{kind.title}: decode", shape, True, note="oom")
-                continue
-            finally:
-                gc.collect()
-                if model.device.type == "cuda":
-                    torch.cuda.empty_cache()
-            peak = timing["peak_bytes"]
-            yield Result(
-                f"{kind.title}: decode", shape, True, None, 1e3 * timing["tpot_s"], 1e3 * timing["full_tpot_s"],
-                note=f"TT2T {timing['tt2t_s']:.3f} s (full {timing['full_tt2t_s']:.3f}), peak "
-                + ("-" if peak is None else f"{peak / 1e9:.1f} GB"),
-            )  # fmt: skip
-
-
-# --- the table --------------------------------------------------------------------------------
-
-
-def collect(found: Iterable[Result], path: Path | None, device: torch.device) -> list[Result]:
-    """All results; each is in the file before the next one is measured, so that what breaks off is not lost."""
-    if path is None:
-        return list(found)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about: dict[str, Any] = {"device": name, "torch": version("torch"), "commit": commit()}
-    about |= {"date": datetime.now(UTC).date().isoformat()}
-    for package in ("triton", "transformers"):
-        about[package] = version(package)
-    results = []
-    with path.open("w", newline="") as handle:
-        writer = csv.DictWriter(handle, [*(field.name for field in fields(Result)), *about])
-        writer.writeheader()
-        for result in found:
-            writer.writerow(vars(result) | about)
-            handle.flush()
-            results.append(result)
-    return results
-
-
-def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result]:
-    """All that was asked for, part by part."""
-    wanted = asked.only or ("copies", "kernels", "methods")
-    with torch.inference_mode():
-        if "copies" in wanted:
-            yield from copies(device, 1 << 20 if asked.small else 1 << 30)
-        if "kernels" in wanted:
-            yield from kernels(SMALL if asked.small else LLAMA, device)
-    if "methods" in wanted:
-        name = "smollm2-135m" if asked.small else "llama-3.1-8b"
-        shape = yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
-        config = read_config(name, shape | ({"num_hidden_layers": 3} if asked.small else {}))
-        model = load_random(name, config, device=asked.device)
-        request = SMALL_REQUEST if asked.small else REQUEST
-        yield from methods(model, asked.methods, asked.lengths, asked.n_new, asked.repeats, request)
-
-
-def show(results: Sequence[Result]) -> None:
-    copy = next((result.gb_s for result in results if result.what == "copy, device"), None)
-    view = Table(box=None, pad_edge=False)
-    for name in ("what", "shape"):
-        view.add_column(name)
-    for name in ("parity", "error", "ms", "reference ms", "GB/s", "of copy"):
-        view.add_column(name, justify="right")
-    view.add_column("")
-    for found in results:
-        numbers = ["-" if x is None else f"{x:.3g}" for x in (found.error, found.ms, found.reference_ms, found.gb_s)]
-        share = f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-"
-        parity = "-" if found.error is None else "ok" if found.ok else "WRONG"
-        view.add_row(found.what, found.shape, parity, *numbers, share, found.note)
-    console = Console()
-    console.width = max(console.width, 170)
-    console.print(view)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a small layer, and three of the embedded model's shape")
-    parser.add_argument("--only", nargs="+", choices=("copies", "kernels", "methods"))
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536, 131000])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--n-new", type=int, default=20)
-    asked = parser.parse_args(words)
-    device = torch.device(asked.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "error: there is no GPU that torch can use; --device cpu --small shows that it runs",
-            file=sys.stderr,
-        )
-        return 2
-    results = collect(measured(asked, device), None if asked.small else RESULTS, device)
-    show(results)
-    wrong = [result.what for result in results if not result.ok]
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Everything that a GPU has to show, as one command that ends in a table: `python -m benchmarks.gpu`.
+
+    copies     bytes per second within the device, and from pinned host memory to it
+    kernels    each Triton op against its plain reference (`benchmarks/gpu/ops.py`)
+    agreement  every method's tokens and books against a CPU's (`benchmarks/gpu/models.py`, as all below)
+    methods    times to second token and per token, memory, and what was simulated, by length
+    baseline   transformers with a static cache and one CUDA graph
+    sweep      twenty variants against full attention alone
+
+Rows go to benchmarks/gpu.csv as they are measured, with device and versions, and to standard error. `--device cpu
+--small` runs all of it in minutes, in Triton's interpreter (set TRITON_INTERPRET=1), to see that it runs; its times
+mean nothing. So do the tests, on a device that is pretended.
+
+Not here: scores, and the same figures for CPUs (`bench_*.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+import yaml
+
+from benchmarks.gpu import models
+from benchmarks.gpu.ops import LLAMA, SMALL, copies, kernels
+from benchmarks.gpu.results import Result, collect, show
+from engine.budget import BudgetRequest
+from engine.checkpoints.load import load_random, read_config
+from evals.overrides import CONF
+from evals.studies.hardware import layers_of
+
+RESULTS = Path(__file__).parents[1] / "gpu.csv"
+PARTS = ("copies", "kernels", "agreement", "methods", "baseline", "sweep")
+OF_MODELS = {"methods", "baseline", "sweep"}
+REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
+SMALL_REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))  # of prompts of some hundred tokens
+LENGTHS, SMALL_LENGTHS = (8192, 32768, 131000), (300, 400)
+SMALL_RATIOS = ("1/2", "3/5")
+
+
+def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    """All that was asked for, part by part."""
+    wanted = asked.only or PARTS
+    with torch.inference_mode():
+        if "copies" in wanted:
+            yield from copies(device, 1 << 20 if asked.small else 1 << 30)
+        if "kernels" in wanted:
+            yield from kernels(SMALL if asked.small else LLAMA, device)
+    if "agreement" in wanted:
+        yield from models.agreement(device, asked.methods or models.ALL)
+    if not OF_MODELS.intersection(wanted):
+        return
+    name = "smollm2-135m" if asked.small else "llama-3.1-8b"
+    shape = yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
+    config = read_config(name, shape | ({"num_hidden_layers": 3} if asked.small else {}))
+    model = load_random(name, config, device=asked.device)
+    request, lengths = SMALL_REQUEST if asked.small else REQUEST, asked.lengths
+    found: list[Result] = []
+
+    def kept(results: Iterator[Result]) -> Iterator[Result]:
+        for result in results:
+            found.append(result)
+            yield result
+
+    if "methods" in wanted:
+        names = {s: asked.methods or (models.ALL if s == min(lengths) else models.MANY) for s in lengths}
+        layers, hardware = layers_of(model.shape, config), asked.hardware or models.hardware_of(device)
+        yield from kept(models.times(model, layers, names, asked.n_new, request, hardware))
+    if "baseline" in wanted:
+        yield from kept(models.baseline(model, min(lengths), asked.n_new))
+    if "sweep" in wanted:
+        ratios = SMALL_RATIOS if asked.small else models.SWEEP_RATIOS
+        of = models.sweep(model, min(lengths), asked.n_new, request.comm, asked.methods or models.SWEEP, ratios)
+        yield from kept(iter([of]))
+    yield from models.goals(found)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a small layer, and three of the embedded model's shape")
+    parser.add_argument("--only", nargs="+", choices=PARTS)
+    parser.add_argument("--methods", nargs="+", help="of agreement, methods and sweep; without, those of each part")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens; all methods at the shortest one")
+    parser.add_argument("--hardware", help="file of conf/hardware that is simulated beside; without, this GPU's")
+    parser.add_argument("--n-new", type=int, default=20)
+    asked = parser.parse_args(words)
+    asked.lengths = asked.lengths or (SMALL_LENGTHS if asked.small else LENGTHS)
+    device = torch.device(asked.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("error: there is no GPU that torch can use; --device cpu --small shows that it runs", file=sys.stderr)
+        return 2
+    results = collect(measured(asked, device), None if asked.small else RESULTS, device)
+    show(results)
+    wrong = [result.what for result in results if not result.ok]
+    if wrong:
+        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

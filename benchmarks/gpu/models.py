@@ -1,0 +1,340 @@
+"""Whole models on a GPU: agreement with a CPU, times of every method, a baseline, a sweep, and the goals for them.
+
+Agreement   a small model in float32 says on the GPU what it says on a CPU: the same logits, and the same books.
+Times       to the second token and per token, of a model in Llama-3.1-8B's shape with random weights, each beside the
+            nearest pass of full attention; at the shortest length all methods, then `MANY`. Beside them what
+            `evals/studies/hardware.py` says of this GPU.
+Baseline    transformers itself with a static cache, its step captured as one CUDA graph.
+Sweep       twenty variants in one batch against full attention alone, both with their prefill.
+
+What does not fit is `oom`, a result like any other.
+
+Not here: single ops (`benchmarks/gpu/ops.py`), scores.
+"""
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.results import Result
+from benchmarks.launches import BUDGETS, OF_CODES, config_of, read
+from engine.books.clock import synchronize
+from engine.books.ledger import Entry
+from engine.budget import BudgetRequest
+from engine.checkpoints.load import load_random
+from engine.decode import decode
+from engine.errors import ConfigError
+from engine.model import Model, query_turner
+from engine.prefill import Trace, prefill
+from evals.overrides import CONF
+from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
+from evals.tasks.base import Sample
+from evals.tasks.latency import Latency, Pass, Timed, run_pass
+from methods.base import SelectiveAttention
+from methods.rules.quantising.base import QuantisingRules
+from methods.variant import Variant
+
+ALL = [*BUDGETS]
+MANY = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
+SWEEP = "snapkv pyramidkv h2o xkv sparq quest clusterkv infllm infinigen pqcache".split()
+FLAT = ("PQCache", "ClusterKV", "Quest", "SnapKV")  # whose steps should not grow with the prompt
+SWEEP_RATIOS = ("1/10", "1/5")
+N_AGREE = 9  # tokens that are fed; a captured step is replayed among them
+MOST_APART = 1e-3  # logits in float32, of the largest; sums in another order move them by 1e-6
+N_LAYERS_AGREE = 5  # some methods leave two of them whole
+OF_ANSWERS = BudgetRequest(None, 2048, Fraction(0))  # of prompt and answer together
+
+
+# --- agreement --------------------------------------------------------------------------------
+
+
+def agreement(device: torch.device, names: Sequence[str]) -> Iterator[Result]:
+    """Each method's logits and books on the GPU against those on a CPU, over the same tokens."""
+    here = load_random("small", config_of(N_LAYERS_AGREE), dtype="float32", device="cpu")
+    hf = copy.deepcopy(here.hf).to(device)
+    there = replace(here, hf=hf, device=device, turn=query_turner(hf))
+    for name in names:
+        (logits, books), (expected, expected_books) = said_by(there, name), said_by(here, name)
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        same = books == expected_books
+        note = "error: of logits" + ("" if same else ", other books")
+        yield Result(
+            f"{method_of(name)[0].title}: as on a CPU", "float32", same and error < MOST_APART, error, note=note
+        )
+
+
+class Seen:
+    """The logits of a decode's steps."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Logits say enough."""
+
+    def predicted(self, order: Sequence[int], logits: Tensor) -> None:
+        self.logits.append(logits.double().cpu())
+
+
+def said_by(model: Model, name: str) -> tuple[Tensor, list[Entry]]:
+    """Logits of the steps over a few tokens, and the ledger."""
+    seen = Seen()
+    with model.hooked():
+        trace, (row, *_) = read(model, name)
+        decode(model, trace, [row], max_new_tokens=0, feed=range(1, 1 + N_AGREE), watch=seen)
+    return torch.cat(seen.logits), row.store.ledger.entries
+
+
+# --- times ------------------------------------------------------------------------------------
+
+
+def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRequest:
+    """What is asked of a method, in the currency that it takes."""
+    if kind.of_answers:
+        return OF_ANSWERS
+    if issubclass(kind, QuantisingRules):
+        return OF_CODES
+    return asked if kind.has_budget else FULL_REQUEST
+
+
+def sample_of(model: Model, s: int, n_new: int) -> Sample:
+    (sample,) = Latency(Latency.Params((s,), (1,), n_new, 1, 0, None), None, 0).samples(model.tokenizer)
+    return sample
+
+
+def guarded(model: Model, call: Callable[[], Pass]) -> Pass | str:
+    """A pass, or why there is none: a budget too small for the method at this length, or too little memory."""
+    try:
+        with model.hooked():
+            return call()
+    except ConfigError as error:
+        return str(error)
+    except (torch.OutOfMemoryError, MemoryError):
+        return "oom"
+    finally:
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def times(
+    model: Model, layers: Layers, lengths: Mapping[int, Sequence[str]], n_new: int, asked: BudgetRequest, on: str | None
+) -> Iterator[Result]:
+    """Each length's methods, each beside the pass of full attention that came last; `on` is the simulated hardware."""
+    is_warm = set[str]()
+    for s, names in lengths.items():
+        sample, full = sample_of(model, s, n_new), None
+        for i, name in enumerate(["full", *(name for name in names if name != "full")]):
+            if i % 10 == 0:
+                full = one_pass(model, "full", sample, FULL_REQUEST, is_warm)
+            kind, params = method_of(name)
+            request = request_of(kind, asked)
+            found = full if name == "full" else one_pass(model, name, sample, request, is_warm)
+            shape = f"{model.shape.name}, {s:,} tokens, {budget_text(request)}"
+            if isinstance(found, str) or found is None:
+                yield Result(f"{kind.title}: decode", shape, True, note=found or "")
+                continue
+            result = Result(
+                f"{kind.title}: decode", shape, True, ms=1e3 * found.tpot_s, tt2t_s=found.tt2t_s,
+                peak_gb=None if found.peak_bytes is None else found.peak_bytes / 1e9,
+            )  # fmt: skip
+            if isinstance(full, Pass):
+                result.reference_ms, result.reference_tt2t_s = 1e3 * full.tpot_s, full.tt2t_s
+            if on is not None and name in MANY:
+                counts = count(kind, params, request, model.shape, s)
+                result.simulated_ms = 1e3 * predict(counts, layers, read_hardware(on), s).tpot_s
+            yield result
+
+
+def one_pass(model: Model, name: str, sample: Sample, request: BudgetRequest, is_warm: set[str]) -> Pass | str:
+    """A pass that counts; a method's first one has another before it, which compiles its kernels."""
+    kind, params = method_of(name)
+
+    def call() -> Pass:
+        timed = Timed(kind.variant_for(params, request, model.shape, len(sample.ids or ())))
+        if name not in is_warm:
+            run_pass(model, timed, sample)
+            is_warm.add(name)
+        return run_pass(model, timed, sample)[1]
+
+    return guarded(model, call)
+
+
+def budget_text(request: BudgetRequest) -> str:
+    return f"budget {request.tokens}" if request.ratio is None else f"ratio {float(request.ratio):g}"
+
+
+def hardware_of(device: torch.device) -> str | None:
+    """The file of conf/hardware that describes this GPU."""
+    if device.type != "cuda":
+        return None
+    title = torch.cuda.get_device_name(device).lower()
+    names = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
+    return next((name for name in names if name.partition("-")[0] in title.replace(" ", "")), None)
+
+
+# --- baseline ---------------------------------------------------------------------------------
+
+
+def baseline(model: Model, s: int, n_new: int) -> Iterator[Result]:
+    """A step of transformers with a static cache; without a GPU, or where it cannot be captured, as it is."""
+    shape, note = f"{model.shape.name}, {s:,} tokens", ""
+    with torch.inference_mode():
+        try:
+            step = static_step(model, s, 3 * n_new + 8)
+            if model.device.type == "cuda":
+                try:
+                    step = captured(step, model.device)
+                except RuntimeError as error:
+                    note = f"not captured: {' '.join(str(error).split())[:200]}"
+                    step = static_step(model, s, 3 * n_new + 8)
+            seconds = seconds_per_call(step, n_new, model)
+        except (torch.OutOfMemoryError, MemoryError):
+            yield Result("transformers, static cache", shape, True, note="oom")
+            return
+    yield Result("transformers, static cache", shape, True, ms=1e3 * seconds, note=note)
+
+
+def static_step(model: Model, s: int, room: int) -> Callable[[], object]:
+    """Greedy decoding behind a prompt of `s` tokens, a token per call, in buffers that stay where they are."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.hf.config, max_cache_len=s + room)
+    ids = torch.tensor([sample_of(model, s, 3).ids], device=model.device)
+    token = model.hf(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+    def step() -> object:
+        return token.copy_(model.hf(token, past_key_values=cache, logits_to_keep=1).logits.argmax(-1))
+
+    return step
+
+
+def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The step as one CUDA graph."""
+    aside = torch.cuda.Stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream(device).wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(aside):
+        graph.capture_begin()
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    return graph.replay
+
+
+def seconds_per_call(step: Callable[[], object], n: int, model: Model) -> float:
+    """Median over steps, each waited for, as a decoder that looks at every token does."""
+    seconds = []
+    for _ in range(n):
+        start = perf_counter()
+        step()
+        synchronize(model.devices)
+        seconds.append(perf_counter() - start)
+    return statistics.median(seconds)
+
+
+# --- sweep ------------------------------------------------------------------------------------
+
+
+def sweep(model: Model, s: int, n_new: int, comm: Fraction, names: Sequence[str], ratios: Sequence[str]) -> Result:
+    """Seconds of prefill and steps: all variants in one batch, and full attention alone before and behind them."""
+    sample = sample_of(model, s, n_new)
+    variants: list[Variant] = []
+    for name in names:
+        kind, params = method_of(name)
+        for share in ratios:
+            asked = BudgetRequest(Fraction(share), None, comm)
+            if request_of(kind, asked) is not asked:
+                continue  # full attention, and methods that have no ratio
+            try:
+                variants.append(kind.variant_for(params, asked, model.shape, s))
+            except ConfigError:
+                continue
+    kind, params = method_of("full")
+    full = [kind.variant_for(params, FULL_REQUEST, model.shape, s)]
+    shape = f"{len(variants)} variants, {s:,} tokens, {n_new} new"
+    try:
+        together(model, variants, sample, n_new)  # compiles kernels
+        alone = [together(model, full, sample, n_new)]
+        fused = together(model, variants, sample, n_new)
+        alone.append(together(model, full, sample, n_new))
+    except (torch.OutOfMemoryError, MemoryError):
+        return Result("sweep against Full alone", shape, True, note="oom")
+    mean = statistics.fmean(alone)
+    note = f"{fused / mean:.2f} times"
+    return Result("sweep against Full alone", shape, True, ms=1e3 * fused, reference_ms=1e3 * mean, note=note)
+
+
+def together(model: Model, variants: Sequence[Variant], sample: Sample, n_new: int) -> float:
+    """Seconds from the prompt to the last token of all rows."""
+    assert sample.ids is not None and sample.forced is not None
+    rows: list[SelectiveAttention] = []
+
+    def build(trace: Trace, layer: int) -> None:
+        if not rows:
+            rows.extend(variant.row(trace, n_new) for variant in variants)
+        for row in rows:
+            row.build(layer)
+
+    gc.collect()
+    synchronize(model.devices)
+    start = perf_counter()
+    with model.hooked():
+        asked = list(dict.fromkeys(what for variant in variants for what in variant.observations))
+        trace = prefill(model, sample.ids, asked, build)
+        for row in rows:
+            row.complete()
+        trace.settle()
+        decode(model, trace, rows, max_new_tokens=0, feed=sample.forced[:-1])
+    synchronize(model.devices)
+    return perf_counter() - start
+
+
+# --- goals ------------------------------------------------------------------------------------
+
+
+def goals(results: Sequence[Result]) -> Iterator[Result]:
+    """What the figures were meant to be, beside what they are; of those that were measured."""
+    decoding = {(x.what.partition(":")[0], tokens_of(x)): x for x in results if x.what.endswith(": decode") and x.ms}
+    pq = [x for (name, _), x in decoding.items() if name == "PQCache" and x.tt2t_s and x.reference_tt2t_s]
+    if pq:
+        worst = max(ratio(x.tt2t_s, x.reference_tt2t_s) for x in pq)
+        yield goal("time to the second token, PQCache to Full", worst, 1.05)
+    for name in dict.fromkeys(name for name, _ in decoding if name in FLAT):
+        at = {s: x.ms for (other, s), x in decoding.items() if other == name}
+        if len(at) > 1:
+            yield goal(f"time per token, {name}, longest to shortest", ratio(at[max(at)], at[min(at)]), 1.2)
+    static = next((x for x in results if x.what == "transformers, static cache" and x.ms), None)
+    if static is not None and (full := decoding.get(("Full", tokens_of(static)))):
+        yield goal("time per token, Full to transformers with a static cache", ratio(full.ms, static.ms), 1.1)
+    for x in results:
+        if x.what == "sweep against Full alone" and x.ms:
+            yield goal("sweep of twenty variants to Full alone", ratio(x.ms, x.reference_ms), 3)
+
+
+def tokens_of(result: Result) -> int:
+    text: Any = next(part for part in result.shape.split(", ") if part.endswith(" tokens"))
+    return int(text.removesuffix(" tokens").replace(",", ""))
+
+
+def ratio(a: float | None, b: float | None) -> float:
+    assert a is not None and b, (a, b)
+    return a / b
+
+
+def goal(what: str, found: float, most: float) -> Result:
+    met = "met" if found <= most else "MISSED"
+    return Result(f"goal: {what}", f"at most {most:g}", True, note=f"{found:.2f}, {met}")
