@@ -203,11 +203,8 @@ class _Batch:
 
     def look_ahead(self, layer: int, where: slice) -> None:
         """Give each row that wants it the query that its input of the layer below foretells."""
-        looking = [
-            i
-            for i in range(where.start, where.stop)
-            if self.rows[i].wants_lookahead and self.rows[i].store[layer].can_fetch
-        ]
+        which = range(where.start, where.stop)
+        looking = [i for i in which if self.rows[i].wants_lookahead and self.rows[i].store[layer].can_fetch]
         if looking:
             below = self.calls[layer - 1].x[looking].to(self.trace.device_of(layer))
             queries = self.model.speculate(layer, below, self.calls[layer].beside)
@@ -231,7 +228,8 @@ def attend_groups(
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
         for kind, at in groups:
-            kind.after_rows(rows[at], layer, out if len(groups) == 1 else out[at], weights[at])
+            after = kind.after_rows_on_gpu if q.is_cuda else kind.after_rows
+            after(rows[at], layer, out if len(groups) == 1 else out[at], weights[at])
         for row in rows:
             row.store.close(layer, step)
     return out

@@ -203,19 +203,12 @@ class SelectiveAttention(Rules, Turns, ABC):
         """`after_attention` for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
         if cls.after_attention is SelectiveAttention.after_attention:
             return
-        after = cls.after_rows_at_once if out.is_cuda else SelectiveAttention.after_rows_at_once
-        after(rows, layer, out, weights)
-
-    @classmethod
-    def after_rows_at_once(
-        cls, rows: Sequence["SelectiveAttention"], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
-        """`after_rows` on a GPU, for methods that spare launches by doing it for all rows; the others take turns."""
         for i, row in enumerate(rows):
             given = out[i : i + 1]
-            corrected = row.after_attention(layer, given, weights[i])
-            if corrected is not given:
+            if (corrected := row.after_attention(layer, given, weights[i])) is not given:
                 given.copy_(corrected)
+
+    after_rows_on_gpu = after_rows  # overridden where all rows together need fewer launches
 
     def after_step(self) -> None:
         """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""

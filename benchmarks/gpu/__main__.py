@@ -27,7 +27,7 @@ from benchmarks.gpu import models
 from benchmarks.gpu.ops import LLAMA, SMALL, copies, kernels
 from benchmarks.gpu.results import Result, collect, show
 from engine.budget import BudgetRequest
-from engine.checkpoints.load import load_random, read_config
+from engine.checkpoints.load import load_random, read_config, torch_device
 from evals.overrides import CONF
 from evals.studies.hardware import layers_of
 
@@ -90,10 +90,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--n-new", type=int, default=20)
     asked = parser.parse_args(words)
     asked.lengths = asked.lengths or (SMALL_LENGTHS if asked.small else LENGTHS)
-    device = torch.device(asked.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if torch.device(asked.device).type == "cuda" and not torch.cuda.is_available():
         print("error: there is no GPU that torch can use; --device cpu --small shows that it runs", file=sys.stderr)
         return 2
+    device = torch_device(asked.device)
     results = collect(measured(asked, device), None if asked.small else RESULTS, device)
     show(results)
     wrong = [result.what for result in results if not result.ok]

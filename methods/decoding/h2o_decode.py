@@ -63,7 +63,7 @@ class H2ODecode(H2ODecodeRules, CuttingMethod):
         self.sums[layer] = self.sums[layer].gather(-1, slots)
 
     @classmethod
-    def after_rows_at_once(
+    def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         """All rows add up."""

@@ -95,7 +95,7 @@ class H2O(H2ORules, ScoringMethod):
         return self.variant.is_full or self.params.generated == "on_top"
 
     @classmethod
-    def after_rows_at_once(
+    def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         """Rows that reduce alike learn in one launch."""

@@ -71,7 +71,7 @@ class TOVA(TOVARules, ScoringMethod):
         return self.variant.is_full or not self.wants_weights
 
     @classmethod
-    def after_rows_at_once(
+    def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         """All rows evict."""

@@ -201,7 +201,7 @@ class SparQ(SparQRules, SelectiveAttention):
         return torch.lerp(means.repeat_interleave(self.trace.shape.g, 1), out.float(), covered).to(out.dtype)
 
     @classmethod
-    def after_rows_at_once(
+    def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> None:
         sparqs = cast("Sequence[SparQ]", rows)
