@@ -61,6 +61,7 @@ def said(result: Result) -> Result:
     """The result, with a line on standard error: what runs for minutes says where it is."""
     numbers = "" if result.ms is None else f" {result.ms:.3g} ms"
     numbers += "" if result.reference_ms is None else f" (reference {result.reference_ms:.3g})"
+    numbers += "" if result.error is None else f" error {result.error:.1g}"
     wrong = "" if result.ok else " WRONG"
     print(f"{result.what}, {result.shape}:{wrong}{numbers} {result.note}".rstrip(" :"), file=sys.stderr)
     return result
