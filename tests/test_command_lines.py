@@ -152,7 +152,7 @@ def embedded() -> Any:
         patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         patch.setattr("sys.argv", ["run.py"])
         patch.setenv("HYDRA_FULL_ERROR", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         yield
 
 

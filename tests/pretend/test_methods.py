@@ -75,7 +75,7 @@ def on_cpu(name: str) -> tuple[list[list[int]], list[list[Entry]]]:
     return answer(conformance.model(), name)
 
 
-# A kind each; the interpreter takes up to half a minute for each of the others. Two more answer on a second device.
+# A kind each; the interpreter takes up to half a minute for each of the others. One more answers on a second device.
 QUICK = ("full", "streamingllm", "adakv", "duo_attention", "lagkv")
 
 
@@ -93,7 +93,7 @@ def test_a_preset_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
     test_it_answers_as_on_a_cpu(machine, name)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pqcache"])
+@pytest.mark.parametrize("name", ["snapkv", pytest.param("pqcache", marks=pytest.mark.slow)])
 def test_it_answers_on_another_device(machine: Machine, name: str) -> None:
     assert answer(moved(conformance.model(), "cuda:1"), name) == on_cpu(name)
 
