@@ -217,7 +217,7 @@ def values_of(parts: Sequence[Part], key: str) -> list[str]:
 
 def in_order(word: str) -> tuple[int, float, str]:
     """Numbers by size, wherever they stand in a word; then words."""
-    for piece in word.replace("ratio ", "").split():
+    for piece in word.removeprefix("ratio ").removeprefix("memory ").split():
         try:
             return 0, float(Fraction(piece)), word
         except ValueError:

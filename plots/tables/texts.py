@@ -69,7 +69,7 @@ def explanation(sheet: Sheet) -> list[str]:
         count = f"{n} sample{'s' if n != 1 else ''} a cell" if n is not None else "n is the number of samples"
         none = "no interval of one sample" if any(cell.n == 1 for cell in cells) else ""
         sentences.append("; ".join(part for part in (count, spread, none) if part) + ".")
-    if sheet.value == "score" and any(cell.mark for cell in cells):
+    if sheet.value == "score" and sheet.against is None and any(cell.mark for cell in cells):
         sentences.append(
             "Bold: best of its column. Italic (underlined in LaTeX): not shown to be worse than the best, paired test "
             "with Holm's correction. Full and Oracle are not ranked: nothing bounds what they read."

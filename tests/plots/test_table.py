@@ -4,6 +4,7 @@ import csv
 import io
 import shutil
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,15 @@ def test_differences_are_paired_with_full(tmp_path: Path) -> None:
     write(tmp_path, "snapkv", "needle", rows(HITS))
     cell = one(tmp_path, value="difference").cells[("SnapKV (C)",), ("ratio 0.2",)]
     assert cell.mean == pytest.approx(-0.25) and cell.against is not None and cell.against.p > 0.05 and not cell.mark
-    assert "-25.0 (" in markdown(one(tmp_path, value="difference"))
+    said = markdown(one(tmp_path, value="difference"))
+    assert "-25.0 (" in said and "Paired with Full" in said and "best of its column" not in said
+
+
+def test_shares_of_memory_stand_by_size(tmp_path: Path) -> None:
+    for memory in ("1/2", "1/32", "1/8"):
+        write(tmp_path, "snapkv", "fidelity", rows(HITS), memory=memory, ratio=memory)
+    shares = [column.removeprefix("memory ") for (column,) in one(tmp_path, columns=["budget"]).columns]
+    assert sorted(shares, key=Fraction) == shares and len(shares) == 3
 
 
 def test_any_value_can_be_compared_with_any_method(tmp_path: Path) -> None:
