@@ -69,6 +69,19 @@ def test_the_hardware_that_is_simulated_is_the_gpus(monkeypatch) -> None:
     assert hardware_of(torch.device("cpu")) is None
 
 
+def test_a_wrong_word_is_refused_before_anything_is_measured(capsys) -> None:
+    for words, said in (
+        (["--methods", "pqcahce"], "pqcache"),
+        (["--hardware", "h300"], "h200"),
+        (["--repeats", "0"], "at least 1"),
+    ):
+        try:
+            code = main(["--device", "cpu", "--small", *words])
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 2 and said in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so(capsys) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

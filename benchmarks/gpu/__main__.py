@@ -28,8 +28,9 @@ from benchmarks.gpu.ops import LLAMA, SMALL, copies, kernels
 from benchmarks.gpu.results import Result, collect, show
 from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config, torch_device
+from engine.errors import ConfigError
 from evals.overrides import CONF
-from evals.studies.hardware import layers_of
+from evals.studies.hardware import layers_of, method_of, read_hardware
 
 RESULTS = Path(__file__).parents[1] / "gpu.csv"
 PARTS = ("copies", "kernels", "agreement", "methods", "baseline", "sweep")
@@ -67,7 +68,7 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
     if "methods" in wanted:
         names = {s: asked.methods or (models.ALL if s == min(lengths) else models.MANY) for s in lengths}
         layers, hardware = layers_of(model.shape, config), asked.hardware or models.hardware_of(device)
-        yield from kept(models.times(model, layers, names, asked.n_new, request, hardware))
+        yield from kept(models.times(model, layers, names, asked.n_new, asked.repeats, request, hardware))
     if "baseline" in wanted:
         yield from kept(models.baseline(model, min(lengths), asked.n_new))
     if "sweep" in wanted:
@@ -87,13 +88,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", help="of agreement, methods and sweep; without, those of each part")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens; all methods at the shortest one")
     parser.add_argument("--hardware", help="file of conf/hardware that is simulated beside; without, this GPU's")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="passes of a method at a length, of which the middle counts"
+    )
     parser.add_argument("--n-new", type=int, default=20)
     asked = parser.parse_args(words)
+    if min(asked.repeats, asked.n_new - 2, *(asked.lengths or ())) < 1:
+        parser.error("--repeats and --lengths are at least 1, --n-new at least 3")
     asked.lengths = asked.lengths or (SMALL_LENGTHS if asked.small else LENGTHS)
     if torch.device(asked.device).type == "cuda" and not torch.cuda.is_available():
         print("error: there is no GPU that torch can use; --device cpu --small shows that it runs", file=sys.stderr)
         return 2
-    device = torch_device(asked.device)
+    try:
+        device = torch_device(asked.device)
+        for name in asked.methods or ():
+            method_of(name)
+        if asked.hardware is not None:
+            read_hardware(asked.hardware)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     results = collect(measured(asked, device), None if asked.small else RESULTS, device)
     show(results)
     wrong = [result.what for result in results if not result.ok]
