@@ -140,6 +140,8 @@ def attend_shared(
 
     By row what `attend` is to join with the row's other parts, and those. Only parts of many tokens are worth it.
     """
+    if len(rows) == 1:
+        return {}, rows
     places: dict[tuple[int, ...], list[int]] = {}
     for i, parts in enumerate(rows):
         for part in () if wants_weights[i] else parts:

@@ -240,8 +240,8 @@ def attend_group(
     q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
 ) -> list[Tensor]:  # fmt: skip
     """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
-    groups = [(kind, slice(0, len(rows)))]
-    return list(attend_groups(groups, rows, layer, q, k, v, scale, step).split(1))
+    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, scale, step)
+    return [out[i : i + 1] for i in range(len(rows))]
 
 
 def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
