@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launches import BUDGETS
+from benchmarks.launches import BUDGETS, OF_ANSWERS, OF_CODES, request_of
 from benchmarks.pretend.cuda import Machine
+from evals.studies.hardware import method_of
 from tests.tiny_run import run, save_tiny, sweep
 
 TASKS = {
@@ -15,8 +16,24 @@ TASKS = {
     "pg19": ("task.source=embedded", "task.lengths=[200]", "task.targets=4"),
     "latency": ("task.lengths=[200]", "task.n_new=4", "task.repeats=1", "task.warmup=0"),
 }
-FITTED = {"infllm": ["method.block_len=16"], "duo_attention": ["method.heads=drawn"]}
+FITTED = {  # to a small model with a short window
+    "infllm": ["method.block_len=16"],
+    "duo_attention": ["method.heads=drawn"],
+    "attention_matching": ["method.chunk=512"],
+    "kvzip": ["method.chunk=512"],
+    "retroinfer": ["method.segment=512"],
+    "kivi": ["method.group=8"],
+    "hf_quantized_cache": ["method.group=8"],
+}
 METHODS = [name for name in BUDGETS if name != "pyramidinfer"]  # it has a prefill of its own
+
+
+def budget_of(name: str) -> list[str]:
+    """What the method is asked for, in the currency that it takes."""
+    request = request_of(method_of(name, FITTED.get(name, []))[0])
+    if request is OF_ANSWERS:
+        return ["budget=640"]
+    return ["ratio=1"] if request is OF_CODES else ["ratio=0.5", "comm=1/8"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +60,7 @@ def test_a_task_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_sweep_of_all_methods_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Path, task: str) -> None:
-    words = [*model, f"task={task}", *TASKS[task], "ratio=0.5", "comm=1/8"]
-    variants = [[f"method={name}", *FITTED.get(name, [])] for name in METHODS]
+    words = [*model, f"task={task}", *TASKS[task]]
+    variants = [[f"method={name}", *FITTED.get(name, []), *budget_of(name)] for name in METHODS]
     for _, (row,) in sweep(words, variants, tmp_path, device="cuda"):
         assert row.status == "ok", row.error
