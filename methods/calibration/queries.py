@@ -38,8 +38,8 @@ class Queries(Statistics):
     def measure(self, model: Model, ids: Sequence[int]) -> Mapping[str, Tensor]:
         speeds = speeds_of(model)
         found = super().measure(model, ids)["statistics"]
-        found[:, :, 3] = speeds.to(found)
-        return {"statistics": found}
+        own = speeds.to(found).expand_as(found[:, :, 3]).unsqueeze(2)
+        return {"statistics": torch.cat([found[:, :, :3], own], 2)}
 
 
 def as_complex(x: Tensor) -> Tensor:
