@@ -243,18 +243,9 @@ def means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Ten
     sums = torch.empty(p, n_chunks, c, d, dtype=torch.float32, device=points.device)
     sizes = torch.empty(p, n_chunks, c, dtype=torch.int32, device=points.device)
     add_points[(n_chunks, cdiv(c, columns), p)](
-        points.contiguous(),
-        labels.contiguous(),
-        sums,
-        sizes,
-        n,
-        d,
-        c,
-        CHUNK,
-        ADDED[columns],
-        columns,
+        points.contiguous(), labels.contiguous(), sums, sizes, n, d, c, CHUNK, ADDED[columns], columns,
         power_of_2(d, 16),
-    )
+    )  # fmt: skip
     members = sizes.sum(1)
     means = sums.sum(1) / members.clamp(min=1).unsqueeze(-1)
     return torch.where(members.unsqueeze(-1) > 0, means, centroids), members

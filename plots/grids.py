@@ -13,7 +13,7 @@ from math import fsum
 from evals.results import SampleRow
 from evals.results.intervals import Bounds, Interval
 from plots import looks
-from plots.read import Run, by_prompt, measured, score
+from plots.read import Run, measured, per_prompt, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.stats import Paired, macro_interval, paired_over_datasets
 
@@ -64,7 +64,7 @@ class Cell:
         groups: dict[str, list[SampleRow]] = {}
         for row in self.rows:
             groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
-        found = {dataset: by_prompt(rows, self.measure.of) for dataset, rows in groups.items()}
+        found = {dataset: per_prompt(rows, self.measure.of) for dataset, rows in groups.items()}
         return {dataset: values for dataset, values in found.items() if values}
 
     @property

@@ -272,7 +272,7 @@ def score(row: SampleRow) -> float | None:
     return row.score
 
 
-def by_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None] = score) -> dict[str, float]:
+def per_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None] = score) -> dict[str, float]:
     """What `of` says of each prompt, mean over its draws and turns: these are no samples of their own."""
     found: dict[str, list[float]] = {}
     for row in rows:

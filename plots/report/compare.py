@@ -14,7 +14,7 @@ from typing import Any
 
 from evals.results import METRICS, SampleRow
 from evals.results.intervals import ANYWHERE
-from plots.read import Run, by_prompt, score
+from plots.read import Run, per_prompt, score
 from plots.stats import Paired, corrected, paired_over_datasets, small_n, standings
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
@@ -44,9 +44,9 @@ class Baselines:
         # Perplexities are compared as losses, whose differences can be averaged.
         is_loss = METRICS[metric].weight is not None
         of = loss if is_loss else score
-        whole = by_prompt(full.values(), of)
+        whole = per_prompt(full.values(), of)
         pairs = [
-            [(mine, whole[prompt]) for prompt, mine in by_prompt(rows, of).items() if prompt in whole]
+            [(mine, whole[prompt]) for prompt, mine in per_prompt(rows, of).items() if prompt in whole]
             for rows in datasets
         ]
         if not all(pairs):
@@ -125,4 +125,4 @@ def scores_of(run: Run, dataset: str, datasets: Sequence[str] | None) -> dict[tu
     """The scores of a dataset, or of those that an average is over, by dataset and prompt."""
     parts = run.datasets()
     names = [dataset] if datasets is None else datasets
-    return {(name, prompt): of_prompt for name in names for prompt, of_prompt in by_prompt(parts[name]).items()}
+    return {(name, prompt): of_prompt for name in names for prompt, of_prompt in per_prompt(parts[name]).items()}

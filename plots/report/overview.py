@@ -18,7 +18,7 @@ from typing import Any
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.looks import told_apart
-from plots.read import Run, by_prompt, conditions, key_bytes_per_token, measured, over_budget
+from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget, per_prompt
 from plots.report.charts import look
 from plots.report.compare import AVERAGE, Baselines, correct, few_words, is_deployable, rank
 from plots.run_sets import asked, outside_budget, prompt_settings
@@ -182,7 +182,7 @@ def parts(run: Run, baselines: Baselines, shared: Sequence[str]) -> Iterator[dic
         metrics = {metric_of(run, rows) for rows in ok}
         # Losses and times are no shares of something, and have no mean over datasets.
         if all(ok) and len(metrics) == 1 and METRICS[min(metrics)].is_share:
-            scores = [[*by_prompt(rows).values()] for rows in ok]
+            scores = [[*per_prompt(rows).values()] for rows in ok]
             found = macro_interval(scores, bounds=METRICS[min(metrics)].bounds)
             score = fsum(fsum(each) / len(each) for each in scores) / len(scores)
             ci = None if found is None else [found.low, found.high]

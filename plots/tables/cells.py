@@ -20,7 +20,7 @@ from math import fsum
 from typing import Literal
 
 from evals.results import METRICS, SampleRow
-from plots.read import Conditions, Run, by_prompt, has_budget, key_bytes_per_token, measured, over_budget, scores
+from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, per_prompt, scores
 from plots.run_sets import comparable
 from plots.stats import Interval, holm, interval, macro_interval, paired, scaled, standings
 from plots.tables.papers import (
@@ -235,7 +235,7 @@ def table_cell(
     )
     if not values:
         return ours
-    spread = interval([*by_prompt(rows).values()], SHARE)
+    spread = interval([*per_prompt(rows).values()], SHARE)
     mean = fsum(values) / len(values)  # as in result.json, to the last bit
     return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
 
@@ -273,8 +273,8 @@ def differences(
         full = next((m for m in ("Full", "FullKV") if (dataset, m, budget) in cells), None)
         if full in (None, method):
             continue
-        whole = by_prompt(samples[dataset, full, budget])
-        pairs = [(ours, whole[prompt]) for prompt, ours in by_prompt(samples[key]).items() if prompt in whole]
+        whole = per_prompt(samples[dataset, full, budget])
+        pairs = [(ours, whole[prompt]) for prompt, ours in per_prompt(samples[key]).items() if prompt in whole]
         if pairs:
             result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs], bounds=SHARE)
             changed[key] = replace(each, vs_full=scaled(result.difference, 100))
@@ -330,7 +330,7 @@ def average(
     _, method, budget = key
     members = [cells[d, method, budget] for d in datasets]
     rows = [row for d in datasets for row in samples[d, method, budget]]
-    spread = macro_interval([[*by_prompt(samples[d, method, budget]).values()] for d in datasets], bounds=SHARE)
+    spread = macro_interval([[*per_prompt(samples[d, method, budget]).values()] for d in datasets], bounds=SHARE)
     mean = fsum(round(each.score, 2) for each in members if each.score is not None) / len(members)
     comms = [each.cost.comm for each in members if each.cost.comm is not None]
     return TableCell(
@@ -375,7 +375,7 @@ def marked(
             method: {
                 (name, prompt): of_prompt
                 for name in of.get((dataset, budget), [dataset])
-                for prompt, of_prompt in by_prompt(samples[name, method, budget]).items()
+                for prompt, of_prompt in per_prompt(samples[name, method, budget]).items()
             }
             for method in ranked
         }

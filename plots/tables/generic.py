@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
-from plots.read import Run, by_prompt, over_budget, prefill_words, score, scores
+from plots.read import Run, over_budget, per_prompt, prefill_words, score, scores
 from plots.run_sets import prompt_settings
 from plots.stats import ANYWHERE, Corrected, corrected, macro_interval, paired_over_datasets, standings
 from plots.tables.values import VALUES, measures_of, of_one, value_named
@@ -329,11 +329,11 @@ def datasets_of(cell: Cell) -> list[list[SampleRow]]:
 
 def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str) -> Cell:
     values, rows = scores(part.rows), part.rows
-    cell = Cell(*key, part, None, n=len(by_prompt(rows)), n_oom=len(rows) - len(values), over=over_budget(rows))
+    cell = Cell(*key, part, None, n=len(per_prompt(rows)), n_oom=len(rows) - len(values), over=over_budget(rows))
     if value != "score":
         return replace(cell, mean=value_named(value).of(rows))
     metric = metric_of(rows)
-    groups = [[*by_prompt(group).values()] for group in datasets_of(cell)]
+    groups = [[*per_prompt(group).values()] for group in datasets_of(cell)]
     if len(groups) > 1 and METRICS[metric].weight is None:
         groups = [group for group in groups if group]
         found = macro_interval(groups, bounds=METRICS[metric].bounds) if groups else None
@@ -351,8 +351,8 @@ def differences(cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], ag
         other = compared_with(cells, key, rows, against)
         if other is None or other is cell:
             continue
-        theirs = by_prompt(other.part.rows, of)
-        found = [by_prompt(group, of) for group in datasets_of(cell)]
+        theirs = per_prompt(other.part.rows, of)
+        found = [per_prompt(group, of) for group in datasets_of(cell)]
         shared = [[(mine, theirs[prompt]) for prompt, mine in side.items() if prompt in theirs] for side in found]
         if any(shared):
             ours, whole = ([[pair[i] for pair in side] for side in shared if side] for i in (0, 1))
@@ -396,7 +396,7 @@ def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
             row: {
                 (str(group[0].fields.get("dataset", "")), prompt): of_prompt
                 for group in datasets_of(cell)
-                for prompt, of_prompt in by_prompt(group).items()
+                for prompt, of_prompt in per_prompt(group).items()
             }
             for row, cell in ranked.items()
         }
