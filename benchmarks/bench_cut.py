@@ -16,7 +16,7 @@ from engine.books.spans import recording
 from engine.budget import BudgetRequest, Fraction
 from engine.checkpoints.load import shape_of
 from engine.decode import decode
-from engine.model import Model, query_turner, register_attention
+from engine.model import Model, register_attention
 from engine.prefill import prefill
 from evals.settings import from_words, load_class
 from evals.typed import build_params
@@ -34,7 +34,7 @@ def llama_layers(n_layers: int, device: torch.device) -> Model:
     torch.manual_seed(0)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
     register_attention()
-    return Model(hf, None, shape_of(config, "llama-3.1-8b"), torch.bfloat16, device, "random-cut", query_turner(hf))
+    return Model(hf, None, shape_of(config, "llama-3.1-8b"), torch.bfloat16, device, "random-cut")
 
 
 def main() -> None:

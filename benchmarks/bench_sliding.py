@@ -16,7 +16,7 @@ import transformers
 
 from benchmarks.paired import measure, record
 from engine.checkpoints.load import shape_of
-from engine.model import Model, query_turner, register_attention
+from engine.model import Model, register_attention
 from engine.prefill import prefill
 
 LAYERS = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)]
@@ -30,7 +30,7 @@ def gemma(dtype: torch.dtype) -> Model:
     torch.manual_seed(0)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     register_attention()
-    return Model(hf, None, shape_of(config, "gemma-3-270m"), dtype, torch.device("cpu"), "random", query_turner(hf))
+    return Model(hf, None, shape_of(config, "gemma-3-270m"), dtype, torch.device("cpu"), "random")
 
 
 def theirs(model: Model, ids: list[int]) -> torch.Tensor:

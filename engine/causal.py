@@ -7,6 +7,7 @@ blocks in one call, so that no mask is longer than a block and its window, on an
 Not here: a sparse pass (`engine/sparse.py`), attention of a decode step (`engine/attend.py`).
 """
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from math import inf
@@ -21,9 +22,24 @@ aten = torch.ops.aten
 BLOCK = 128
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Chunk:
+    """In place of a window: a token sees those before it in its own chunk of so many tokens, from position 0 on."""
+
+    n: int
+
+    def n_seen(self, position: int) -> int:
+        """Tokens that the one at this position sees, itself included."""
+        return position % self.n + 1
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None = None) -> tuple[Tensor, Tensor]:
     """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h)."""
     s = q.shape[2]
+    if isinstance(window, Chunk):
+        parts = [causal(*each, scale) for each in zip(*(x.split(window.n, 2) for x in (q, k, v)), strict=True)]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
     if window is not None and window >= s:
         window = None
     if takes_flash(q):

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attend import attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
+from engine.causal import Chunk
 from engine.prefill import Trace
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
@@ -181,9 +182,9 @@ class _Batch:
                     row.after_step()
         return logits
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
-            return attend_own(q, k, v, scale, window)
+            return attend_own(q, k, v, scale, window, self.position)
         if len(q) > len(self.rows):
             for row, ahead in zip(self.rows, q[len(self.rows) :].split(1), strict=True):
                 row.q_ahead = ahead
@@ -244,10 +245,14 @@ def attend_group(
     return [out[i : i + 1] for i in range(len(rows))]
 
 
-def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h)."""
+def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, position: int) -> Tensor:
+    """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h).
+
+    The rows are at `position`; a cache that holds a chunk's number of tokens may have some of the chunk before.
+    """
     if window is not None:
-        k, v = k[:, :, -window:], v[:, :, -window:]
+        n_seen = window.n_seen(position) if isinstance(window, Chunk) else window
+        k, v = k[:, :, -n_seen:], v[:, :, -n_seen:]
     n, h, _, d_h = q.shape
     grouped = q.reshape(n, k.shape[1], -1, d_h)
     out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)

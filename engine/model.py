@@ -9,19 +9,22 @@ Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), whe
 (`engine/checkpoints/load.py`).
 """
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.causal import Chunk
+from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
 from engine.errors import ConfigError
 from engine.passes.graphs import StepGraphs
+from engine.passes.rotations import Turn, rotations
 from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -33,8 +36,11 @@ NAME = "kvbench"  # of our attention function in transformers' registry
 class Session(Protocol):
     """Who answers the model's attention calls: the prefill or the batch that decodes."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+        """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v.
+
+        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk.
+        """
         ...
 
 
@@ -57,18 +63,30 @@ class Call:
 
 
 class _Query(Exception):
-    """Carries the query out of an attention module that need not go on."""
+    """Carries query and key out of an attention module that need not go on."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor) -> None:
         super().__init__()
-        self.q = q
+        self.q, self.k = q, k
 
 
 class _QueryOnly:
     """A session that wants no attention, only its query."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        raise _Query(q)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+        raise _Query(q, k)
+
+
+@dataclass
+class _Running:
+    """Which model runs, and who answers its attention calls. A `ContextVar` has it: some layers hand nothing on."""
+
+    session: Session
+    shape: ModelShape
+    layer: int | None = None  # that updated its cache last
+
+
+_RUNNING: ContextVar[_Running] = ContextVar("running")
 
 
 @dataclass
@@ -81,8 +99,6 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     digest: str  # of the weights' files: which model this is, whatever its name
-    # Moves queries (n, h, s, d_h) by so many positions, or by (n or 1, s) of them; None: positions are not rotary.
-    turn: Callable[[Tensor, int | Tensor], Tensor] | None
     facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
     layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
     allows_graphs: bool = True  # of decode steps on a GPU
@@ -100,6 +116,17 @@ class Model:
     def devices(self) -> tuple[torch.device, ...]:
         """All that hold a part of the model, each once."""
         return tuple(dict.fromkeys((self.device, *self.layer_devices)))
+
+    @cached_property
+    def turn(self) -> Mapping[int, Turn] | None:
+        """How each compressed layer moves queries by positions; None: not by a rotation that is known."""
+        return rotations(self)
+
+    def self_check(self) -> None:
+        """Refuse this model where our attention and transformers' own differ, or ours cannot stand in its place."""
+        from engine.passes.agreement import check
+
+        check(self)
 
     def known(self, what: "ModelFact") -> "Known":
         """What is known of this model, looked up once."""
@@ -127,16 +154,25 @@ class Model:
             positions = position
         else:
             positions = torch.arange(position, position + ids.shape[1], device=self.device).expand(len(ids), -1)
-        with torch.inference_mode():
+        with torch.inference_mode(), self.answered_by(session):
             out = self.hf(
-                input_ids=ids,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                session=session,
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **self.last_logits
             )
         return out.logits[:, -1].float()
+
+    @contextmanager
+    def answered_by(self, session: Session) -> Iterator[None]:
+        """Inside, the session answers attention calls."""
+        token = _RUNNING.set(_Running(session, self.shape))
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+    @cached_property
+    def last_logits(self) -> dict[str, int]:
+        """What asks for the last token's logits alone, of a model that can be asked."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
     def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
         """`forward` of one token per row (n, 1) in a step that no hook changes: by graphs where that can be."""
@@ -171,7 +207,7 @@ class Model:
             return (session.leave(out[0]), *out[1:])
 
         hooks = []
-        for layer in self.hf.get_decoder().layers:
+        for layer in self.decoder_layers:
             hooks += [
                 layer.register_forward_pre_hook(enter, with_kwargs=True),
                 layer.register_forward_hook(leave),
@@ -239,13 +275,19 @@ class Model:
         return x
 
     @cached_property
+    def decoder_layers(self) -> list[Any]:
+        """The modules that tokens go through one after the other; none where the model has no such list."""
+        return decoder_layers(self.hf)
+
+    @cached_property
     def attentions(self) -> list[Any]:
         """The attention module of every layer, softmax or not."""
-        layers: Any = getattr(self.hf.get_decoder(), "layers", [])
         modules = [
             [part for part in layer.children() if getattr(part, "layer_idx", None) == i]
-            for i, layer in enumerate(layers)
+            for i, layer in enumerate(self.decoder_layers)
         ]
+        # Where a layer has a state beside attention, both have its number, and one of them a scale of logits.
+        modules = [[part for part in some if hasattr(part, "scaling")] if len(some) > 1 else some for some in modules]
         if len(modules) != self.shape.n_layers or any(len(parts) != 1 for parts in modules):
             raise self._unforeseeable("has layers without one module of the layer's number")
         return [parts[0] for parts in modules]
@@ -258,13 +300,23 @@ class Model:
         where it would attend. It computes key and value for nothing: 2 / g of the query's cost where projections are
         apart.
         """
+        return self.asking(layer, x, beside)[0]
+
+    def asking(self, layer: int, x: Tensor, beside: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """As `speculate`, query and key."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
-        arguments |= {"hidden_states": x, "past_key_values": None, "session": _QueryOnly()}
+        arguments |= {"hidden_states": x, "past_key_values": None}
+        forward = self.attentions[layer].forward  # not by its call, which is watched
         try:
-            self.attentions[layer].forward(**arguments)  # not by its call, which is watched
+            signature(forward).bind(**arguments)
+        except TypeError:
+            raise self._unforeseeable("does not hand its input to it as hidden_states") from None
+        try:
+            with self.answered_by(_QueryOnly()):
+                forward(**arguments)
         except _Query as query:
-            return query.q
+            return query.q, query.k
         raise self._unforeseeable("does not hand its query to an attention function of ours")
 
     def _unforeseeable(self, why: str) -> ConfigError:
@@ -275,12 +327,9 @@ class Model:
 
     def new_cache(self) -> Any:
         """An empty cache: compressed layers hand through, all others are the model's own."""
-        from transformers import DynamicCache
+        from engine.caches.through import new_cache
 
-        cache = DynamicCache(config=self.hf.config)
-        for layer in self.shape.attention_layers:
-            cache.layers[layer] = _hand_through()
-        return cache
+        return new_cache(self.hf.config, self.shape.attention_layers, _enter)
 
     def count_token(self, cache: Any) -> None:
         """Say that every row read a token without the cache."""
@@ -289,18 +338,28 @@ class Model:
 
     def fork_cache(self, cache: Any, n: int) -> Any:
         """A copy for `n` rows; only the model's own layers hold tensors, and they are repeated."""
-        forked = copy.deepcopy(cache)
-        if n > 1:
-            forked.batch_repeat_interleave(n)
-        return forked
+        from engine.caches.through import fork
+
+        return fork(cache, n)
 
     def select_rows(self, cache: Any, rows: list[int]) -> None:
         """Keep only these rows in the model's own layers."""
-        for device in self.devices:
-            at = torch.tensor(rows, device=device, dtype=torch.long)
-            for i, layer in enumerate(cache.layers):
-                if self.device_of(i) == device:
-                    layer.batch_select_indices(at)
+        from engine.caches.through import select_rows
+
+        select_rows(cache, rows)
+
+
+def decoder_layers(hf: Any) -> list[Any]:
+    """A model's list of layers, whatever it is called."""
+    decoder = backbone(hf)
+    lists = [part for part in decoder.children() if isinstance(part, torch.nn.ModuleList)]
+    return [*max(lists, key=len)] if lists else []
+
+
+def _enter(layer: int) -> None:
+    """A layer updates its cache, and calls attention next."""
+    if (running := _RUNNING.get(None)) is not None:
+        running.layer = layer
 
 
 def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -315,43 +374,27 @@ def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _hand_through() -> Any:
-    """A cache layer that stores nothing: the session keeps K and V."""
-    from transformers.cache_utils import DynamicLayer
-
-    class HandThrough(DynamicLayer):
-        seen = 0
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            self.seen += key_states.shape[-2]
-            return key_states, value_states
-
-        def get_seq_length(self) -> int:
-            return self.seen
-
-        def batch_repeat_interleave(self, repeats: int) -> None:
-            """No tensors, nothing to repeat."""
-
-        def batch_select_indices(self, indices: Tensor) -> None:
-            """No tensors, nothing to select."""
-
-    return HandThrough()
-
-
 def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    session: Session | None = None, sliding_window: int | None = None, **kwargs: Any,
+    sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls instead of its own attention."""
-    assert session is not None, "our attention was called without a session: use Model.forward"
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ConfigError(
-                f"the model {module.config.name_or_path!r} uses {name} in its attention, which KVBench cannot; "
-                "use a model with plain softmax attention"
-            )
+    running = _RUNNING.get(None)
+    assert running is not None, "our attention was called without a session: use Model.forward"
+    others = [name for name, value in kwargs.items() if changes(name, value)]
+    if others or attention_mask is not None:
+        name = others[0] if others else "attention_mask"
+        raise ConfigError(
+            f"the model {running.shape.name!r} {SAID.get(name, f'hands {name} to its attention')}, which KVBench "
+            f"cannot; {INSTEAD}"
+        )
+    layer = number_of(module)
+    if layer < 0:
+        assert running.layer is not None, "a module without a number attends before any layer updated its cache"
+        layer = running.layer
+    window = Chunk(running.shape.chunk) if layer in running.shape.chunked_layers else sliding_window
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = session.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    out = running.session.attend(layer, q, k, v, scale, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
 
 
@@ -360,27 +403,3 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-
-
-def query_turner(hf: Any) -> Callable[[Tensor, int | Tensor], Tensor] | None:
-    """Rotation of queries by a number of positions, from the model's own rotary embedding and its own formula."""
-    rotary = next(
-        (m for m in hf.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")),
-        None,
-    )
-    attention = next((m for m in hf.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")), None)
-    if rotary is None or attention is None:
-        return None
-    rotate = getattr(inspect.getmodule(type(attention)), "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return None
-
-    def turn(q: Tensor, by: int | Tensor) -> Tensor:
-        where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
-        x = q.float()
-        cos, sin = (each.to(q.device) for each in rotary(x, where))
-        # Models that scale cos and sin have scaled q once already. The formula turns keys too; here there are none.
-        turned, _ = rotate(x, x[:, :0], cos / rotary.attention_scaling, sin / rotary.attention_scaling)
-        return turned.to(q.dtype)
-
-    return turn

@@ -101,7 +101,7 @@ class SpacedQueries(Observation):
         found = self.observe(q, k, scale)
         if not self.moved or trace.turn is None:
             return found
-        return trace.turn(found, (q.shape[2] - self.places(q)).unsqueeze(0))
+        return trace.turn[layer](found, (q.shape[2] - self.places(q)).unsqueeze(0))
 
 
 GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
@@ -336,9 +336,9 @@ class QueryStatistics(Observation):
     def observe_layer(
         self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
     ) -> Tensor:
-        turn = trace.turn
-        if turn is None or not self.is_rotary:
+        if trace.turn is None or not self.is_rotary:
             return self.observe(q, k, scale)
+        turn = trace.turn[layer]
         where, n, skip = trace.positions.get(layer), block_tokens(q), self.n_skip
         if where is None and (rotation := trace.rotation(layer)) is not None:
             starts = range(skip, q.shape[2], n)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.books.clock import synchronize
 from engine.books.spans import span
-from engine.causal import causal
+from engine.causal import Chunk, causal
 from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
+from engine.passes.rotations import Turn
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from kernels.rows.rotation import Rotation, rotation_of
@@ -52,7 +53,7 @@ class Trace:
         self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
-        self.turn: Callable[[Tensor, int | Tensor], Tensor] | None = None  # moves queries by so many positions
+        self.turn: Mapping[int, Turn] | None = None  # how each layer moves queries and keys by so many positions
         self.ids: Sequence[int] = ()
         self.digest: str | None = None  # of the model's weights
         self.seconds = 0.0
@@ -79,11 +80,11 @@ class Trace:
         return self.layer_devices[layer] if self.layer_devices else self.device
 
     def rotation(self, layer: int) -> Rotation | None:
-        """Tables of the model's rotary embedding; None where it has none, or none that turns pairs of numbers."""
-        turn, device = self.turn, self.device_of(layer)
-        if turn is None:
+        """Tables of the layer's rotary embedding; None where it has none, or none that turns pairs of numbers."""
+        if self.turn is None:
             return None
-        return self.once(("rotation", device), lambda: rotation_of(turn, self.s_prompt, self.shape.d_h, device))
+        turn, device = self.turn[layer], self.device_of(layer)
+        return self.once(("rotation", device, turn), lambda: rotation_of(turn, self.s_prompt, self.shape.d_h, device))
 
     def gathered(self, of_layers: Iterable[Tensor]) -> list[Tensor]:
         """What belongs to several layers, on one device, so that they can be compared."""
@@ -234,7 +235,7 @@ class _Reading:
         self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.attention_layers)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         with span("attention", layer):
             out, lse = self.attention(layer, q, k, v, scale, window)
         if layer in self.compressed:
@@ -248,7 +249,7 @@ class _Reading:
         return out
 
     def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and each query's log-sum-exp where the pass is exact."""
         if self.sparsity is not None and window is None:
@@ -276,7 +277,7 @@ class _Thinned(_Reading):
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         if len(self.positions) < self.trace.s_prompt:
             self.trace.positions[layer] = self.positions.to(q.device)
         out = super().attend(layer, q, k, v, scale, window)

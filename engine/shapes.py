@@ -16,6 +16,8 @@ class ModelShape:
     window: int  # longest sequence the model was made for, prompt and answer together
     attention_layers: tuple[int, ...]  # with full softmax attention: the ones that methods compress
     d_model: int = 0  # values of a token between two layers; 0: not known
+    chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
+    chunk: int = 0  # tokens of such a chunk
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"

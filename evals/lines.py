@@ -152,6 +152,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     others = cell.shape.n_layers - len(cell.shape.attention_layers)
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
+    if settings.model.check == "never":
+        notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
     notes += dict.fromkeys(
         f"decode steps ran without CUDA graphs: {row.fields['why_no_graphs']}"
         for row in rows

@@ -96,4 +96,7 @@ def load_model(settings: Settings) -> Model:
     where = {"dtype": settings.dtype, "device": settings.device, "device_map": settings.device_map}
     if settings.weights == "random":
         return load_random(spec.name, random_config(spec), **where)
-    return load(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code, **where)
+    return load(
+        spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code,
+        check=spec.check == "auto", **where,
+    )  # fmt: skip

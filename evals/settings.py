@@ -56,6 +56,9 @@ KEYS = (  # everything at the top of conf/config.yaml, groups included
 )
 
 
+CHECKS = ("auto", "never")
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model, before it is loaded; the keys of conf/model/any.yaml."""
@@ -66,11 +69,20 @@ class ModelSpec:
     trust_remote_code: bool
     chat: str
     system_prompt: str
+    check: str = CHECKS[0]  # whether our attention is compared with transformers' own when the model is loaded
 
     def __post_init__(self) -> None:
         one_of("model.chat", self.chat, CHATS)
+        one_of("model.check", self.check, CHECKS)
         if not self.name.strip():
             raise ConfigError("model.name is empty; give the name that tables are to show")
+
+    def identity(self) -> dict[str, Any]:
+        """What of it identifies a run; a check that was made is what all runs had before there was a choice."""
+        known = asdict(self)
+        if self.check == CHECKS[0]:
+            del known["check"]
+        return known
 
 
 @dataclass(frozen=True)
@@ -179,7 +191,7 @@ class Settings:
         return {
             "method": identity(self.method),
             "task": identity(self.task),
-            "model": asdict(self.model),
+            "model": self.model.identity(),
             "ratio": None if ratio is None else exact(ratio),
             "budget": self.budget.tokens,
             "comm": exact(self.budget.comm),

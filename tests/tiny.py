@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from engine.checkpoints.load import shape_of
-from engine.model import Model, query_turner, register_attention
+from engine.model import Model, register_attention
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -41,7 +41,7 @@ def tiny(kind: str = "llama", seed: int = 0) -> Model:
     hf.eval()
     hf.generation_config.eos_token_id = None  # answers have the length that was asked for
     register_attention()
-    return Model(hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny", query_turner(hf))
+    return Model(hf, None, shape_of(config, kind), torch.float32, torch.device("cpu"), "tiny")
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

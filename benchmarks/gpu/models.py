@@ -32,7 +32,7 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.model import Model, query_turner
+from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
@@ -60,7 +60,7 @@ def agreement(device: torch.device, names: Sequence[str]) -> Iterator[Result]:
     """Each method's logits and books on the GPU against those on a CPU, over the same tokens."""
     here = load_random("small", config_of(N_LAYERS_AGREE), dtype="float32", device="cpu")
     hf = copy.deepcopy(here.hf).to(device)
-    there = replace(here, hf=hf, device=device, turn=query_turner(hf))
+    there = replace(here, hf=hf, device=device)
     for name in names:
         (logits, books), (expected, expected_books) = said_by(there, name), said_by(here, name)
         error = float((logits - expected).abs().max() / expected.abs().max())

@@ -8,7 +8,7 @@ checkpoint is which (`engine/checkpoints/digests.py`), a shape without torch (`e
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, not_had
+from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
-from engine.model import Model, query_turner, register_attention
+from engine.model import Model, decoder_layers, register_attention
 from engine.shapes import ModelShape
+
+CHECK_VERSION = 1  # of the comparison of our attention with transformers' own: another one is made anew
 
 
 def load(
@@ -34,9 +37,14 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
+    check: bool = True,
 ) -> Model:
-    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`. A `device_map` divides its layers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Load a model; `id` is a folder, a .gguf file, a hub name or `embedded`. A `device_map` divides its layers.
+
+    Before it is given away it answers a short prompt by transformers' own attention and by ours; `check=False` leaves
+    that out.
+    """
+    from transformers import AutoConfig, AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
     on = torch_device(device)
@@ -44,7 +52,8 @@ def load(
     register_attention()
     with quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        model_and_info: Any = AutoModelForCausalLM.from_pretrained(
+        made_by = auto_class(AutoConfig.from_pretrained(where, **options))
+        model_and_info: Any = made_by.from_pretrained(
             where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True,
             **options, **({} if device_map is None else {"device_map": divided(where, options, device_map, kind)}),
         )  # fmt: skip
@@ -59,16 +68,37 @@ def load(
     hf.eval()
     if device_map is None:
         hf.to(on)
-    return made(hf, tokenizer, shape, kind, digest_of(where, revision))
+    model = made(hf, tokenizer, shape, kind, digest_of(where, revision))
+    if check:
+        check_once(model, Path(where).exists())
+    return model
+
+
+def check_once(model: Model, is_local: bool) -> None:
+    """Compare our attention with transformers' own, once for each local checkpoint and whatever else it depends on.
+
+    What was held is a file in the cache folder. A name on a hub may stand for other weights tomorrow.
+    """
+    import transformers
+
+    facts = model.digest, model.dtype, model.device.type, torch.__version__, transformers.__version__, CHECK_VERSION
+    held = cache_home() / "checked" / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if is_local and held.is_file():
+        return
+    model.self_check()
+    if is_local:
+        with suppress(OSError):  # a cache that cannot be written to costs the check once more
+            held.parent.mkdir(parents=True, exist_ok=True)
+            held.touch()
 
 
 def divided(where: str, options: Mapping[str, Any], how: str, dtype: torch.dtype) -> dict[str, torch.device]:
     """The GPU of each module of a checkpoint, before any weight is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(where, **options)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
+        empty = auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=options.get("trust_remote_code", False)
         )
     return device_map_of(empty, how, dtype)
@@ -81,14 +111,12 @@ def load_random(
 
     With a `device_map` they are drawn in the host's memory.
     """
-    from transformers import AutoModelForCausalLM
-
     on = torch_device(device) if device_map is None else torch.device("cpu")
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
     with quiet(), torch.random.fork_rng(devices=[on] if on.type == "cuda" else []), torch.device(on):
         torch.manual_seed(0)  # transformers draws from the global generator
-        hf: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
+        hf: Any = auto_class(config).from_config(config, dtype=kind)
     hf.eval()
     if device_map is not None:
         spread(hf, device_map, kind)
@@ -98,9 +126,9 @@ def load_random(
 
 def made(hf: Any, tokenizer: Any, shape: ModelShape, dtype: torch.dtype, digest: str) -> Model:
     """A model whose weights are where they are to be."""
-    first, layers = hf.get_input_embeddings().weight.device, layer_devices(hf)
-    apart = layers if {*layers} != {first} else ()
-    return Model(hf, tokenizer, shape, dtype, first, digest, query_turner(hf), layer_devices=apart)
+    first, layers = hf.get_input_embeddings().weight.device, layer_devices(decoder_layers(hf))
+    apart = layers if {*layers} - {first} else ()
+    return Model(hf, tokenizer, shape, dtype, first, digest, layer_devices=apart)
 
 
 def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -145,31 +173,9 @@ def read_shape(name: str, id: str, *, revision: str | None = None, trust_remote_
     """The model's shape from its configuration alone, before weights are loaded."""
     config = read_config(id, revision=revision, trust_remote_code=trust_remote_code)
     with _explained(id):
-        return shape_of(config, name)
-
-
-def shape_of(config: Any, name: str) -> ModelShape:
-    """Read heads and layers from a transformers configuration; which layers compress follows its own cache layers."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise ConfigError(
-            f"the model {name!r} shares K and V between layers, which KVBench does not support yet; use another"
-        )
-    h = text.num_attention_heads
-    layers = DynamicCache(config=config).layers
-    return ModelShape(
-        name=name,
-        n_layers=text.num_hidden_layers,
-        h=h,
-        h_kv=getattr(text, "num_key_value_heads", None) or h,
-        d_h=getattr(text, "head_dim", None) or text.hidden_size // h,
-        window=text.max_position_embeddings,
-        attention_layers=tuple(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer),
-        d_model=text.hidden_size,
-    )
+        shape = shape_of(config, name)
+    check_compresses(shape)
+    return shape
 
 
 def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:

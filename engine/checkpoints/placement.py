@@ -3,7 +3,7 @@
 Not here: which tensors of ours lie where (`Trace.device_of`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,6 @@ def spread(hf: Any, how: str, dtype: torch.dtype) -> None:
     dispatch_model(hf, device_map=devices, skip_keys=[*(hf._skip_keys_device_placement or ())])
 
 
-def layer_devices(hf: Any) -> tuple[torch.device, ...]:
+def layer_devices(layers: Iterable[Any]) -> tuple[torch.device, ...]:
     """The device of each decoder layer's weights."""
-    return tuple(next(layer.parameters()).device for layer in hf.get_decoder().layers)
+    return tuple(next(layer.parameters()).device for layer in layers)

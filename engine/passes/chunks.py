@@ -26,7 +26,7 @@ def in_chunks(model: "Model", n: int | None) -> Iterator[None]:
         yield
         return
     attentions = {id(part) for part in model.attentions}
-    parts = [part for layer in model.hf.get_decoder().layers for part in layer.children() if id(part) not in attentions]
+    parts = [part for layer in model.decoder_layers for part in layer.children() if id(part) not in attentions]
     before = [part.__dict__.get("forward") for part in parts]
     for part in parts:
         part.forward = partial(by_chunk, part.forward, n)

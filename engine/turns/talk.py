@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.books.clock import Clock
 from engine.books.spans import span
+from engine.causal import Chunk
 from engine.decode import Answer, attend_groups, attend_own
 from engine.prefill import Trace
 from engine.turns.dense import read_dense
@@ -169,10 +170,11 @@ class Talk:
         found[which] = logits
         return found
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         m = q.shape[2]
         if layer not in self.compressed:
-            return attend_own(q, k, v, scale, window) if m == 1 else attend_own_past(q, k, v, scale, window)
+            attend_own_tokens = attend_own if m == 1 else attend_own_past
+            return attend_own_tokens(q, k, v, scale, window, self.starts[0])
         rows, out = self.active, q.new_zeros(q.shape)
         for at, i in enumerate(self.which if self.growing else ()):
             if i in self.growing and layer not in rows[at].skipped_layers():
@@ -261,10 +263,18 @@ def rows_of(value: Any, which: Sequence[int]) -> Any:
     return value
 
 
-def attend_own_past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention of several tokens in a layer that is left as it is: its cache ends with their own keys."""
+def attend_own_past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, start: int) -> Tensor:
+    """Attention of several tokens from `start` on in a layer that is left as it is.
+
+    Its cache ends with their own keys.
+    """
     m, s = q.shape[2], k.shape[2]
     grouped = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)]
-    distance = torch.arange(s - m, s, device=q.device).unsqueeze(1) - torch.arange(s, device=q.device)
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    ends = torch.arange(start, start + m, device=q.device).unsqueeze(1)
+    positions = torch.arange(start + m - s, start + m, device=q.device)
+    seen = positions <= ends
+    if isinstance(window, Chunk):
+        seen &= positions // window.n == ends // window.n
+    elif window is not None:
+        seen &= ends - positions < window
     return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=scale)

@@ -98,11 +98,11 @@ class _Watched:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if layer in self.compressed:
-            self.look(layer, Seen(q.float(), k.float(), self.turned_back(q), self.turned_back(k)))
+            self.look(layer, Seen(q.float(), k.float(), self.turned_back(layer, q), self.turned_back(layer, k)))
         return causal(q, k, v, scale, window)[0]
 
-    def turned_back(self, x: Tensor) -> Tensor:
+    def turned_back(self, layer: int, x: Tensor) -> Tensor:
         """Queries or keys (1, heads, n, d_h) as they were before rotary embedding."""
         if self.model.turn is None:
             return x.float()
-        return self.model.turn(x.float(), -torch.arange(x.shape[2], device=x.device).unsqueeze(0))
+        return self.model.turn[layer](x.float(), -torch.arange(x.shape[2], device=x.device).unsqueeze(0))

@@ -127,17 +127,17 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
         return expected_scores(logits, trace.values(layer)[0, :, n_sink:], self.params.eps, self.params.value_norm)
 
     def rotation(self, layer: int) -> Tensor:
-        """The average over the next positions, the same for all layers."""
+        """The average over the next positions, the same for all layers that turn alike."""
         trace, n = self.trace, self.params.n_future
         if self.params.rotary == "model" and trace.turn is None:
             raise ConfigError(
                 f"the model {trace.shape.name!r} has no rotary positions of the known kind, by which "
                 "method.rotary=model could turn its queries; use method.rotary=none"
             )
-        turn = trace.turn if self.params.rotary == "model" else None
+        turn = None if trace.turn is None or self.params.rotary != "model" else trace.turn[layer]
         device = trace.device_of(layer)
         return trace.once(
-            ("average rotation", n, turn is None, device),
+            ("average rotation", n, turn, device),
             lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, device),
         )
 

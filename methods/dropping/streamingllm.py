@@ -50,4 +50,4 @@ class StreamingLLM(StreamingLLMRules, SelectiveAttention):
         sinks, window = self.store[layer].kept_and_window()
         n_gone = self.store[layer].n_seen - sinks.k.shape[2] - window.k.shape[2]
         assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
-        return [replace(sinks, q=self.trace.turn(q, -n_gone)), window] if n_gone else parts
+        return [replace(sinks, q=self.trace.turn[layer](q, -n_gone)), window] if n_gone else parts

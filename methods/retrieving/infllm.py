@@ -105,7 +105,9 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         scores = trace.observed(observed_band(self.params, plan), layer)[0]  # (h, s)
         means = trace.once(
             ("InfLLM", layer, replace(plan, k=0), self.params.repr_score, self.params.repr_granularity, self.turns),
-            lambda: self.means_of(scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink),
+            lambda: self.means_of(
+                layer, scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink
+            ),
         )
         self.n_blocks[layer], self.means[layer] = n_blocks, means
         if self.grows:
@@ -115,7 +117,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
             self.scores[layer] = scores.new_zeros(len(scores), room)
             self.scores[layer][:, :n_past] = scores[:, s - n_past :]
 
-    def means_of(self, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None) -> Tensor:
+    def means_of(self, layer: int, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None) -> Tensor:
         """Mean of each block's representatives, (n_blocks, h or h_kv, d_h), by scores (h, n) of tokens from `start`.
 
         `keys` (1, h_kv, s, d_h) has the first of these tokens at `key_start`, at `start` where that is not given.
@@ -126,15 +128,15 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         picked, positions = representatives(scores, keys, at, self.plan.block_len, self.plan.n_repr)
         if self.turns:
             where = positions.flatten(1) + (start - at)
-            picked = self.to_zero(picked.flatten(1, 2).unsqueeze(0), where)[0].view_as(picked)
+            picked = self.to_zero(layer, picked.flatten(1, 2).unsqueeze(0), where)[0].view_as(picked)
         return picked.mean(2).transpose(0, 1).contiguous()
 
-    def to_zero(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def to_zero(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys (1, heads, n, d_h) as at position 0; `positions` are (1, n) or (heads, n)."""
         assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
         if len(positions) == 1:
-            return self.trace.turn(keys, -positions)
-        return self.trace.turn(keys.transpose(0, 1), -positions).transpose(0, 1).contiguous()
+            return self.trace.turn[layer](keys, -positions)
+        return self.trace.turn[layer](keys.transpose(0, 1), -positions).transpose(0, 1).contiguous()
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         parts = self.store[layer].resident()
@@ -143,13 +145,13 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         if not self.turns:
             return parts
         assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
-        self.q_far = self.trace.turn(q, self.plan.n_local - self.store[layer].n_seen)
+        self.q_far = self.trace.turn[layer](q, self.plan.n_local - self.store[layer].n_seen)
         whole = parts[0]
         n_far = whole.k.shape[2] - self.plan.n_local  # sinks and what fills no block yet
         if n_far <= 0:
             return parts
         where = self.store[layer].positions()[0, :1, :n_far]
-        far = Part(self.to_zero(whole.k[:, :, :n_far], where), whole.v[:, :, :n_far], q=self.q_far)
+        far = Part(self.to_zero(layer, whole.k[:, :, :n_far], where), whole.v[:, :, :n_far], q=self.q_far)
         return [far, Part(whole.k[:, :, n_far:], whole.v[:, :, n_far:])]
 
     def add_logits(self, layer: int, q: Tensor, keys: Tensor) -> None:
@@ -218,7 +220,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         for row, own_parts in zip(cast("Sequence[InfLLM]", rows), parts, strict=True):
             if row.turns and row.selected is not None:
                 fetched = own_parts[-1].gathered()
-                own_parts[-1] = replace(fetched, k=row.to_zero(fetched.k, row.selected), q=row.q_far)
+                own_parts[-1] = replace(fetched, k=row.to_zero(layer, fetched.k, row.selected), q=row.q_far)
             row.selected = None
         return parts
 
@@ -274,7 +276,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         plan, n_blocks, scores = self.plan, self.n_blocks[layer], self.scores[layer]
         keys = self.store[layer].resident()[0].k
         start = plan.n_sink + n_blocks * plan.block_len
-        mean = self.means_of(scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
+        mean = self.means_of(layer, scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
         self.store.ledger.rebuilt_bytes += plan.block_len * key_bytes(self.trace.shape, 1)
         self.n_blocks[layer] += 1

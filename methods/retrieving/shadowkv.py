@@ -157,7 +157,7 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
         keys, trace = self.trace.keys(layer), self.trace
         x = keys.float()
         if trace.turn is not None:
-            x = trace.turn(x, -torch.arange(trace.s_prompt, device=keys.device).unsqueeze(0))
+            x = trace.turn[layer](x, -torch.arange(trace.s_prompt, device=keys.device).unsqueeze(0))
         flat = x[0].transpose(0, 1).flatten(1)  # (s, h_kv * d_h)
         return factored(flat, self.plan.rank, trace.shape.h_kv, keys.dtype)
 
@@ -205,7 +205,7 @@ class ShadowKV(ShadowKVRules, SelectiveAttention):
             return made
         keys, turn = self.factors[layer].keys(idx[0]), self.trace.turn
         if turn is not None:
-            keys = turn(keys.unsqueeze(1), idx[0]).squeeze(1)  # every head has positions of its own
+            keys = turn[layer](keys.unsqueeze(1), idx[0]).squeeze(1)  # every head has positions of its own
         return keys.to(self.store[layer].k.dtype).unsqueeze(0)
 
     def protected(self, layer: int) -> Sequence[int]:

@@ -6,12 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KNOW_TRANSFORMERS = {
     "engine/model.py",
+    "engine/caches/through.py",
     "engine/checkpoints/conversion.py",
+    "engine/checkpoints/kinds.py",
     "engine/checkpoints/load.py",
 }
 
 
-def test_three_files_of_the_engine_know_transformers_and_no_method_does() -> None:
+def test_few_files_of_the_engine_know_transformers_and_no_method_does() -> None:
     files = [file for room in ("kernels", "engine", "methods") for file in (ROOT / room).rglob("*.py")]
     knowing = {
         str(file.relative_to(ROOT))

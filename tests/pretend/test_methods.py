@@ -18,7 +18,7 @@ from engine.books.ledger import Entry
 from engine.budget import BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.decode import decode
-from engine.model import Model, query_turner
+from engine.model import Model
 from engine.passes import graphs
 from engine.passes.probe import probe
 from engine.prefill import prefill
@@ -45,7 +45,7 @@ def graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def moved(model: Model, device: str) -> Model:
     hf = copy.deepcopy(model.hf).to(device)
-    return replace(model, hf=hf, device=torch.device(device), turn=query_turner(hf))
+    return replace(model, hf=hf, device=torch.device(device))
 
 
 def answer(model: Model, name: str, *settings: str) -> tuple[list[list[int]], list[list[Entry]]]:

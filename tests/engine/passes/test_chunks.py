@@ -29,6 +29,7 @@ def test_a_prompt_read_in_chunks_is_the_same_prompt() -> None:
 
 def test_no_mlp_sees_more_tokens_than_a_chunk_and_attention_sees_all() -> None:
     model, seen = tiny(), list[int]()
+    assert model.turn is not None  # looked up by a short pass of its own, once
     mlps = [layer.mlp for layer in model.hf.get_decoder().layers]
     down = [mlp.down_proj.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for mlp in mlps]
     with model.hooked():

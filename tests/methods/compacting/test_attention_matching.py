@@ -279,7 +279,7 @@ def test_queries_stand_at_even_distances_and_the_last_one_is_the_prompts() -> No
 def test_moved_queries_are_turned_to_the_position_behind_the_prompt() -> None:
     trace = drawn(10)[0]
     turned = []
-    trace.turn = lambda q, by: (turned.append(by), q)[1]
+    trace.turn = {0: lambda q, by: (turned.append(by), q)[1]}
     SpacedQueries(4, moved=True).observe_layer(trace, 0, torch.zeros(1, 1, 10, 16), trace.keys(0), 1.0, None)
     assert turned[0].tolist() == [[9, 6, 4, 1]]
     trace.turn = None

@@ -94,9 +94,10 @@ def expected_row(
 ) -> ExpectedAttention:
     """One variant on a prompt whose queries are given before rotary embedding."""
     trace = trace_of(k, v, q_pre.shape[1])
-    trace.turn, trace.digest = rotation(meta["theta"]), "vectors"
+    turn = rotation(meta["theta"])
+    trace.turn, trace.digest = {0: turn}, "vectors"
     for what in ExpectedAttention.observations(params, ExpectedAttention.Plan(meta["n_kept"], params.n_sink)):
-        trace.observe(0, what, trace.turn(q_pre, torch.arange(q_pre.shape[2])[None]), k, trace.scales[0])
+        trace.observe(0, what, turn(q_pre, torch.arange(q_pre.shape[2])[None]), k, trace.scales[0])
     return row_of(ExpectedAttention, params, trace, request(tokens=meta["n_kept"]))
 
 
@@ -155,8 +156,9 @@ def test_the_statistics_are_of_what_the_query_projection_gives(kind: str) -> Non
 @pytest.mark.parametrize("n", [1, 5, 100])
 def test_the_average_rotation_is_the_mean_of_turned_queries(kind: str, n: int) -> None:
     """Halves that turn together, neighbours that do, and dimensions that stay as they are."""
-    turn = tiny(kind).turn
-    assert turn is not None
+    turns = tiny(kind).turn
+    assert turns is not None
+    turn = turns[0]
     q = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0))
     each = turn(q.expand(-1, -1, n, -1), torch.arange(40, 40 + n)[None])
     found = q[0, :, 0] @ average_rotation(turn, 8, 40, n, CPU).T

@@ -14,7 +14,7 @@ from engine.causal import causal, whole
 from engine.checkpoints.load import shape_of
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.model import Model, query_turner, register_attention
+from engine.model import Model, register_attention
 from engine.passes.probe import probe
 from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.prefill import Trace, prefill
@@ -151,7 +151,7 @@ def vector_model(meta: dict[str, Any], x: dict[str, np.ndarray]) -> Model:
     hf.lm_head = torch.nn.Identity()
     hf.model.load_state_dict({name[2:]: torch.from_numpy(x[name]) for name in x if name.startswith("w.")})
     register_attention()
-    return Model(hf, None, shape_of(config, "vectors"), torch.float32, torch.device("cpu"), "v", query_turner(hf))
+    return Model(hf, None, shape_of(config, "vectors"), torch.float32, torch.device("cpu"), "v")
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

@@ -117,7 +117,7 @@ def test_cache_positions_equal_keys_renumbered_by_their_slots() -> None:
     positions = torch.arange(60)
     q, k = rotate(raw_q, positions), rotate(raw_k, positions)
     trace = trace_of(k, v, 4, 50)
-    trace.turn = rotate
+    trace.turn = {0: rotate}
     row = row_of(StreamingLLM, replace(PARAMS, position="cache"), trace, request(tokens=20))
     for t in range(8):
         n = 51 + t

@@ -242,7 +242,7 @@ def test_the_query_comes_from_the_normed_input_of_the_layer_below(kind: str) -> 
     def query(x: Tensor) -> Tensor:
         q = layers[2].self_attn.q_proj(x[:, -1:]).view(1, 1, 6, 8).transpose(1, 2)
         assert model.turn is not None
-        return model.turn(q, 60)
+        return model.turn[2](q, 60)
 
     with torch.no_grad():
         below = query(layers[1].input_layernorm(hidden[1]))

@@ -170,7 +170,7 @@ def check_streaming(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | Non
     if n_blocks != meta["blocks_after_prefill"]:
         return f"{n_blocks} blocks after the prompt, expected {meta['blocks_after_prefill']}"
     trace = trace_of(k, v, h, s)
-    trace.turn = lambda x, by: rotated(x, by, base)
+    trace.turn = {0: lambda x, by: rotated(x, by, base)}
     scores = torch.zeros(h, s)
     middle = slice(layout.n_sink, layout.n_sink + n_blocks * layout.block_len)
     scores[:, middle] = theirs[:n_blocks].transpose(0, 1).flatten(1)
@@ -286,7 +286,7 @@ def test_steps_and_blocks_formed_on_the_way_are_those_of_a_plain_run(
 def test_at_one_distance_a_prompt_that_is_all_local_is_full_until_its_first_far_token() -> None:
     q, k, v = tokens(60)
     trace = watched(q, k, v, 12, BandSums(21))
-    trace.turn = lambda x, by: rotated(x, by, 10_000.0)
+    trace.turn = {0: lambda x, by: rotated(x, by, 10_000.0)}
     row = row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), replace(PARAMS, block_len=8, position="fixed"),
                  trace, request(tokens=1))  # fmt: skip
     full = row_of(Full, Full.Params(), trace_of(k, v, 4, 12), request(ratio="1"))
@@ -470,10 +470,10 @@ def test_keys_turned_back_by_their_own_positions_forget_them(kind: str) -> None:
     with model.hooked():
         trace = prefill(model, ids)
     assert trace.turn is not None
-    keys = trace.turn(trace.keys(0), -torch.arange(60).unsqueeze(0))
+    keys = trace.turn[0](trace.keys(0), -torch.arange(60).unsqueeze(0))
     torch.testing.assert_close(keys[:, :, :20], keys[:, :, 40:], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(trace.keys(0)[:, :, :20], trace.keys(0)[:, :, 40:], atol=1e-2)
-    one = trace.turn(trace.keys(0)[:, :, 7:8], -7)
+    one = trace.turn[0](trace.keys(0)[:, :, 7:8], -7)
     torch.testing.assert_close(keys[:, :, 7:8], one, atol=1e-6, rtol=1e-5)
 
 

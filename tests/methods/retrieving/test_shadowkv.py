@@ -47,7 +47,7 @@ def run_vectors(path: Path) -> list[Check]:
     meta, x = load(path)
     given = {name: torch.from_numpy(array) for name, array in x.items()}
     trace = trace_of(given["k_rope"].unsqueeze(0), given["v"].unsqueeze(0), meta["Hq"])
-    trace.turn = turner(given["cos"], given["sin"])
+    trace.turn = {0: turner(given["cos"], given["sin"])}
     chunk, n_chunks = meta["chunk"], meta["n_chunks"]
     plan = ShadowKV.Plan(chunk, meta["rank"], n_chunks, meta["outlier_chunks"], meta["budget"] // chunk)
     row = row_of(ShadowKV, NATIVE, trace, request(ratio="1/2"), plan)
@@ -89,7 +89,7 @@ def drawn(
     k, v = (torch.randn(1, h_kv, s + n_new, d_h, generator=draw) for _ in range(2))
     k = turn(k + torch.randn(1, h_kv, 1, d_h, generator=draw), torch.arange(s + n_new).unsqueeze(0))
     trace = trace_of(k, v, h, s)
-    trace.turn = turn
+    trace.turn = {0: turn}
     return trace, torch.randn(1, h, n_new, d_h, generator=draw), torch.stack([k[:, :, s:], v[:, :, s:]])
 
 

@@ -1,0 +1,85 @@
+"""The cache that a model is given: compressed layers hand K and V through, all others are the model's own.
+
+Of a layer that keeps a state beside K and V, the state stays with it. Rows are forked and chosen by transformers'
+`reorder_cache`, which does so for layers of every kind; `batch_repeat_interleave` leaves states out.
+
+Not here: where K and V of compressed layers go (`engine/store.py`).
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+
+class HandThrough(DynamicLayer):
+    """Stores nothing: the session keeps K and V."""
+
+    def __init__(self, layer: int, enter: Callable[[int], None]) -> None:
+        """`enter` hears of every update: modules that serve several layers do not know which one it is."""
+        super().__init__()
+        self.layer, self.enter, self.seen = layer, enter, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.seen += key_states.shape[-2]
+        self.enter(self.layer)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """No tensors, nothing to choose."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HandThrough":
+        made = HandThrough(self.layer, self.enter)
+        made.seen = self.seen
+        return made
+
+
+class HandThroughBeside(LinearAttentionAndFullAttentionLayer):
+    """Stores the state alone."""
+
+    def __init__(self, layer: int, enter: Callable[[int], None], number_of_states: int) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self.layer, self.enter, self.seen = layer, enter, 0
+
+    update = HandThrough.update  # pyright: ignore[reportAssignmentType]  # the same words for another class
+    get_seq_length = HandThrough.get_seq_length  # pyright: ignore[reportAssignmentType]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+
+def new_cache(config: Any, compressed: Iterable[int], enter: Callable[[int], None]) -> Any:
+    """An empty cache."""
+    cache = DynamicCache(config=config)
+    for i in compressed:
+        old = cache.layers[i]
+        is_hybrid = isinstance(old, LinearAttentionAndFullAttentionLayer)
+        cache.layers[i] = HandThroughBeside(i, enter, old.number_of_states) if is_hybrid else HandThrough(i, enter)
+    return cache
+
+
+def fork(cache: Any, n: int) -> Any:
+    """A copy for `n` rows."""
+    forked = copy.deepcopy(cache)
+    if n > 1:
+        chosen = torch.zeros(n, dtype=torch.long)
+        for layer in forked.layers:
+            layer.reorder_cache(chosen)
+    return forked
+
+
+def select_rows(cache: Any, rows: list[int]) -> None:
+    """Keep only these rows."""
+    chosen: dict[torch.device | None, Tensor] = {}
+    for layer in cache.layers:
+        device = getattr(layer, "device", None)
+        if device not in chosen:
+            chosen[device] = torch.tensor(rows, dtype=torch.long, device=device)
+        layer.reorder_cache(chosen[device])

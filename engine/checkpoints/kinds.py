@@ -1,0 +1,337 @@
+"""What kinds of layers a model has and what they ask of attention, from its configuration: no weights are read.
+
+transformers names the kind of each layer; those that keep K and V of every token in full attention are what methods
+compress. What the kinds do not say, such as sinks, caps, heads of another size, or a second softmax, shows in a pass
+without numbers: the model's own class on torch's `meta` device, where tensors have shapes alone, with an attention
+function that notes what it is called with.
+
+What KVBench cannot do is refused here in one sentence. A pass that fails on the meta device says nothing; then the
+loaded model is asked the same (`engine/passes/agreement.py`).
+
+Not here: reading a configuration (`engine/checkpoints/load.py`), whether outputs agree (`engine/passes/agreement.py`).
+"""
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, one_line
+from engine.shapes import ModelShape
+
+COMPRESSED = ("full_attention", "hybrid")  # hybrid: a state beside it, in one layer
+LOCAL = ("sliding_attention", "chunked_attention")
+WITH_STATE = ("linear_attention", "conv")
+KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, "dummy")  # dummy: a layer without attention, such as an MLP of its own
+# What an attention call may carry beside q, k, v, scale and window; everything else changes its result.
+WITHOUT_EFFECT = frozenset(
+    {
+        *("dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("cache_position", "is_causal", "layer_idx", "logits_to_keep", "position_embeddings", "return_dict"),
+    }
+)
+SAID = {  # in the sentence that refuses it
+    "s_aux": "adds a learned sink (s_aux) to the softmax",
+    "softcap": "caps its logits (softcap)",
+    "position_bias": "adds a bias of positions to its logits (position_bias)",
+    "block_indices": "attends to blocks of its own choice (block_indices)",
+    "attention_mask": "hides tokens by a mask of its own (attention_mask)",
+}
+INSTEAD = "use a model with plain softmax attention, such as Llama, Qwen or SmolLM"
+SURVEY = "kvbench-survey"  # of our noting function in transformers' registry
+N_SURVEYED = 8  # tokens of the pass without numbers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one attention call was called with."""
+
+    layer: int
+    h: int
+    h_kv: int
+    d_k: int
+    d_v: int
+    n_keys: int
+    window: int | None
+    others: tuple[str, ...]  # names of what else would change the result
+
+
+def asked(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Any, others: Mapping[str, Any]) -> Asked:
+    names = [name for name, value in others.items() if changes(name, value)]
+    names += [] if mask is None else ["attention_mask"]
+    return Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], window, tuple(names))
+
+
+def number_of(module: Any) -> int:
+    """The layer of an attention module; -1 where it serves several and does not know which."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else -1
+
+
+def changes(name: str, value: Any) -> bool:
+    """Whether this argument of an attention call would change its result."""
+    return name not in WITHOUT_EFFECT and value is not None and value is not False
+
+
+# --- from the configuration's values ---------------------------------------------------------------
+
+
+def text_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def kinds_of(config: Any, name: str) -> list[str]:
+    """The kind of each cache layer, by transformers' names; `ConfigError` for one that KVBench does not know."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    try:
+        kinds, _ = get_layer_types_and_kwargs(text_config(config))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model {name!r} does not say which kinds its layers are ({error}); {INSTEAD}") from error
+    strange = Counter(kind for kind in kinds if kind not in KNOWN)
+    if strange:
+        kind, n = strange.most_common(1)[0]
+        raise ConfigError(
+            f"the model {name!r} has {n} of {len(kinds)} layers of the kind {kind!r}, with which KVBench compares no "
+            f"method yet (it knows {', '.join(KNOWN)}); {INSTEAD}"
+        )
+    return kinds
+
+
+def of_layer(text: Any, layer: int) -> Any:
+    """The configuration as this layer reads it, where layers differ."""
+    layers = getattr(text, "per_layer_config", None)
+    return layers[layer] if layers is not None and layer < len(layers) else text
+
+
+def check_values(config: Any, name: str) -> None:
+    """Refuse what the configuration's values alone tell."""
+    text = text_config(config)
+    if getattr(text, "kv_lora_rank", None):
+        raise ConfigError(
+            f"the model {name!r} keeps one latent of {text.kv_lora_rank} numbers per token for all heads "
+            f"(kv_lora_rank), which KVBench cannot compress yet; {INSTEAD}"
+        )
+    shares = [mode for mode in getattr(text, "kv_sharing_modes", None) or () if mode == "reuse"]
+    if shares or getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"the model {name!r} shares K and V between layers, which KVBench does not support yet; {INSTEAD}"
+        )
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise ConfigError(f"the model {name!r} {SAID['softcap']} in its attention, which KVBench cannot; {INSTEAD}")
+
+
+# --- from a pass without numbers -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the attention calls of one pass were called with; `why_not` where the pass did not come to its end."""
+
+    calls: tuple[Asked, ...]
+    why_not: str | None = None
+    has_own_code: bool = False  # attention that asks no registered function
+    no_cache: str | None = None  # why it takes no cache of transformers' usual kind
+
+
+def survey(config: Any) -> Survey:
+    """The pass without numbers, once for each configuration."""
+    return _surveyed(Hashed(config))
+
+
+class Hashed:
+    """A configuration, equal to another where their values are."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.key = f"{type(config).__module__}.{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hashed) and other.key == self.key
+
+
+@lru_cache(maxsize=64)
+def _surveyed(hashed: Hashed) -> Survey:
+    from transformers import AttentionInterface, DynamicCache
+
+    calls: list[Asked] = []
+
+    def note(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *, sliding_window: Any = None, **others: Any
+    ):
+        others.pop("scaling", None)
+        calls.append(asked(number_of(module), q, k, v, attention_mask, sliding_window, others))
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+    AttentionInterface.register(SURVEY, note)
+    has_own_code = False
+    try:
+        hf = skeleton(hashed.config)
+        file = sys.modules[type(backbone(hf)).__module__]
+        has_own_code = not hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+        hf.set_attn_implementation(SURVEY)
+        ids = torch.zeros(1, N_SURVEYED, dtype=torch.long, device="meta")
+        with torch.inference_mode():
+            hf(input_ids=ids, use_cache=False)
+    except Exception as error:  # whatever a model's code does with tensors that have no numbers
+        return Survey(tuple(calls), f"{type(error).__name__}: {error}", has_own_code)
+    found = Survey(tuple(calls), None, has_own_code or not calls)
+    try:
+        with torch.inference_mode():
+            hf(input_ids=ids, use_cache=True, past_key_values=DynamicCache(config=hashed.config))
+    except ValueError as error:  # what ran without a cache refuses this one
+        return replace(found, no_cache=one_line(error))
+    except Exception:  # says nothing, as above
+        return found
+    return found
+
+
+def skeleton(config: Any) -> Any:
+    """The model of a configuration on the meta device, without weights."""
+    from engine.checkpoints.conversion import quiet
+
+    with quiet(), torch.device("meta"):
+        hf = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager")
+    return hf.eval()
+
+
+def auto_class(config: Any) -> Any:
+    """The class that makes a text model of a configuration: a causal model, or one of text and images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM  # whose own words say what is wrong
+
+
+def backbone(hf: Any) -> Any:
+    """The decoder that reads text, without head and without eyes."""
+    decoder = hf.get_decoder()
+    if not has_layers(decoder):  # some call their head so
+        decoder = getattr(hf, hf.base_model_prefix)
+    while (inner := getattr(decoder, "model", None)) is not None and inner is not decoder:
+        decoder = inner  # some give their causal model
+    return decoder
+
+
+def has_layers(decoder: Any) -> bool:
+    return any(isinstance(part, torch.nn.ModuleList) for part in decoder.modules())
+
+
+# --- what of it can be compressed ------------------------------------------------------------------
+
+
+def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None:
+    """Refuse what an attention call asks for that KVBench does not do; `calls` are those of one pass."""
+    kinds, seen = list(kinds), Counter[int]()
+    for call in calls:
+        seen[call.layer] += 1
+        if call.others:
+            what = SAID.get(call.others[0], f"hands {call.others[0]} to its attention")
+            raise ConfigError(f"the model {name!r} {what} in layer {call.layer}, which KVBench cannot; {INSTEAD}")
+        if call.d_k != call.d_v:
+            raise ConfigError(
+                f"the model {name!r} has keys of {call.d_k} and values of {call.d_v} numbers in layer {call.layer}, "
+                f"and KVBench only compresses keys and values of one width yet; {INSTEAD}"
+            )
+    compressed = compressed_layers(kinds)
+    twice = [layer for layer, n in seen.items() if layer >= 0 and n > 1]
+    if twice:
+        raise ConfigError(
+            f"the model {name!r} attends {seen[twice[0]]} times in layer {twice[0]} for one token, and KVBench only "
+            f"compresses layers that attend once; {INSTEAD}"
+        )
+    missing = [layer for layer in compressed if not seen[layer]]
+    if missing and not seen[-1]:  # -1: modules that serve several layers do not say which
+        raise own_code(name, missing[0])
+    shapes = {(call.h, call.h_kv, call.d_k) for call in calls if call.layer in compressed}
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"the model {name!r} has full attention of several shapes (query heads, KV heads, numbers of a head: "
+            f"{', '.join(map(str, sorted(shapes)))}), and KVBench only compresses layers of one shape yet; {INSTEAD}"
+        )
+
+
+def own_code(name: str, layer: int) -> ConfigError:
+    return ConfigError(
+        f"the model {name!r} computes the attention of layer {layer} in code of its own, where KVBench cannot take its "
+        f"place; {INSTEAD}"
+    )
+
+
+def compressed_layers(kinds: Iterable[str]) -> tuple[int, ...]:
+    return tuple(i for i, kind in enumerate(kinds) if kind in COMPRESSED)
+
+
+def check_compresses(shape: ModelShape) -> None:
+    """Refuse a model that leaves methods nothing to do."""
+    if not shape.attention_layers:
+        raise ConfigError(
+            f"the model {shape.name!r} has {shape.n_layers} layers and none of them with full attention, so that "
+            f"nothing is left to compress; {INSTEAD}"
+        )
+
+
+def shape_of(config: Any, name: str) -> ModelShape:
+    """Heads and layers of a model, from its configuration; `ConfigError` for one that KVBench cannot run."""
+    text = text_config(config)
+    kinds = kinds_of(config, name)
+    check_values(config, name)
+    found = survey(config)
+    layers = compressed_layers(kinds)
+    if found.has_own_code and layers:
+        raise own_code(name, layers[0])
+    if found.no_cache is not None:
+        raise ConfigError(
+            f"the model {name!r} only takes a cache of its own kind ({found.no_cache}), and KVBench cannot take that "
+            f"one's place yet; {INSTEAD}"
+        )
+    if found.why_not is None:
+        check_calls(found.calls, kinds, name)
+    h, h_kv, d_h = heads(text, found, layers)
+    if h % h_kv:
+        raise ConfigError(
+            f"the model {name!r} has {h} query heads for {h_kv} KV heads, which is no multiple; {INSTEAD}"
+        )
+    return ModelShape(
+        name=name,
+        n_layers=len(kinds),
+        h=h,
+        h_kv=h_kv,
+        d_h=d_h,
+        window=longest(text),
+        attention_layers=layers,
+        d_model=getattr(text, "hidden_size", 0),
+        chunked_layers=tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention"),
+        chunk=getattr(text, "attention_chunk_size", None) or 0,
+    )
+
+
+def heads(text: Any, found: Survey, layers: tuple[int, ...]) -> tuple[int, int, int]:
+    """Query heads, KV heads and numbers of a head in the layers that are compressed."""
+    for call in found.calls:
+        if call.layer in layers or (call.layer == -1 and layers):
+            return call.h, call.h_kv, call.d_k
+    of = of_layer(text, layers[0] if layers else 0)
+    h = getattr(of, "num_attention_heads", None) or 1  # a model without attention has none
+    d_model = getattr(of, "hidden_size", None) or h
+    return h, getattr(of, "num_key_value_heads", None) or h, getattr(of, "head_dim", None) or d_model // h
+
+
+def longest(text: Any) -> int:
+    """Tokens of the longest sequence that the model was made for; a model that sets no end has none of ours either."""
+    for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "context_length"):
+        if isinstance(n := getattr(text, name, None), int) and n > 0:
+            return n
+    return 1 << 20

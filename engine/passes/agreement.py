@@ -1,0 +1,154 @@
+"""Whether a loaded model says with our attention what it says with transformers' own: `check`, once per checkpoint.
+
+A short prompt and a few steps go through both, the steps as two rows of one batch, so that a layer that is left as it
+is has to fork what it holds. Logits are compared, not tokens: a mask, a sink or a cap that is lost shows in them long
+before a token changes. What only shows beyond a window of thousands of tokens is told from the configuration
+(`engine/checkpoints/kinds.py`).
+
+Half precision rounds; there the measure is how far the model's own two ways of attending are apart.
+
+Not here: when it is asked (`engine/checkpoints/load.py`).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part, attend_rows
+from engine.causal import Chunk, causal
+from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of
+from engine.decode import attend_own
+from engine.errors import ConfigError, one_line
+from engine.width import is_out_of_memory
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+N_PROMPT, N_STEPS, N_ROWS = 48, 4, 2
+SHARE = 1e-3  # of the logits' range that rounding may move them by in float32
+SHARE_HALF = 1e-2  # below which half precision asks no further
+TWICE = 2.0  # times as far apart as the model's own ways of attending
+NEVER = "model.check=never runs it all the same"
+
+
+def check(model: "Model") -> None:
+    """Raise `ConfigError` for a model that KVBench would answer wrongly with, or could not run at all."""
+    name = model.shape.name
+    ids = prompt_of(model)
+    try:
+        right = own_logits(model, ids)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"the model {name!r} cannot be run by transformers itself ({one_line(error)})") from error
+    session = Short(model)
+    try:
+        found = our_logits(model, ids, session)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever an architecture does that this harness has not met
+        if is_out_of_memory(error):
+            raise
+        session.refuse_shapes()
+        raise ConfigError(
+            f"the model {name!r} does not run with KVBench's attention ({type(error).__name__}: {one_line(error)}); "
+            f"{INSTEAD}"
+        ) from error
+    session.refuse_shapes()
+    if not right.isfinite().all():
+        return  # its answers are no numbers either way, and decoding says so
+    apart, spread = farthest(found, right), (right.max() - right.min()).item()
+    allowed = SHARE * spread if model.dtype == torch.float32 else SHARE_HALF * spread
+    if apart > allowed and model.dtype != torch.float32:
+        allowed = max(allowed, TWICE * own_distance(model, ids, right))
+    if not apart <= allowed:
+        raise ConfigError(
+            f"the model {name!r} answers differently with KVBench's attention than with transformers' own: logits "
+            f"differ by {apart:.2g}, with a range of {spread:.2g} and {allowed:.2g} for rounding; {INSTEAD}, or where "
+            f"you know better, {NEVER}"
+        )
+
+
+def prompt_of(model: "Model") -> Tensor:
+    """Token ids that are no marks: from the middle of the vocabulary, the same each time."""
+    n = model.hf.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(n // 8, n // 2, (1, N_PROMPT + N_STEPS), generator=torch.Generator().manual_seed(0))
+    return ids.to(model.device)
+
+
+def own_logits(model: "Model", ids: Tensor, attention: str | None = None) -> Tensor:
+    """Of transformers' own attention, behind the prompt and each step: (steps + 1, vocabulary) float32."""
+    before = model.hf.config._attn_implementation
+    if attention is not None:
+        model.hf.set_attn_implementation(attention)
+    try:
+        with torch.inference_mode():
+            out = model.hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        if attention is not None:
+            model.hf.set_attn_implementation(before)
+    return out.logits[0, N_PROMPT - 1 :].float()
+
+
+def own_distance(model: "Model", ids: Tensor, right: Tensor) -> float:
+    """How far the model's own ways of attending are apart."""
+    return max(farthest(own_logits(model, ids, way), right) for way in ("eager", "sdpa") if takes(model, way))
+
+
+def takes(model: "Model", attention: str) -> bool:
+    return attention == "eager" or bool(getattr(model.hf, "_supports_sdpa", False))
+
+
+def our_logits(model: "Model", ids: Tensor, session: "Short") -> Tensor:
+    """Of our attention, (rows, steps + 1, vocabulary) float32."""
+    with model.hooked():
+        cache = model.new_cache()
+        logits = model.forward(ids[:, :N_PROMPT], 0, cache, session)
+        found, cache = [logits.expand(N_ROWS, -1)], model.fork_cache(cache, N_ROWS)
+        for position in range(N_PROMPT, N_PROMPT + N_STEPS):
+            session.position = position
+            step = ids[:, position : position + 1].expand(N_ROWS, -1)
+            found.append(model.forward(step, position, cache, session))
+    return torch.stack(found, 1)
+
+
+def farthest(found: Tensor, right: Tensor) -> float:
+    """The largest difference; not a number where one of them is."""
+    return (found - right).abs().max().item()
+
+
+class Short:
+    """Stands in the model's attention: all tokens of a short prompt and of the steps behind it, nothing compressed."""
+
+    def __init__(self, model: "Model") -> None:
+        self.model, self.position = model, 0
+        self.compressed = frozenset(model.shape.attention_layers)
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.calls: list[Asked] = []  # of the prompt
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+        if self.position == 0:
+            of_window = window if isinstance(window, int) else None
+            self.calls.append(Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], of_window, ()))
+            self.held[layer] = k, v
+            return causal(q, k, v, scale, window)[0]
+        if layer not in self.compressed:
+            return attend_own(q, k, v, scale, window, self.position)
+        before = (old.expand(len(q), -1, -1, -1) for old in self.held[layer])
+        k, v = (torch.cat(each, 2) for each in zip(before, (k, v), strict=True))
+        self.held[layer] = k, v
+        rows = [[Part(k[i : i + 1], v[i : i + 1])] for i in range(len(q))]
+        return attend_rows(q, rows, scale, [False] * len(q))[0]
+
+    def refuse_shapes(self) -> None:
+        """Refuse layers whose calls are not of the shape that the configuration told."""
+        shape = self.model.shape
+        check_calls(self.calls, kinds_of(self.model.hf.config, shape.name), shape.name)
+        for call in self.calls:
+            if call.layer in self.compressed and (call.h, call.h_kv, call.d_k) != (shape.h, shape.h_kv, shape.d_h):
+                raise ConfigError(
+                    f"the model {shape.name!r} attends in layer {call.layer} with {call.h} query heads and {call.h_kv} "
+                    f"KV heads of {call.d_k} numbers, where its configuration says {shape.h}, {shape.h_kv} and "
+                    f"{shape.d_h}, so that KVBench cannot count its bytes; {INSTEAD}"
+                )

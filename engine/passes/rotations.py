@@ -1,0 +1,183 @@
+"""How each layer of a model turns its queries, found by trying: `rotations`.
+
+A layer may turn all numbers of a head or some, by tables of its own kind of layer, before or behind a norm, or not at
+all; its attributes say so in as many ways as there are architectures. So the layer itself is asked: its attention
+module computes the queries of the same tokens at two places, and what turns one into the other is its rotation. Tables
+and formula are the model's own.
+
+A layer that turns nothing gets a turn that changes nothing. A model of which no layer turns has positions of another
+kind, or none, and one with a layer that nothing here explains is not known: both get None.
+
+Not here: a rotation as tables (`kernels/rows/rotation.py`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.causal import Chunk, causal
+from engine.checkpoints.kinds import backbone
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.model import Call, Model
+
+# Moves queries or keys (n, heads, s, d_h) by so many positions, or by (n or 1, s) of them.
+Turn = Callable[[Tensor, int | Tensor], Tensor]
+Asking = tuple[Tensor, Tensor]  # queries (n, h, s, d_h) and keys (n, h_kv, s, d_h)
+N, BY = 8, 7  # tokens that are looked at, and how far they are moved
+APART, APART_HALF = (
+    1e-3,
+    3e-2,
+)  # of directions, in float32 and in half precision; another rotation is off by 0.1 or more
+# Their tables depend on how long the text is, so that no two places alone say how to turn.
+GROWING = ("dynamic", "longrope")
+
+
+def unmoved(q: Tensor, by: int | Tensor) -> Tensor:
+    """The turn of a layer without positions."""
+    return q
+
+
+class _Plain:
+    """A session that only knows the tokens of the pass, and which layers asked."""
+
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+        self.layers.add(layer)
+        return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], scale, window)[0]
+
+
+def rotations(model: "Model") -> dict[int, Turn] | None:
+    """The turn of each compressed layer; None where a layer's is not known, or no layer turns."""
+    try:
+        pairs = moved_queries(model)
+    except ConfigError:  # they cannot be had
+        return None
+    if all(explains(unmoved, here, there) for here, there in pairs.values()):
+        return None
+    found: dict[int, Turn] = {}
+    known: list[Turn] = [unmoved]
+    for layer in model.shape.attention_layers:
+        here, there = pairs[layer]
+        turn = next((one for one in known if explains(one, here, there)), None)
+        if turn is None:
+            turn = next((one for one in candidates(model, layer) if explains(one, here, there)), None)
+            if turn is None:
+                return None
+            known.append(turn)
+        found[layer] = turn
+    return found
+
+
+def moved_queries(model: "Model") -> dict[int, tuple[Asking, Asking]]:
+    """Queries and keys of the same input at two places, of each layer that asks for attention."""
+    ids = torch.arange(1, N + 1, device=model.device).unsqueeze(0)
+    here: dict[int, Call] = {}
+    there: dict[int, Call] = {}
+    session = _Plain()
+    with model.hooked():
+        for calls, position in ((here, 0), (there, BY)):
+            with model.watched(calls):
+                model.forward(ids, position, model.new_cache(), session)
+        return {
+            layer: (
+                model.asking(layer, here[layer].x, here[layer].beside),
+                model.asking(layer, here[layer].x, there[layer].beside),
+            )
+            for layer in session.layers
+        }
+
+
+def explains(turn: Turn, here: Asking, there: Asking) -> bool:
+    """Whether it moves queries and keys as the layer does, and not, say, up to a norm behind the rotation.
+
+    Only directions count: some layers scale queries by position.
+    """
+    for x, right in zip(here, there, strict=True):
+        try:
+            moved = turn(x, BY)
+        except (IndexError, RuntimeError, TypeError, ValueError):  # of another shape than this rotation
+            return False
+        if moved.shape != right.shape:
+            return False
+        apart = (direction(moved) - direction(right)).norm(dim=-1).max().item()
+        if not apart < (APART if x.dtype == torch.float32 else APART_HALF):
+            return False
+    return True
+
+
+def direction(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x.float(), dim=-1)
+
+
+def candidates(model: "Model", layer: int) -> Iterator[Turn]:
+    """What may be the layer's rotation, from the rotary embeddings of the text model and its formula."""
+    module = model.attentions[layer]
+    file: Any = inspect.getmodule(type(module))
+    formula = getattr(file, "apply_rotary_pos_emb", None)
+    if formula is None:
+        return
+    for tables in tables_of(model, layer):
+        yield turner(formula, tables)
+        yield turner(formula, tables, is_part=True)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A rotary embedding."""
+
+    rotary: Any
+    kinds: tuple[str, ...] = ()  # whose tables are meant, where kinds of layers have tables of their own
+
+    def at(self, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (n, s, d) for queries x at positions (n, s).
+
+        Models that scale them have scaled their queries once already, so that the scale is taken out.
+        """
+        name = "_".join((*self.kinds, "attention_scaling"))
+        scale = getattr(self.rotary, name, 1.0)
+        cos, sin = (each.to(x.device) / scale for each in self.rotary(x, where, *self.kinds))
+        if cos.ndim == 4:  # of time, height and width, which are the same in text
+            cos, sin = cos[0], sin[0]
+        return cos, sin
+
+
+def tables_of(model: "Model", layer: int) -> Iterator[Tables]:
+    """The tables of each rotary embedding: one for all layers, or one for each kind of layer."""
+    config = model.hf.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[layer] if layer < len(kinds) else None
+    for rotary in backbone(model.hf).modules():
+        if hasattr(rotary, "inv_freq") and rope_type(rotary, None) not in GROWING:
+            yield Tables(rotary)
+        elif kind is not None and hasattr(rotary, f"{kind}_inv_freq") and rope_type(rotary, kind) not in GROWING:
+            yield Tables(rotary, (kind,))
+
+
+def rope_type(rotary: Any, kind: str | None) -> str | None:
+    found = getattr(rotary, "rope_type", None)
+    return found.get(kind) if isinstance(found, dict) else found
+
+
+def turner(formula: Callable[..., Any], tables: Tables, is_part: bool = False) -> Turn:
+    """A turn from tables and formula; `is_part`: the numbers behind the tables' width stay as they are."""
+    turns_keys = "k" in inspect.signature(formula).parameters  # in the same call
+
+    def turn(q: Tensor, by: int | Tensor) -> Tensor:
+        where = torch.tensor([[by]], device=q.device) if isinstance(by, int) else by
+        x = q.float()
+        cos, sin = tables.at(x, where)
+        width = cos.shape[-1] if is_part else x.shape[-1]
+        # The formula turns keys too; here there are none.
+        turned = formula(x[..., :width], *([x[:, :0, :, :width]] if turns_keys else []), cos, sin)
+        turned = turned[0] if turns_keys else turned
+        return (turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)).to(q.dtype)
+
+    return turn

@@ -1,0 +1,268 @@
+"""Tiny random models of the architectures that transformers has, and what KVBench makes of each.
+
+    python -m tests.architectures                 # a line for every causal model of transformers, about five minutes
+    python -m tests.architectures qwen3_next gpt_oss
+
+A model is *exact* where full attention says what `generate` says, alone and as three rows of a batch, where Oracle with
+the whole budget says so too, and where the rotation that methods get moves queries as each compressed layer does. It is
+*refused* where a `ConfigError` says why. Anything else is *wrong* or *broken*, and the exit code 1.
+
+Prompts are longer than all windows and chunks. Some architectures cannot be built from the common values alone;
+`VALUES` has what they need, and those that need more are listed as *not built*: nothing is said of them.
+"""
+
+import copy
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.budget import BudgetRequest
+from engine.checkpoints.load import made, shape_of
+from engine.decode import decode
+from engine.errors import ConfigError, one_line
+from engine.model import Model, register_attention
+from engine.prefill import prefill
+from methods.full import Full
+from methods.retrieving.oracle import Oracle
+
+S, N_NEW, WINDOW, CHUNK = 75, 10, 20, 28
+MOST_WEIGHTS = 64_000_000
+COMMON: dict[str, Any] = {
+    "vocab_size": 89, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 384, "bos_token_id": 1, "eos_token_id": 88,
+    "pad_token_id": 0, "tie_word_embeddings": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+LOCAL_TOO = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+STATE_TOO = {"layer_types": ["linear_attention", "full_attention"] * 2}
+DELTA_RULE = STATE_TOO | {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 6, "first_k_dense_replace": 1,
+}  # fmt: skip
+SAME_HEADS = {"num_key_value_heads": 6}
+# What an architecture needs beside the common values, or so that it has a layer of every kind.
+VALUES: dict[str, dict[str, Any]] = {
+    "afmoe": LOCAL_TOO | {"num_dense_layers": 1},
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "biogpt": SAME_HEADS,
+    "cohere2": LOCAL_TOO,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "exaone4": LOCAL_TOO,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 96},
+    "gemma2": LOCAL_TOO | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "gemma3_text": LOCAL_TOO | {"query_pre_attn_scalar": 8},
+    "gemma4_text": LOCAL_TOO | {
+        "num_experts": None, "moe_intermediate_size": None, "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 89,
+    },
+    "gpt2": {"num_key_value_heads": None},
+    "gpt-sw3": {"num_key_value_heads": None},
+    "gpt_oss": LOCAL_TOO,
+    "gpt_neox": SAME_HEADS,
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 24},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {
+        "intermediate_size_mlp": 56, "attention_chunk_size": CHUNK, "num_experts_per_tok": 1, "floor_scale": 16,
+        "no_rope_layers": [1, 0, 1, 0], "attn_scale": 0.5,
+    },
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16},
+    "ministral": LOCAL_TOO,
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "modernbert-decoder": SAME_HEADS | {
+        "local_attention": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 6, "layers_block_type": ["mamba", "moe", "attention"] * 2, "mamba_num_heads": 6,
+        "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "olmo3": LOCAL_TOO,
+    "opt": SAME_HEADS | {"ffn_dim": 56, "word_embed_proj_dim": 48},
+    "phi3": {"sliding_window": None},
+    "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen2_moe": {"shared_expert_intermediate_size": 24},
+    "qwen3_5_moe_text": DELTA_RULE,
+    "qwen3_5_text": DELTA_RULE,
+    "qwen3_next": DELTA_RULE,
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "starcoder2": {"sliding_window": None},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "mamba_expand": 2, "n_mamba_heads": 6,
+        "mamba_ngroups": 1, "mamba_headdim": 16, "chunk_size": 16, "num_key_value_heads": 6, "num_mem_blocks": 1,
+        "adapter_rank": 8, "use_mem_rope": True,
+    },
+}  # fmt: skip
+# Types with eyes, ears or an encoder: their text models stand in the list too.
+NOT_TEXT = {
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "llama4",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "mllama",
+    "emu3",
+    "git",
+    "fuyu",
+    "got_ocr2",
+}
+SEEDS = range(1, 6)  # tried in turn until an answer is no single word
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one architecture."""
+
+    name: str
+    word: str  # exact, refused, wrong, broken, not built
+    says: str = ""
+
+
+def quietly() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(50)
+
+
+def config_of(model_type: str) -> Any:
+    given = COMMON | VALUES.get(model_type, {})
+    return transformers.AutoConfig.for_model(
+        model_type, **{key: x for key, x in given.items() if x is not None or key not in COMMON}
+    )
+
+
+def model_of(config: Any, seed: int) -> Any:
+    """Drawn weights in float32 with which attention is neither uniform nor one token; it never stops by itself."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(seed)
+    for name, weight in hf.named_parameters():
+        last = name.rpartition(".")[2]
+        if weight.ndim > 1:
+            weight.data.normal_(std=0.22, generator=draw)
+        elif last not in ("A_log", "dt_bias", "D"):  # of states, which decay by them
+            weight.data.add_(torch.empty_like(weight).normal_(std=0.1, generator=draw))
+    head = hf.get_output_embeddings()
+    if head is not None and head.weight is hf.get_input_embeddings().weight:  # else it says what it read
+        head.weight.data.mul_(0.2)
+    hf.eval()
+    hf.generation_config.eos_token_id = None
+    hf.generation_config.pad_token_id = 0
+    return hf
+
+
+def n_weights(config: Any) -> int:
+    """Of the model, without making them."""
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return sum(weight.numel() for weight in hf.parameters())
+
+
+def prompt(n: int = S) -> list[int]:
+    return torch.randint(2, 80, (n,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def generated(hf: Any, ids: Sequence[int], n_new: int = N_NEW) -> list[int]:
+    """What transformers says."""
+    asked = torch.tensor([ids])
+    with torch.inference_mode():
+        out = hf.generate(
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False
+        )
+    return out[0, len(ids) :].tolist()
+
+
+def loaded(config: Any, hf: Any, name: str) -> Model:
+    """As a run loads it; `ConfigError` where it refuses."""
+    register_attention()
+    model = made(hf, None, shape_of(config, name), torch.float32, f"tiny-{name}")
+    if not model.shape.attention_layers:
+        raise ConfigError(f"the model {name!r} has no layer that methods compress")
+    model.self_check()
+    return model
+
+
+def answers(model: Model, ids: Sequence[int], methods: Sequence[Any], n_new: int = N_NEW) -> list[list[int]]:
+    """What methods with a whole budget say in one batch."""
+    params = {
+        Full: Full.Params(),
+        Oracle: Oracle.Params("group_sum", 4, Fraction(1, 2), "on_top", "fair", "renormalise"),
+    }
+    request = BudgetRequest(Fraction(1), None, Fraction(1, 2), False)
+    variants = [kind.variant_for(params[kind], request, model.shape, len(ids)) for kind in methods]
+    with model.hooked():
+        trace = prefill(model, ids, [what for one in variants for what in one.observations])
+    with torch.inference_mode():
+        rows = [one.row(trace, n_new) for one in variants]
+        for row in rows:
+            for layer in trace.shape.attention_layers:
+                row.build(layer)
+            row.complete()
+    with model.hooked():
+        return [answer.ids for answer in decode(model, trace, rows, max_new_tokens=n_new).answers]
+
+
+def look(model_type: str) -> Found:
+    """Build one architecture, let it answer, and say what became of it."""
+    try:
+        config = config_of(model_type)
+        if (n := n_weights(config)) > MOST_WEIGHTS:
+            return Found(model_type, "not built", f"{n:,} weights, whose sizes have other names")
+        ids, want = prompt(), list[int]()
+        for seed in SEEDS:
+            hf = model_of(config, seed)
+            want = generated(hf, ids)
+            if len({*want}) > 2:
+                break
+    except Exception as error:
+        return Found(model_type, "not built", f"{type(error).__name__}: {one_line(error)}"[:150])
+    try:
+        model = loaded(config, hf, model_type)
+        apart = [
+            what
+            for what, kinds in (("one row", [Full]), ("three rows", [Full] * 3), ("whole budget", [Full, Oracle]))
+            if any(said != want for said in answers(model, ids, kinds))
+        ]
+    except ConfigError as error:
+        return Found(model_type, "refused", str(error))
+    except Exception as error:
+        return Found(model_type, "broken", f"{type(error).__name__}: {one_line(error)}")
+    return Found(model_type, "wrong" if apart else "exact", ", ".join(apart))
+
+
+def text_types() -> list[str]:
+    """Names of all causal text models."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NOT_TEXT)
+
+
+def main(names: Sequence[str]) -> int:
+    quietly()
+    words: Counter[str] = Counter()
+    for name in names or text_types():
+        found = look(name)
+        words[found.word] += 1
+        print(f"{found.name:26s} {found.word:9s} {found.says}", flush=True)  # noqa: T201
+    print(", ".join(f"{n} {word}" for word, n in words.most_common()))  # noqa: T201
+    return 1 if words["wrong"] + words["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

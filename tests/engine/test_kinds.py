@@ -1,0 +1,277 @@
+"""Every kind of layer is answered as transformers answers it, or refused in a sentence before weights are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.causal import Chunk, causal
+from engine.checkpoints import load
+from engine.checkpoints.kinds import survey
+from engine.decode import attend_own
+from engine.errors import ConfigError
+from engine.passes import agreement
+from engine.passes.rotations import unmoved
+from engine.prefill import prefill
+from engine.turns.talk import Talk, attend_own_past
+from evals.settings import ModelSpec
+from methods.full import Full
+from tests.architectures import CHUNK, answers, config_of, generated, loaded, look, model_of, prompt, text_types
+from tests.tiny import tiny
+from tests.tiny_run import save_tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
+EXACT = (
+    *("cohere2", "exaone4", "falcon_h1", "gemma4_text", "gpt2", "gpt_bigcode", "granitemoehybrid", "hunyuan_v1_dense"),
+    *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
+    *("smollm3", "stablelm", "zamba2"),
+)
+REFUSED = {
+    "bert": "answers differently",
+    "bloom": "code of its own",
+    "deepseek_v3": "one latent of 12 numbers",
+    "deepseek_v4": "layers of the kind 'heavily_compressed_attention'",
+    "diffllama": "attends 2 times in layer 0",
+    "doge": "hides tokens by a mask",
+    "gemma2": "caps its logits",
+    "gpt_oss": "adds a learned sink",
+    "hrm_text": "attends 8 times in layer 0",
+    "inkling_text": "layers of the kind 'hybrid_sliding'",
+    "jetmoe": "4 query heads and 4 KV heads",
+    "mamba": "no layer that methods compress",
+    "minimax": "only takes a cache of its own kind",
+    "mpt": "code of its own",
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_this_architecture_answers_as_transformers_does(name: str) -> None:
+    found = look(name)
+    assert found.word == "exact", found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_this_architecture_is_refused_in_one_sentence(name: str) -> None:
+    found = look(name)
+    assert found.word == "refused", found
+    assert REFUSED[name] in found.says
+    assert "\n" not in found.says and len(found.says) < 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", text_types())
+def test_no_architecture_of_transformers_is_wrong_or_ends_in_a_traceback(name: str) -> None:
+    found = look(name)
+    if found.word == "not built":
+        pytest.skip(f"the common values make no model of it: {found.says}")
+    assert found.word in ("exact", "refused"), found
+
+
+# --- chunks ---
+
+
+@pytest.fixture(scope="module")
+def chunked() -> tuple[Any, Any]:
+    config = config_of("llama4_text")
+    hf = model_of(config, 1)
+    return hf, loaded(config, hf, "chunked")
+
+
+@pytest.mark.parametrize("n", [CHUNK - 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1])
+def test_answers_around_the_end_of_a_chunk_are_those_of_transformers(chunked: tuple[Any, Any], n: int) -> None:
+    hf, model = chunked
+    want = generated(hf, prompt(n))
+    assert answers(model, prompt(n), [Full]) == [want]
+    assert answers(model, prompt(n), [Full] * 3) == [want] * 3
+
+
+@pytest.mark.parametrize("n_feed", [2, 7, CHUNK + 3])
+def test_a_feed_that_crosses_a_chunk_is_read_as_transformers_reads_it(chunked: tuple[Any, Any], n_feed: int) -> None:
+    hf, model = chunked
+    ids = prompt(2 * CHUNK - 3 + n_feed)
+    with torch.inference_mode():
+        want = hf(input_ids=torch.tensor([ids])).logits[0, -1]
+    with model.hooked():
+        trace = prefill(model, ids[:-n_feed])
+        request = agreement_request()
+        row = Full.variant_for(Full.Params(), request, model.shape, len(ids) - n_feed).row(trace, n_feed + 1)
+        for layer in trace.shape.attention_layers:
+            row.build(layer)
+        row.complete()
+        found = Talk(model, trace, [row]).read([ids[-n_feed:]])
+    torch.testing.assert_close(found[0], want, atol=1e-4, rtol=1e-4)
+
+
+def agreement_request() -> Any:
+    from fractions import Fraction
+
+    from engine.budget import BudgetRequest
+
+    return BudgetRequest(Fraction(1), None, Fraction(1, 2), False)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3)
+
+
+def in_chunk(queries: Tensor, keys: Tensor, n: int) -> Tensor:
+    """The plain formula: causal, and of one chunk."""
+    q, k = queries.unsqueeze(1), keys
+    return (k <= q) & (k // n == q // n)
+
+
+@pytest.mark.parametrize("n", [1, 5, 8])
+@pytest.mark.parametrize("s", [1, 4, 5, 6, 8, 9, 16, 23])
+def test_attention_within_chunks_is_the_plain_formula(n: int, s: int) -> None:
+    draw = torch.Generator().manual_seed(s)
+    q, k, v = (torch.randn(1, h, s, 16, generator=draw) for h in (4, 2, 2))
+    places = torch.arange(s)
+    whole = masked(q, k, v, in_chunk(places, places, n))
+    torch.testing.assert_close(causal(q, k, v, 0.3, Chunk(n))[0], whole, atol=1e-5, rtol=1e-5)
+    held = slice(max(0, s - n), s)  # a cache layer of a chunk's length hands out so many
+    one = attend_own(q[:, :, -1:], k[:, :, held], v[:, :, held], 0.3, Chunk(n), s - 1)
+    torch.testing.assert_close(one, whole[:, :, -1:], atol=1e-5, rtol=1e-5)
+    m = min(3, s)
+    held = slice(max(0, s - m - n + 1), s)
+    some = attend_own_past(q[:, :, -m:], k[:, :, held], v[:, :, held], 0.3, Chunk(n), s - m)
+    torch.testing.assert_close(some, whole[:, :, -m:], atol=1e-5, rtol=1e-5)
+
+
+# --- states ---
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_rows_that_part_each_keep_their_own_state(name: str) -> None:
+    """Rows forked from one prompt read tokens of their own; those that stay go on as if they had been alone."""
+    config = config_of(name)
+    hf = model_of(config, 1)
+    model, ids = loaded(config, hf, name), prompt(30)
+    session = agreement.Short(model)
+    first, second = torch.tensor([[5], [6], [7]]), torch.tensor([[8], [9]])
+    with model.hooked():
+        cache = model.new_cache()
+        model.forward(torch.tensor([ids]), 0, cache, session)
+        rows, session.position = model.fork_cache(cache, 3), 30
+        model.forward(first, 30, rows, session)
+        model.select_rows(rows, [2, 0])
+        session.position = 31
+        session.held = {layer: (k[[2, 0]], v[[2, 0]]) for layer, (k, v) in session.held.items() if len(k) == 3}
+        found = model.forward(second, 31, rows, session)
+    with torch.inference_mode():
+        for row, tokens in enumerate(([7, 8], [5, 9])):
+            want = hf(input_ids=torch.tensor([[*ids, *tokens]])).logits[0, -1]
+            torch.testing.assert_close(found[row], want, atol=1e-4, rtol=1e-4)
+
+
+# --- rotations ---
+
+
+@pytest.mark.parametrize(
+    "name", ["phi", "glm", "gemma3_text", "gemma4_text", "qwen3", "stablelm", "olmo3", "falcon_h1"]
+)
+def test_turning_queries_is_turning_keys_the_other_way(name: str) -> None:
+    config = config_of(name)
+    model = loaded(config, model_of(config, 1), name)
+    assert model.turn is not None
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 3, model.shape.d_h, generator=draw)
+    for layer in model.shape.attention_layers:
+        turn = model.turn[layer]
+        assert turn is not unmoved
+        torch.testing.assert_close(turn(q, -5) @ k.mT, q @ turn(k, 5).mT, atol=1e-4, rtol=1e-4)
+        assert (turn(q, 9) - q).abs().max() > 0.1
+
+
+def test_layers_without_positions_are_not_turned() -> None:
+    config = config_of("smollm3")
+    turns = loaded(config, model_of(config, 1), "smollm3").turn
+    assert turns is not None
+    assert [turns[layer] is unmoved for layer in range(4)] == [False, False, False, True]
+    config = config_of("cohere2")  # whose full layers have none, and whose others do
+    assert {*(loaded(config, model_of(config, 1), "cohere2").turn or {}).values()} == {unmoved}
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "nemotron_h", "hunyuan_v1_dense"])
+def test_positions_that_are_no_known_rotation_turn_nothing(name: str) -> None:
+    """Learned ones, none at all, and a rotation with a norm behind it."""
+    config = config_of(name)
+    assert loaded(config, model_of(config, 1), name).turn is None
+
+
+def test_tables_that_grow_with_the_text_are_no_known_rotation() -> None:
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=89,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )  # fmt: skip
+    assert loaded(config, model_of(config, 1), "dynamic").turn is None
+
+
+# --- before weights are read, and when they are ---
+
+
+def test_looking_at_a_configuration_leaves_it_as_it_is() -> None:
+    config = config_of("qwen3")
+    before = config.to_dict(), config._attn_implementation
+    assert survey(config).why_not is None
+    assert (config.to_dict(), config._attn_implementation) == before
+
+
+@pytest.mark.parametrize(("name", "says"), [("gemma2", "caps its logits"), ("gpt_oss", "learned sink")])
+def test_a_configuration_alone_is_enough_to_refuse_a_model(name: str, says: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path)  # without weights
+    with pytest.raises(ConfigError, match=says):
+        load.read_shape(name, str(tmp_path))
+
+
+def test_a_model_with_nothing_to_compress_is_refused(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(sliding_window=8, num_hidden_layers=2, hidden_size=32, num_attention_heads=8)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="none of them with full attention"):
+        load.read_shape("local", str(tmp_path))
+
+
+def test_a_model_that_answers_differently_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    model.self_check()
+    own = agreement.own_logits
+    monkeypatch.setattr(agreement, "own_logits", lambda *args: own(*args) + 0.5)
+    with pytest.raises(ConfigError, match=r"logits differ by 0\.5, with a range of \d"):
+        model.self_check()
+
+
+def test_what_our_attention_cannot_stand_in_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+
+    def fail(*_: object) -> None:
+        raise ValueError("heads of a shape that no kernel takes")
+
+    monkeypatch.setattr(agreement, "attend_rows", fail)
+    with pytest.raises(ConfigError, match="does not run with KVBench's attention"):
+        model.self_check()
+
+
+def test_a_checkpoint_is_compared_once_and_not_where_it_is_asked_not_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, seen = str(save_tiny(tmp_path / "checkpoint")), list[str]()
+    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    load.load("a", folder, dtype="float32", device="cpu", check=False)
+    assert seen == []
+    load.load("b", folder, dtype="float32", device="cpu")
+    load.load("c", folder, dtype="float32", device="cpu")
+    assert seen == ["b"]
+    load.load("d", folder, dtype="bfloat16", device="cpu")
+    assert seen == ["b", "d"]
+
+
+def test_only_a_model_that_is_not_compared_is_another_run() -> None:
+    spec = {"name": "m", "id": "m", "revision": None, "trust_remote_code": False, "chat": "auto", "system_prompt": ""}
+    assert ModelSpec(**spec).identity() == spec  # as runs had it before there was a choice
+    assert ModelSpec(**spec, check="never").identity() == spec | {"check": "never"}
+    with pytest.raises(ConfigError, match=r"model\.check"):
+        ModelSpec(**spec, check="often")
