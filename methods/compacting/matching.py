@@ -79,8 +79,16 @@ def squared_norm(x: Tensor, start: Tensor) -> Tensor:
 
 def least_squares(x: Tensor, y: Tensor) -> Tensor:
     """Plain least squares of x (n, t) for the columns of y (n, c): (t, c)."""
-    found = torch.linalg.lstsq(x, y, driver="gels").solution
+    found = solved(x, y)
     return found if bool(found.isfinite().all()) else ridged(x, y, torch.tensor(RIDGE, device=x.device))
+
+
+def solved(x: Tensor, y: Tensor) -> Tensor:
+    """As `least_squares`, without a ridge: not finite where columns of x are alike, whatever the library does then."""
+    try:
+        return torch.linalg.lstsq(x, y, driver="gels").solution
+    except torch.linalg.LinAlgError:  # some raise what others answer with infinities
+        return y.new_full((x.shape[1], y.shape[1]), torch.nan)
 
 
 def ridged(x: Tensor, y: Tensor, penalty: Tensor) -> Tensor:
@@ -105,7 +113,7 @@ def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple
     """
     if ridge:
         return ridged(x, wanted, ridge * spectral(x)), False
-    found = torch.linalg.lstsq(x, wanted, driver="gels").solution
+    found = solved(x, wanted)
     if bool((found.abs().amax() <= LARGEST_GROWTH * largest).logical_and(found.isfinite().all())):
         return found, False
     return ridged(x, wanted, RIDGE * spectral(x)), True
