@@ -24,8 +24,8 @@ from engine.causal import Chunk
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
 from engine.errors import ConfigError
 from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import Turn, rotations
-from engine.shapes import ModelShape
+from engine.passes.rotations import Turn, rotary_dims, rotations
+from engine.shapes import Checkpoint, ModelShape
 
 if TYPE_CHECKING:
     from engine.observe import Known, ModelFact
@@ -102,6 +102,13 @@ class Model:
     facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
     layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
     allows_graphs: bool = True  # of decode steps on a GPU
+    other_digests: tuple[str, ...] = ()  # by which tables and calibrations may know the same files
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What was known of it before it was loaded, and whether its layers do turn as its modules let expect."""
+        n_rotary = 0 if self.turn is None else rotary_dims(self.hf)
+        return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary)
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's weights lie, and with them its K and V."""

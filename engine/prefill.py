@@ -55,7 +55,6 @@ class Trace:
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
         self.turn: Mapping[int, Turn] | None = None  # how each layer moves queries and keys by so many positions
         self.ids: Sequence[int] = ()
-        self.digest: str | None = None  # of the model's weights
         self.seconds = 0.0
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
@@ -199,7 +198,7 @@ def prefill(
     """
     assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
     trace = Trace(model.shape, len(ids), model.device, model.layer_devices)
-    trace.ids, trace.turn, trace.digest = ids, model.turn, model.digest
+    trace.ids, trace.turn = ids, model.turn
     every = dict.fromkeys(observations)
     for what in every:
         if isinstance(what, ModelFact):

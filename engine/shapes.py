@@ -1,9 +1,13 @@
 """`ModelShape`: everything that budget arithmetic and checks need to know of a model, without the model.
 
-Not here: reading it from a checkpoint (`engine/checkpoints/load.py`), so that this file imports without torch.
+`Checkpoint` is what its files say beyond that, before any weight is read.
+
+Not here: reading them from a checkpoint (`engine/checkpoints/load.py`), so that this file imports without torch.
 """
 
 from dataclasses import dataclass
+
+DRAWN = "random-"  # in front of the digest of a model whose weights are drawn
 
 
 @dataclass(frozen=True)
@@ -26,3 +30,17 @@ class ModelShape:
     def g(self) -> int:
         """Query heads per KV head."""
         return self.h // self.h_kv
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Which model this is, and what of it decides whether a method can work with it."""
+
+    shape: ModelShape
+    digests: tuple[str, ...]  # names of what its files hold, its own first
+    n_rotary: int  # dimensions of a head that its positions turn by a formula that is known; 0: none
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its weights are drawn at random."""
+        return self.digests[0].startswith(DRAWN)

@@ -8,11 +8,11 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imports torch
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
+T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
@@ -52,13 +53,31 @@ class Asked:
     coding: Coding | None = None  # who makes codes of what the method keeps, or has on the host
 
 
+class Lookups:
+    """What is looked up of models, each once; what refuses a model refuses it again without another look."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+    def __call__(self, look: "Callable[[Settings], T]", settings: Settings) -> "T":
+        key = (look, settings.model, settings.weights)
+        if key not in self.found:
+            try:
+                self.found[key] = look(settings)
+            except ConfigError as error:
+                self.found[key] = error
+        if isinstance(self.found[key], ConfigError):
+            raise self.found[key]
+        return self.found[key]
+
+
 def ask(cells: Sequence[Settings]) -> list[Asked]:
     """Check every cell as far as that goes without torch."""
-    shapes: dict[Any, ModelShape | None] = {}
+    look = Lookups()
     asked: list[Asked] = []
     for settings in cells:
         try:
-            asked.append(ask_one(settings, shapes))
+            asked.append(ask_one(settings, look))
         except ConfigError as error:
             leave_out(settings, error)
     refuse_nothing_left(asked)
@@ -86,8 +105,8 @@ def naming(settings: Settings) -> Iterator[None]:
         raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
 
 
-def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
-    """Check a cell without torch; `shapes` are those of the models seen so far."""
+def ask_one(given: Settings, look: Lookups) -> Asked:
+    """Check a cell without torch."""
     rules, params = rules_and_params(given.method)
     settings = given
     if not rules.has_budget:
@@ -121,10 +140,7 @@ def ask_one(given: Settings, shapes: dict[Any, ModelShape | None]) -> Asked:
                 "task.mode says what is compressed; leave it away"
             )
     refuse_answers(settings, rules, task)
-    model = (settings.model, settings.weights)
-    if model not in shapes:
-        shapes[model] = early_shape(settings)
-    shape = shapes[model]
+    shape = look(early_shape, settings)
     sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
     asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity, coding)
     if shape is not None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget import NO_FRAME, BudgetRequest, Frame
-from engine.checkpoints.digests import changed_at, first_digest_of
+from engine.checkpoints.digests import changed_at
 from engine.errors import ConfigError
 from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
-from evals.asked import Asked, check, leave_out, naming, refuse_nothing_left
-from evals.models import located, look_up, resolve_hardware
+from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
+from evals.models import Found, located, look_into, look_up, resolve_hardware
 from evals.results import read_config, run_name
 from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
@@ -107,7 +107,7 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
 
     Cells of a method without a budget that differ in nothing else are one cell, which stands in the place of each.
     """
-    found: dict[Any, tuple[ModelShape, str, str | None]] = {}  # shape and digests of a model, looked up once
+    look = Lookups()
     ready: list[Cell] = []
     once: dict[str, Cell] = {}  # of methods without a budget, by all that tells them apart
     places: set[Path] = set()
@@ -117,7 +117,7 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
             ready.append(once[key])
             continue
         try:
-            cell = ready_cell(one, found)
+            cell = ready_cell(one, look)
         except ConfigError as error:
             leave_out(one.settings, error)
             continue
@@ -136,32 +136,26 @@ def distinct(cells: Iterable[Cell]) -> list[Cell]:
     return list({cell.path: cell for cell in cells}.values())
 
 
-def ready_cell(asked: Asked, found: dict[Any, tuple[ModelShape, str, str | None]]) -> Cell:
+def ready_cell(asked: Asked, look: Lookups) -> Cell:
     """The cell with what only the model's files tell: these are converted now, where they have to be."""
     settings, given = resolve_hardware(asked.settings), resolve_hardware(asked.given)
-    model = (settings.model, settings.weights)
-    if model not in found:
-        found[model] = *look_up(settings), first_digest(settings)
-    shape, digest, first = found[model]
+    found = look(look_up, settings)
+    shape = found.shape
     if shape != asked.shape:
         check(asked, shape)
-    config = identity(settings, asked, digest)
+    config = identity(settings, asked, found.digests[0])
     for each in (settings,) if given == settings else (settings, given):
-        earlier = as_begun(each, identity(each, asked, digest), first)
+        earlier = as_begun(each, identity(each, asked, found.digests[0]), found)
         if is_begun(each, earlier):
             settings, config = each, earlier
             break
+    path = place(settings, config)
+    if not is_finished(path):
+        with naming(settings):
+            asked.rules.check_model(asked.params, look(look_into, settings))
     return Cell(
-        settings,
-        asked.rules,
-        asked.params,
-        asked.task,
-        shape,
-        config,
-        place(settings, config),
-        asked.sparsity,
-        asked.coding,
-    )
+        settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding
+    )  # fmt: skip
 
 
 def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
@@ -181,23 +175,28 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
     return config
 
 
-def first_digest(settings: Settings) -> str | None:
-    """What earlier runs called a local checkpoint: a digest by its files' ends. None for a model of another kind."""
-    where = None if settings.weights == "random" else located(settings)
-    return None if where is None else first_digest_of(str(where))
+def as_begun(settings: Settings, config: dict[str, Any], found: Found) -> dict[str, Any]:
+    """`config`; with the digest that earlier runs recorded, where such a run was begun with this checkpoint.
 
-
-def as_begun(settings: Settings, config: dict[str, Any], first: str | None) -> dict[str, Any]:
-    """`config`; with the digest of earlier runs where such a run was begun, and the checkpoint not written to since.
-
-    The ends of its files cannot tell whether a checkpoint was edited in between.
+    A digest that does not tell all contents cannot tell whether a checkpoint was edited since: its files have to be
+    older than the run.
     """
-    earlier = config | {"model_digest": first}
+    for digest in found.digests:
+        if is_begun(settings, config | {"model_digest": digest}):
+            return config | {"model_digest": digest}
     where = located(settings)
-    if first is None or where is None or not is_begun(settings, earlier):
-        return config
-    recorded = place(settings, earlier) / "config.yaml"
-    return earlier if changed_at(str(where)) < recorded.stat().st_mtime else config
+    for digest in found.earlier if where is not None else ():
+        earlier = config | {"model_digest": digest}
+        if is_begun(settings, earlier):
+            recorded = place(settings, earlier) / "config.yaml"
+            if changed_at(str(where)) < recorded.stat().st_mtime:
+                return earlier
+    return config
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run has a result, which may turn out damaged."""
+    return (path / "result.json").is_file()
 
 
 def is_begun(settings: Settings, config: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
 from evals.asked import leave_out, naming
-from evals.cells import Cell
+from evals.cells import Cell, is_finished
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, tokenizer_of
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
@@ -431,11 +431,6 @@ def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
         if group.cells:
             group.run(models, waiting)
         return results_of(cells, folders)
-
-
-def is_finished(path: Path) -> bool:
-    """Whether a run has a result, which may turn out damaged."""
-    return (path / "result.json").is_file()
 
 
 def refuse_folders(groups: Iterable[Group]) -> None:

@@ -3,19 +3,21 @@
 Not here: how a model is loaded (`engine`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoints.digests import digest_of
+from engine.checkpoints.digests import digests_of, earlier_digests_of
 from engine.checkpoints.load import (
     Letters,
+    drawn_checkpoint,
     load,
     load_random,
     load_tokenizer,
     locate,
+    read_checkpoint,
     read_config,
     read_shape,
     resolve_device,
@@ -24,7 +26,7 @@ from engine.checkpoints.load import (
 )
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from evals.asked import architecture
 from evals.settings import ModelSpec, Settings
 
@@ -43,14 +45,32 @@ def resolve_hardware(settings: Settings) -> Settings:
     return replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
 
 
-def look_up(settings: Settings) -> tuple[ModelShape, str]:
-    """A model's shape, and a short name of its weights, before they are loaded."""
+@dataclass(frozen=True)
+class Found:
+    """A model of which only shape and contents are known so far."""
+
+    shape: ModelShape
+    digests: tuple[str, ...]  # names of its contents, that of a run's identity first
+    earlier: tuple[str, ...]  # names that earlier runs recorded, which do not tell all contents
+
+
+def look_up(settings: Settings) -> Found:
+    """A model's shape, and short names of its weights, before they are loaded; its files are converted if need be."""
     spec = settings.model
     if settings.weights == "random":
-        return shape_of(random_config(spec), spec.name), "random"
+        return Found(shape_of(random_config(spec), spec.name), ("random",), ())
     shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    return shape, digest_of(where, spec.revision)
+    earlier = earlier_digests_of(where) if Path(where).exists() else ()
+    return Found(shape, digests_of(where, spec.revision), earlier)
+
+
+def look_into(settings: Settings) -> Checkpoint:
+    """What else is known before weights are read; `ConfigError` where its files lack some of them."""
+    spec = settings.model
+    if settings.weights == "random":
+        return drawn_checkpoint(spec.name, random_config(spec))
+    return read_checkpoint(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def located(settings: Settings) -> Path | None:

@@ -28,7 +28,6 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
-from engine.shapes import ModelShape
 from evals.models import load_model as load
 from evals.models import resolve_hardware
 from evals.settings import from_words, load_class
@@ -58,10 +57,11 @@ class Wanted:
         """As tables print it."""
         return self.kind.label(self.params, self.request)
 
-    def on(self, shape: ModelShape, s_prompt: int) -> Variant:
-        """On prompts of so many tokens; `ConfigError` where the budget is too small for them."""
-        self.kind.check(self.params, self.request, shape)
-        return self.kind.variant_for(self.params, self.request, shape, s_prompt)
+    def on(self, model: Model, s_prompt: int) -> Variant:
+        """On prompts of so many tokens; `ConfigError` where the model or the budget does not suit the method."""
+        self.kind.check(self.params, self.request, model.shape)
+        self.kind.check_model(self.params, model.checkpoint)
+        return self.kind.variant_for(self.params, self.request, model.shape, s_prompt)
 
 
 def variant(method: str, **keys: Any) -> Wanted:
@@ -172,7 +172,7 @@ def read(model: Model, prompt: str | Sequence[int], wanted: Iterable[Wanted]) ->
     if not wanted:
         raise ConfigError("no variant is to read the prompt; give one or more, such as variant('oracle', ratio=0.1)")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    variants = [one.on(model.shape, len(ids)) for one in wanted]
+    variants = [one.on(model, len(ids)) for one in wanted]
     apart = [one.label for one, variant in zip(wanted, variants, strict=True) if variant.thinning is not None]
     if apart and len(variants) > 1:
         raise ConfigError(f"{apart[0]} has a prefill of its own, which no other variant can share; read for it alone")

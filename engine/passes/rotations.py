@@ -166,6 +166,24 @@ def rope_type(rotary: Any, kind: str | None) -> str | None:
     return found.get(kind) if isinstance(found, dict) else found
 
 
+def rotary_dims(hf: Any) -> int:
+    """Dimensions of a head that a text model's tables turn, as its modules tell without weights.
+
+    0: there are none, they grow with the text, or their formula is not known. Whether each layer does turn by them is
+    only seen of weights: `rotations`.
+    """
+    text = backbone(hf)
+    if not hasattr(inspect.getmodule(type(text)), "apply_rotary_pos_emb"):
+        return 0
+    kinds = [None, *dict.fromkeys(getattr(hf.config.get_text_config(decoder=True), "layer_types", None) or ())]
+    for rotary in text.modules():
+        for kind in kinds:
+            speeds = getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq", None)
+            if isinstance(speeds, Tensor) and rope_type(rotary, kind) not in GROWING:
+                return 2 * len(speeds)
+    return 0
+
+
 def turner(formula: Callable[..., Any], tables: Tables, is_part: bool = False) -> Turn:
     """A turn from tables and formula; `is_part`: the numbers behind the tables' width stay as they are."""
     turns_keys = "k" in inspect.signature(formula).parameters  # in the same call

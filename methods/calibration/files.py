@@ -8,18 +8,21 @@ Not here: how an array is measured (`kinds.py`).
 import hashlib
 import io
 import json
+import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.checkpoints.digests import write_own_bytes
+from engine.checkpoints.digests import cache_home, read_own_bytes, write_own_bytes
 from engine.errors import ConfigError, first_line
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 
+MOST_BYTES = 1 << 30  # of a file that is believed
 REMEDY = "make one with `python -m methods.calibrate`"
 
 
@@ -79,8 +82,8 @@ def read(content: Path | io.BytesIO, name: str) -> Calibration:
         raise ConfigError(f"{name} is no calibration file; {REMEDY}") from None
 
 
-def refuse_other(found: Calibration, name: str, kind: str, shape: ModelShape, digest: str | None) -> None:
-    """`ConfigError` for the calibration of another model, shape or kind; without a `digest` shapes alone are compared.
+def refuse_other(found: Calibration, name: str, kind: str, shape: ModelShape, digests: Collection[str] = ()) -> None:
+    """`ConfigError` for the calibration of another model, shape or kind; without `digests` shapes alone are compared.
 
     The name of a model says nothing: two may have one, and one may have two.
     """
@@ -90,17 +93,44 @@ def refuse_other(found: Calibration, name: str, kind: str, shape: ModelShape, di
     ours, theirs = dims(shape.attention_layers, shape), dims(said.layers, said)
     if theirs != ours:
         raise ConfigError(f"{name} is the calibration of a model of {theirs}, and {shape.name} has {ours}; {REMEDY}")
-    if digest is not None and said.digest != digest:
+    if digests and said.digest not in digests:
         raise ConfigError(
-            f"{name} is the calibration of another model ({said.model}, {said.digest}) than {shape.name} ({digest}); "
-            f"{REMEDY}"
+            f"{name} is the calibration of another model ({said.model}, {said.digest}) than {shape.name} "
+            f"({next(iter(digests))}); {REMEDY}"
         )
 
 
 def check_file(file: Path | None, kind: str, shape: ModelShape) -> None:
     """`ConfigError` where the user's file is none, or of another kind or shape; before a model is loaded."""
     if file is not None:
-        refuse_other(read(file.expanduser(), str(file)), str(file), kind, shape, None)
+        refuse_other(read(file.expanduser(), str(file)), str(file), kind, shape)
+
+
+def check_calibration(file: Path | None, kind: str, makes: bool, model: Checkpoint) -> None:
+    """`ConfigError` where the user's file is of another model, or there is no calibration and none is to be made."""
+    if file is not None:
+        refuse_other(read(file.expanduser(), str(file)), str(file), kind, model.shape, model.digests)
+    elif not (makes or model.is_drawn or kept(kind, model)):
+        raise ConfigError(
+            f"there is no calibration of kind {kind} for {model.shape.name}; make it with `python -m "
+            f"methods.calibrate {kind} model={model.shape.name}`, or use method.calibrate=missing"
+        )
+
+
+def place(kind: str, digest: str) -> Path:
+    """Where the calibration of a model lies that runs find by themselves."""
+    return cache_home() / f"calibrations-{os.geteuid()}" / f"{kind}-{digest}.npz"
+
+
+def kept(kind: str, model: Checkpoint) -> Calibration | None:
+    """What the cache folder has of this user; None where that is nothing, or damaged, or of others."""
+    for digest in model.digests:
+        path = place(kind, digest)
+        with suppress(OSError, ConfigError):
+            found = read(io.BytesIO(read_own_bytes(path, MOST_BYTES)), str(path))
+            refuse_other(found, str(path), kind, model.shape, model.digests)
+            return found
+    return None
 
 
 def digest_of_file(file: Path | None) -> str | None:

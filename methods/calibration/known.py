@@ -8,8 +8,6 @@ Not here: what is measured (`kinds.py`), how a file looks (`files.py`).
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,8 +19,6 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from engine.checkpoints.digests import cache_home, read_own_bytes
-from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import Known, ModelFact
 from methods.calibration import files
@@ -30,7 +26,6 @@ from methods.calibration.files import Calibration
 from methods.calibration.kinds import kind_of
 from methods.calibration.prose import embedded_prose, prose_name
 
-MOST_BYTES = 1 << 30  # of a file that is believed
 LETTERS = 16  # of text for a token, more than any tokenizer puts into one on average
 
 
@@ -56,24 +51,18 @@ class Calibrated(ModelFact):
 
 def obtain(model: Model, kind: str, file: Path | None = None, makes: bool = True) -> Calibration:
     """The calibration of this model; inside `model.hooked()`, since it may be made now."""
+    files.check_calibration(file, kind, makes, model.checkpoint)
     if file is not None:
-        found = files.read(file.expanduser(), str(file))
-        files.refuse_other(found, str(file), kind, model.shape, model.digest)
-        return found
-    if model.tokenizer is None or model.digest.startswith("random-"):
+        return files.read(file.expanduser(), str(file))
+    if model.tokenizer is None or model.checkpoint.is_drawn:
         return drawn(model, kind)
-    path = place(kind, model.digest)
-    if found := kept(path, kind, model):
+    if found := files.kept(kind, model.checkpoint):
         return found
-    if not makes:
-        raise ConfigError(
-            f"there is no calibration of kind {kind} for {model.shape.name}; make it with `python -m "
-            f"methods.calibrate {kind} model={model.shape.name}`, or use method.calibrate=missing"
-        )
+    path = files.place(kind, model.digest)
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(path.parent / ".lock"):
-            if found := kept(path, kind, model):
+            if found := files.kept(kind, model.checkpoint):
                 return found
             made = make(model, kind)
             with suppress(OSError):
@@ -93,21 +82,6 @@ def calibrate(model: Model, kind: str, ids: Sequence[int], text: str) -> Calibra
     arrays = {name: x.cpu().numpy() for name, x in kind_of(kind).measure(model, ids).items()}
     about = files.about(kind, model.shape, model.digest, text, len(ids), date.today().isoformat())
     return Calibration(about, arrays)
-
-
-def place(kind: str, digest: str) -> Path:
-    """Where the calibration of a model lies that runs find by themselves."""
-    return cache_home() / f"calibrations-{os.geteuid()}" / f"{kind}-{digest}.npz"
-
-
-def kept(path: Path, kind: str, model: Model) -> Calibration | None:
-    """What the cache folder has of this user; None where that is nothing, or damaged, or of others."""
-    try:
-        found = files.read(io.BytesIO(read_own_bytes(path, MOST_BYTES)), str(path))
-        files.refuse_other(found, str(path), kind, model.shape, model.digest)
-        return found
-    except (OSError, ConfigError):
-        return None
 
 
 def last_tokens(model: Model, text: str, n: int) -> list[int]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.kinds import backbone
-from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.rotations import unmoved
 from methods.calibration.base import Seen, Statistics
+from methods.rules.decoding.triattention import unpaired
 
 USUAL_BASE = 10_000.0  # of the angular speeds, where there is no model
 
@@ -59,8 +59,5 @@ def speeds_of(model: Model) -> Tensor:
     """The model's own angular speeds; `ConfigError` where a head is not whole pairs of front and back channels."""
     found = [m.inv_freq for m in backbone(model.hf).modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
     if model.turn is None or unmoved in model.turn.values() or not found or 2 * len(found[0]) != model.shape.d_h:
-        raise ConfigError(
-            f"{model.shape.name} does not rotate all {model.shape.d_h} dimensions of a head in pairs of a front and a "
-            "back half, which TriAttention's statistics need; use another method with it"
-        )
+        raise unpaired(model.shape)
     return found[0]

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
-from engine.errors import ConfigError
 from engine.observe import Observation, SpacedQueries
 from engine.passes.probe import Probe
 from engine.passes.repetition import RepeatedQueries
@@ -79,8 +78,6 @@ class AttentionMatching(AttentionMatchingRules, SelectiveAttention):
         return (RepeatedQueries(plan.n_queries, plan.frame, params.first_ids),)
 
     def arrange(self, layer: int) -> None:
-        if self.params.queries == "moved" and self.trace.turn is None:
-            raise ConfigError("method.queries=moved needs a model with rotary positions; use method.queries=prompt")
         if self.params.queries != "repeat":
             (what,) = self.variant.observations
             self.compact(layer, self.trace.observed(what, layer))

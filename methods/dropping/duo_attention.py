@@ -33,9 +33,6 @@ class DuoAttention(DuoAttentionRules, SelectiveAttention):
     params: DuoAttentionRules.Params
     plan: DuoAttentionRules.Plan
 
-    def setup(self) -> None:
-        self.plan.table.check_digest(self.trace.digest, self.trace.shape.name)
-
     def arrange(self, layer: int) -> None:
         recent = [self.plan.recent.get((layer, head), -1) for head in range(self.trace.shape.h_kv)]
         if max(recent) < 0:

@@ -41,7 +41,7 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import Observation, QueryStatistics, at_once
 from engine.prefill import prefill
-from methods.rules.dropping.expected_attention import MAKE, TENSORS, ExpectedAttentionRules, header_of
+from methods.rules.dropping.expected_attention import TENSORS, ExpectedAttentionRules
 from methods.scoring import ScoringMethod
 
 Turn = Callable[[Tensor, int | Tensor], Tensor]
@@ -146,20 +146,14 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
         trace, path = self.trace, self.params.stats_file
         if path is None:
             return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
-        found = trace.once(("query statistics", path), lambda: read_statistics(path, trace.digest))
+        found = trace.once(("query statistics", path), lambda: read_statistics(path))
         return found[trace.shape.attention_layers.index(layer)].to(trace.device_of(layer))
 
 
-def read_statistics(path: Path, digest: str | None) -> Tensor:
-    """A file's statistics, (layers, h, 1 + d_h, d_h) float32; `ConfigError` where they are of another model."""
+def read_statistics(path: Path) -> Tensor:
+    """A file's statistics, (layers, h, 1 + d_h, d_h) float32."""
     from safetensors.torch import load_file
 
-    metadata = header_of(path).get("__metadata__") or {}
-    if metadata.get("model_digest") != digest:
-        raise ConfigError(
-            f"method.stats_file={path} was made with the model {metadata.get('model_digest')} and this is {digest}; "
-            f"use statistics of this model: {MAKE}"
-        )
     tensors = load_file(path.expanduser())
     mean, covariance = (tensors[name].float() for name in TENSORS)
     return torch.cat([mean.unsqueeze(2), covariance], 2)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.attend import Part
-from engine.errors import ConfigError
 from methods.base import SelectiveAttention
 from methods.rules.dropping.streamingllm import StreamingLLMRules
 
@@ -27,8 +26,6 @@ class StreamingLLM(StreamingLLMRules, SelectiveAttention):
     plan: StreamingLLMRules.Plan
 
     def arrange(self, layer: int) -> None:
-        if self.params.position == "cache" and self.trace.turn is None:
-            raise ConfigError("method.position=cache needs a model with rotary positions; use method.position=original")
         n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)
         rolls = self.params.generated == "inside"
         self.store.keep(layer, self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)

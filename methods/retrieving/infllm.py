@@ -35,7 +35,6 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import ELEMENT_BYTES, key_bytes
-from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.turns.feed import Feed, Selected
 from kernels.gather import gather_tokens
@@ -94,8 +93,6 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         return (observed_band(params, plan),) if plan.k else ()
 
     def arrange(self, layer: int) -> None:
-        if self.turns and self.trace.turn is None:
-            raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
         trace, plan, s = self.trace, self.plan, self.trace.s_prompt
         n_blocks = plan.n_blocks(s)
         n_middle = n_blocks * plan.block_len

@@ -15,7 +15,7 @@ from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show,
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 
 if TYPE_CHECKING:
     from methods.rules.dropping.allocators import Allocator
@@ -87,6 +87,13 @@ class Rules:
                 f"method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; "
                 f"use at most {max(shape.attention_layers)}"
             )
+
+    @classmethod
+    def check_model(cls, params: Any, model: Checkpoint) -> None:
+        """Raise `ConfigError` where this configuration cannot be met by this very model, whatever the prompt.
+
+        As `check`, it is asked before any folder is made: what only the model's files tell is refused here.
+        """
 
     @classmethod
     def data_digest(cls, params: Any) -> str | None:

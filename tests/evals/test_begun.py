@@ -1,5 +1,7 @@
 """Runs recorded when large files were known by their ends go on, unless the checkpoint was written to since."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ def test_a_run_of_before_goes_on_only_with_the_checkpoint_of_before(
         return folder
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "digest_of", lambda where, _: digests.first_digest_of(where))
+        patch.setattr(models, "digests_of", lambda where, _: (digests.first_digest_of(where),))
         folder = run()
     first = digests.first_digest_of(str(model))
     assert first in (folder / "config.yaml").read_text()
@@ -49,3 +51,30 @@ def test_a_run_of_before_goes_on_only_with_the_checkpoint_of_before(
     else:
         with pytest.raises(ConfigError, match="another model_digest"):
             run()
+
+
+def test_a_run_begun_offline_goes_on_online_and_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers notes in tokenizer_config.json whether it was offline when it saved; raw contents were hashed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    model = save_tiny(tmp_path / "checkpoint")
+    file = model / "tokenizer_config.json"
+    plain = json.loads(file.read_text())
+    words = [*WORDS, "model=any", f"model.id={model}"]
+
+    def run(offline: bool) -> Path:
+        file.write_text(json.dumps(plain | {"local_files_only": offline}))
+        ((folder, result),) = run_cells([cell(words, tmp_path / "runs", is_sweep=True)])
+        assert result.status == "ok"
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "digests_of", lambda where, _: (digests.first_digest_of(where),))
+        begun_offline = run(True)
+    before = (begun_offline / "samples.jsonl").stat().st_mtime_ns
+    assert run(False) == run(True) == begun_offline
+    assert (begun_offline / "samples.jsonl").stat().st_mtime_ns == before
+    shutil.rmtree(begun_offline)
+    assert run(True) == run(False) != begun_offline

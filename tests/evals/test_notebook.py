@@ -59,7 +59,7 @@ def test_answers_are_those_of_the_engine_and_come_again() -> None:
     names = ["full", "oracle", "snapkv", "h2o"]
     ours = reading(*names)
     first, second = (ours.answer(N_NEW) for _ in range(2))
-    variants = [variant(name, ratio=0.2, comm="1/8").on(model().shape, S) for name in names]
+    variants = [variant(name, ratio=0.2, comm="1/8").on(model(), S) for name in names]
     with model().hooked():
         trace = prefill(model(), prompt(S), [what for one in variants for what in one.observations])
         rows = [one.row(trace, N_NEW) for one in variants]

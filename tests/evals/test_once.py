@@ -1,14 +1,19 @@
 """What has no budget runs once; whatever can be refused is refused before the first folder is made."""
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import evals.asked
+from engine.checkpoints.load import read_shape
 from engine.errors import ConfigError
 from evals import models
 from evals.runner import prepare, run_cells
 from evals.settings import Settings
+from methods.calibration import files
 from methods.dropping.streamingllm import StreamingLLM
 from methods.rules.full import FullRules
 from tests.tiny_run import cell, save_tiny
@@ -108,3 +113,78 @@ def test_what_a_variant_refuses_while_it_is_built_names_it(
     monkeypatch.setattr(StreamingLLM, "arrange", arrange)
     with pytest.raises(ConfigError, match=r"method=streamingllm ratio=0\.5: it cannot"):
         run_cells([asked(checkpoint, tmp_path, "method=streamingllm", "ratio=0.5")])
+
+
+# --- what only the model's files tell -----------------------------------------------------------
+
+
+def table_of_another(folder: Path) -> str:
+    """A table of heads that fits the tiny model's shape, and says that it was made of another one."""
+    shape = read_shape("tiny", str(folder))
+    rows = "\n".join("\t".join(["1"] * shape.h_kv) for _ in range(shape.n_layers))
+    path = folder / "heads.tsv"
+    path.write_text(f"# model: other\n# model_digest: 0123456789ab\n{rows}\n")
+    return f"method.heads={path}"
+
+
+def calibration_of_another(folder: Path) -> str:
+    shape = read_shape("tiny", str(folder))
+    about = files.about("pca", shape, "0123456789ab", "a text", 100, "today")
+    files.write(folder / "of_another.npz", files.Calibration(about, {}))
+    return f"method.calibration_file={folder / 'of_another.npz'}"
+
+
+LATE = {
+    "a table of heads": (["method=duo_attention"], table_of_another, "made of other with the digest 0123456789ab"),
+    "a calibration": (["method=loki"], calibration_of_another, "of another model"),
+    "no calibration": (["method=loki", "method.calibrate=never"], None, "there is no calibration of kind pca"),
+    "none of queries": (["method=triattention", "method.calibrate=never"], None, "no calibration of kind queries"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_the_model_refuses_is_refused_before_a_folder_is_made_or_left_out(
+    case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words, file, says = LATE[case]
+    words = [*words, *(["budget=99", "comm=0"] if "triattention" in words[0] else ["ratio=0.5", "comm=1/4"])]
+    words += [] if file is None else [file(checkpoint)]
+    pair = [asked(checkpoint, tmp_path, "method=full", "ratio=0.5"), asked(checkpoint, tmp_path, *words)]
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+        with pytest.raises(ConfigError, match=says):
+            run_cells(pair)
+    assert folders(tmp_path) == []
+    ((path, result),) = run_cells([replace(each, skips_refused=True) for each in pair])
+    assert (result.method, result.status) == ("full", "ok") and folders(tmp_path) == [path]
+
+
+def test_weights_that_a_checkpoint_lacks_are_missed_before_a_folder_is_made(checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    lacking = tmp_path / "lacking"
+    shutil.copytree(checkpoint, lacking)
+    weights = load_file(lacking / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+    pair = [asked(folder, tmp_path, "method=full") for folder in (checkpoint, lacking)]
+    with pytest.raises(ConfigError, match=r"no weights of the right size for model\.layers\.1\.mlp\.up_proj"):
+        run_cells(pair)
+    assert folders(tmp_path) == []
+    ((path, result),) = run_cells([replace(each, skips_refused=True) for each in pair])
+    assert result.status == "ok" and folders(tmp_path) == [path]
+
+
+def test_a_model_that_cannot_be_had_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def early_shape(settings: Settings) -> None:
+        looked.append(settings.model.id)
+        raise ConfigError("it cannot be had")
+
+    monkeypatch.setattr(evals.asked, "early_shape", early_shape)
+    pair = [asked(tmp_path, tmp_path, "method=oracle", f"ratio={ratio}") for ratio in ("0.2", "0.5")]
+    with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
+        run_cells([replace(each, skips_refused=True) for each in pair])
+    assert looked == [str(tmp_path)]

@@ -11,7 +11,7 @@ from engine.books.footprint import Footprint
 from engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
 from engine.checks import each_one_of, whole_number, whole_numbers
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.rules.base import Rules
 
 LEAST_QUERIES = 1024  # rows of a KV head
@@ -79,6 +79,11 @@ class AttentionMatchingRules(Rules):
                 f"{others} of {shape.n_layers} layers of {shape.name} are no full attention, and method.queries=repeat "
                 "reads the context again behind the whole cache of all layers; use method.queries=prompt"
             )
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if params.queries == "moved" and not model.n_rotary:
+            raise ConfigError("method.queries=moved needs a model with rotary positions; use method.queries=prompt")
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:

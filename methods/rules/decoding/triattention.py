@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.budget import BudgetRequest
 from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.calibration.files import check_file, digest_of_file
+from engine.shapes import Checkpoint, ModelShape
+from methods.calibration.files import check_calibration, check_file, digest_of_file
 from methods.rules.decoding.schedule import DecodingRules, Schedule
 
 CHOICES = {
@@ -20,6 +20,14 @@ CHOICES = {
     "trigger": ("slack", "gated"),
     "calibrate": ("missing", "never"),
 }
+
+
+def unpaired(shape: ModelShape) -> ConfigError:
+    """What is said of a model whose heads are not whole pairs of front and back channels."""
+    return ConfigError(
+        f"{shape.name} does not rotate all {shape.d_h} dimensions of a head in pairs of a front and a back half, which "
+        "TriAttention's statistics need; use another method with it"
+    )
 
 
 class TriAttentionRules(DecodingRules):
@@ -53,6 +61,12 @@ class TriAttentionRules(DecodingRules):
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
         check_file(params.calibration_file, "queries", shape)
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if model.n_rotary != model.shape.d_h and not model.is_drawn:
+            raise unpaired(model.shape)
+        check_calibration(params.calibration_file, "queries", params.calibrate == "missing", model)
 
     @classmethod
     def data_digest(cls, params: Params) -> str | None:

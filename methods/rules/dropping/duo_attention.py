@@ -17,7 +17,7 @@ from random import Random
 from engine.budget import Budget, BudgetRequest, show
 from engine.checks import each_one_of, tokens, whole_number
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.rules.base import Rules
 
 TABLES = Path(__file__).resolve().parents[3] / "conf" / "heads"
@@ -41,13 +41,13 @@ class HeadTable:
                 f"{wanted[0]} of {wanted[1]}; give a table of this model, {MAKE}"
             )
 
-    def check_digest(self, digest: str | None, name: str) -> None:
+    def check_model(self, model: Checkpoint) -> None:
         """Raise `ConfigError` where it says that it was made of another model."""
         made_of = self.facts.get("model_digest")
-        if None not in (made_of, digest) and made_of != digest:
+        if made_of is not None and made_of not in model.digests:
             raise ConfigError(
                 f"method.heads={self.path} was made of {self.facts.get('model', 'a model')} with the digest {made_of}, "
-                f"and {name} has {digest}; give a table of this model, {MAKE}"
+                f"and {model.shape.name} has {model.digests[0]}; give a table of this model, {MAKE}"
             )
 
 
@@ -125,6 +125,10 @@ class DuoAttentionRules(Rules):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         params.table(shape).check(shape)
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        params.table(model.shape).check_model(model)
 
     @classmethod
     def data_digest(cls, params: Params) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from engine.budget import Budget, BudgetRequest
 from engine.checks import each_one_of, share, tokens, whole_number
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import Allocator
 
@@ -77,6 +77,22 @@ class ExpectedAttentionRules(Rules):
                     f"method.stats_file={params.stats_file} has {name} of shape {found}, and {shape.name} has layers, "
                     f"query heads and dimensions {wanted}; use statistics of this model: {MAKE}"
                 )
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if params.rotary == "model" and not model.n_rotary:
+            raise ConfigError(
+                f"the model {model.shape.name!r} has no rotary positions of the known kind, by which "
+                "method.rotary=model could turn its queries; use method.rotary=none"
+            )
+        if params.stats_file is None:
+            return
+        made_of = (header_of(params.stats_file).get("__metadata__") or {}).get("model_digest")
+        if made_of not in model.digests:
+            raise ConfigError(
+                f"method.stats_file={params.stats_file} was made with the model {made_of} and this is "
+                f"{model.digests[0]}; use statistics of this model: {MAKE}"
+            )
 
     @classmethod
     def data_digest(cls, params: Params) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.budget import Budget
 from engine.checks import tokens
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.rules.base import Rules
 
 
@@ -37,6 +37,11 @@ class StreamingLLMRules(Rules):
 
         n_sink: int
         n_recent: int  # the current token included
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if params.position == "cache" and not model.n_rotary:
+            raise ConfigError("method.position=cache needs a model with rotary positions; use method.position=original")
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -11,7 +11,7 @@ from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show, split
 from engine.checks import tokens
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.rules.base import Rules
 
 CHOICES = (
@@ -67,6 +67,11 @@ class InfLLMRules(Rules):
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         if request.ratio is not None and request.ratio < 1:
             n_representatives(params, request.comm)
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if params.position == "fixed" and not model.n_rotary:
+            raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

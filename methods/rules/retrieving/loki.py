@@ -12,8 +12,8 @@ from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.calibration.files import check_file, digest_of_file
+from engine.shapes import Checkpoint, ModelShape
+from methods.calibration.files import check_calibration, check_file, digest_of_file
 from methods.rules.base import Rules
 
 CHOICES = {
@@ -75,6 +75,10 @@ class LokiRules(Rules):
         check_file(params.calibration_file, "pca", shape)
         if request.ratio != 1:
             components_for(params, request.comm, shape)
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        check_calibration(params.calibration_file, "pca", params.calibrate == "missing", model)
 
     @classmethod
     def data_digest(cls, params: Params) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoints import conversion
-from engine.checkpoints.digests import cache_home
+from engine.checkpoints.digests import cache_home, digest_of
 from engine.errors import ConfigError
 from tests.tiny_gguf import save_tiny_gguf
 
@@ -244,3 +244,16 @@ def test_what_dead_conversions_left_is_removed_and_nothing_else(gguf: Path, monk
         "alive.making", "mine", "x.making.kept", "link.making", folder.name,
     }  # fmt: skip
     assert (models / "mine" / "file").exists()
+
+
+def test_a_conversion_is_the_same_model_with_and_without_a_network(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_OFFLINE is read once, when the hub's library is imported; clusters set it."""
+    found = []
+    for offline in (False, True):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tiny.parent / f"cache-{offline}"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        folder = conversion.from_gguf(tiny)
+        found.append((folder / "tokenizer_config.json").read_text())
+        found.append(digest_of(str(folder), None))
+    assert found[0] != found[2], "transformers writes no note any more: the digest needs no care"
+    assert found[1] == found[3]

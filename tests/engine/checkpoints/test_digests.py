@@ -168,3 +168,102 @@ def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert digest(embedded_file()) == digests.first_digest_of(str(embedded_file())) == "f398b721a399"
+
+
+# --- what the environment writes -----------------------------------------------------------------
+
+
+def noted(offline: str, more: str = "") -> bytes:
+    return f'{{\n  "is_local": true,\n  "local_files_only": {offline},\n  "unk_token": "<u>{more}"\n}}'.encode()
+
+
+def test_what_the_environment_noted_is_no_part_of_a_checkpoint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "END", 1 << 20)
+    file, names = checkpoint / "tokenizer_config.json", {}
+    for offline in ("false", "true"):
+        write(file, noted(offline))
+        names[offline] = digests.digests_of(str(checkpoint), None)
+        assert digests.first_digest_of(str(checkpoint)) in names[offline]  # as earlier runs called either
+    assert names["true"] == names["false"] and len({*names["true"]}) == 2
+    write(file, noted("false"))
+    assert digest(checkpoint) == digests.first_digest_of(str(checkpoint))
+
+
+@pytest.mark.parametrize("end", [16, 1 << 20])
+def test_what_else_stands_beside_the_note_belongs_to_the_checkpoint(
+    checkpoint: Path, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "END", end)
+    seen = set()
+    for more in ("", "a", "b", "a" * 200 + "b" + "a" * 200, "a" * 200 + "c" + "a" * 200):
+        write(checkpoint / "tokenizer_config.json", noted("true", more))
+        seen |= {*digests.digests_of(str(checkpoint), None)}
+    assert len(seen) == 10
+    write(checkpoint / "tokenizer_config.json", rb'{"text": "\"local_files_only\": true"}')
+    assert len(digests.digests_of(str(checkpoint), None)) == 1, "a text that says so is no note"
+
+
+# --- weights that an index names -------------------------------------------------------------------
+
+
+def index(folder: Path, *shards: object) -> None:
+    weight_map = {f"layer.{i}": name for i, name in enumerate(shards)}
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    write(folder / "model.safetensors.index.json", text.encode())
+
+
+@pytest.mark.parametrize("name", ["sub/one.safetensors", "./sub//one.safetensors", "sub/one.weights", "one.weights"])
+def test_weights_that_an_index_names_belong_to_the_checkpoint_wherever_they_lie(checkpoint: Path, name: str) -> None:
+    (checkpoint / "sub").mkdir()
+    index(checkpoint, "model.safetensors", name)
+    seen = {digest(checkpoint)}  # without the file, which transformers would refuse
+    for content in (b"a" * 100, b"a" * 50 + b"b" + b"a" * 49):
+        write(checkpoint / name, content)
+        seen.add(digest(checkpoint))
+    assert len(seen) == 3
+    os.utime(checkpoint / name, (LONG_AGO + 9e6, LONG_AGO + 9e6))
+    assert digests.changed_at(str(checkpoint)) == LONG_AGO + 9e6
+
+
+def test_weights_that_a_configuration_names_belong_to_the_checkpoint(checkpoint: Path) -> None:
+    (checkpoint / "sub").mkdir()
+    write(checkpoint / "config.json", b'{"transformers_weights": "sub/my.safetensors.index.json"}')
+    write(checkpoint / "sub" / "my.safetensors.index.json", b'{"weight_map": {"a": "sub/one.safetensors"}}')
+    seen = {digest(checkpoint)}
+    write(checkpoint / "sub" / "one.safetensors", b"a")
+    seen.add(digest(checkpoint))
+    write(checkpoint / "sub" / "my.safetensors.index.json", b'{"weight_map": {"b": "sub/one.safetensors"}}')
+    seen.add(digest(checkpoint))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["../one.safetensors", "sub/../../one.safetensors", "/one.safetensors", ""])
+def test_weights_outside_of_the_folder_are_refused(checkpoint: Path, name: str) -> None:
+    (checkpoint.parent / "one.safetensors").write_bytes(b"a")
+    index(checkpoint, name)
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors\.index\.json names the weights .* outside of its folder"
+    ):
+        digest(checkpoint)
+
+
+def test_shards_beside_their_index_are_hashed_as_they_were(checkpoint: Path) -> None:
+    index(checkpoint, "model.safetensors")
+    whole = digests.hashlib.sha256
+    text = (checkpoint / "model.safetensors.index.json").read_bytes()
+    facts = [
+        ("config.json", 2, whole(b"{}{}").hexdigest()),  # both ends of a small file
+        ("model.safetensors", 100, whole(b"a" * 100).hexdigest()),
+        ("model.safetensors.index.json", len(text), whole(text).hexdigest()),
+    ]
+    assert digest(checkpoint) == whole(repr(facts).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"weight_map": [1]}', b'{"weight_map": {"a": 1}}', b"[" * 9999]
+)
+def test_an_index_that_is_none_names_nothing(checkpoint: Path, content: bytes) -> None:
+    write(checkpoint / "model.safetensors.index.json", content)
+    digest(checkpoint)

@@ -16,8 +16,9 @@ from engine.prefill import prefill
 from methods import calibrate as command
 from methods.calibration import files, known
 from methods.calibration.base import Seen, watch
+from methods.calibration.files import place
 from methods.calibration.kinds import KINDS
-from methods.calibration.known import Calibrated, obtain, place
+from methods.calibration.known import Calibrated, obtain
 from tests.tiny import prompt, tiny
 
 

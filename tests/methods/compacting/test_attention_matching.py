@@ -12,7 +12,7 @@ from engine.budget import BudgetRequest, Frame
 from engine.errors import ConfigError
 from engine.observe import SpacedQueries, spaced
 from engine.prefill import Trace
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.compacting.attention_matching import AttentionMatching
 from methods.compacting.matching import BiasRule, Pursuit, Target, fit_values, fit_weights, pursue
 from methods.full import Full
@@ -282,9 +282,9 @@ def test_moved_queries_are_turned_to_the_position_behind_the_prompt() -> None:
     trace.turn = {0: lambda q, by: (turned.append(by), q)[1]}
     SpacedQueries(4, moved=True).observe_layer(trace, 0, torch.zeros(1, 1, 10, 16), trace.keys(0), 1.0, None)
     assert turned[0].tolist() == [[9, 6, 4, 1]]
-    trace.turn = None
     with pytest.raises(ConfigError, match="moved needs a model with rotary positions"):
-        row_on(trace, request(tokens=2), replace(PARAMS, queries="moved"))
+        AttentionMatching.check_model(replace(PARAMS, queries="moved"), Checkpoint(LLAMA, ("a",), 0))
+    AttentionMatching.check_model(PARAMS, Checkpoint(LLAMA, ("a",), 0))
 
 
 def test_long_prompts_are_compacted_in_parts() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.budget import resolve
 from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from methods.dropping.duo_attention import DuoAttention
 from methods.dropping.streamingllm import StreamingLLM
 from methods.rules.dropping.duo_attention import HeadTable, divide, half_up, ranked, read_table
@@ -193,10 +193,10 @@ def test_a_table_of_another_kind_is_refused(text: str, says: str, tmp_path: Path
 def test_a_table_of_another_model_is_refused(tmp_path: Path) -> None:
     path = table_file(tmp_path, "# model: other\n# model_digest: abc\n1\t0\t0\t0\n")
     assert read_table(path).facts == {"model": "other", "model_digest": "abc"}
-    trace = random_trace()
-    trace.digest = "def"
+    params, shape = replace(PARAMS, heads=str(path)), random_trace().shape
     with pytest.raises(ConfigError, match="abc"):
-        row_for(DuoAttention, replace(PARAMS, heads=str(path)), request(tokens=20), trace, 2)
+        DuoAttention.check_model(params, Checkpoint(shape, ("def",), 0))
+    DuoAttention.check_model(params, Checkpoint(shape, ("def", "abc"), 0))
 
 
 def test_without_a_table_the_command_that_makes_one_is_named() -> None:

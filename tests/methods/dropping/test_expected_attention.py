@@ -95,7 +95,7 @@ def expected_row(
     """One variant on a prompt whose queries are given before rotary embedding."""
     trace = trace_of(k, v, q_pre.shape[1])
     turn = rotation(meta["theta"])
-    trace.turn, trace.digest = {0: turn}, "vectors"
+    trace.turn = {0: turn}
     for what in ExpectedAttention.observations(params, ExpectedAttention.Plan(meta["n_kept"], params.n_sink)):
         trace.observe(0, what, turn(q_pre, torch.arange(q_pre.shape[2])[None]), k, trace.scales[0])
     return row_of(ExpectedAttention, params, trace, request(tokens=meta["n_kept"]))
@@ -247,7 +247,9 @@ def test_budgets_share_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_without_rotary_positions_is_asked_for_openly() -> None:
     with pytest.raises(ConfigError, match=r"no rotary positions.*use method\.rotary=none"):
-        row_of(ExpectedAttention, PARAMS, seen_trace(kind="opt"), request(tokens=20))
+        ExpectedAttention.check_model(PARAMS, tiny("opt").checkpoint)
+    ExpectedAttention.check_model(replace(PARAMS, rotary="none"), tiny("opt").checkpoint)
+    ExpectedAttention.check_model(PARAMS, tiny().checkpoint)
     row = row_of(ExpectedAttention, replace(PARAMS, rotary="none"), seen_trace(kind="opt"), request(tokens=20))
     assert torch.equal(row.rotation(0), torch.eye(8))
     assert row.store[0].attended().sum() == 6 * 20
@@ -278,6 +280,7 @@ def test_the_command_writes_a_file_that_a_run_of_that_model_takes(tmp_path: Path
     write_statistics(wrong, torch.zeros(3, 6, 8), torch.zeros(3, 6, 8, 8))
     with pytest.raises(ConfigError, match="made with the model vectors"):
         run([*words, f"method.stats_file={wrong}"], tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_what_a_file_holds_is_part_of_a_runs_identity(tmp_path: Path) -> None:
@@ -307,8 +310,10 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     params = replace(PARAMS, stats="file", stats_file=file)
     write_statistics(file, torch.zeros(3, 6, 8), torch.zeros(3, 6, 8, 8), digest="other")
     ExpectedAttention.check(params, request(tokens=20), shape)
+    model = tiny().checkpoint
     with pytest.raises(ConfigError, match="made with the model other and this is tiny"):
-        row_of(ExpectedAttention, params, seen_trace(), request(tokens=20))
+        ExpectedAttention.check_model(params, model)
+    ExpectedAttention.check_model(params, replace(model, digests=("tiny", "other")))
     write_statistics(file, torch.zeros(3, 4, 8), torch.zeros(3, 4, 8, 8))
     with pytest.raises(ConfigError, match=r"query_mean of shape \[3, 4, 8\]"):
         ExpectedAttention.check(params, request(tokens=20), shape)

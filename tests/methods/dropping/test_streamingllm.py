@@ -8,6 +8,7 @@ import torch
 from engine.budget import resolve
 from engine.errors import ConfigError
 from methods.dropping.streamingllm import StreamingLLM
+from tests.tiny import tiny
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = StreamingLLM.Params(4, "inside", "original")
@@ -130,6 +131,7 @@ def test_cache_positions_equal_keys_renumbered_by_their_slots() -> None:
 
 
 def test_cache_positions_need_a_rotary_model() -> None:
-    _, k, v = tokens(60)
     with pytest.raises(ConfigError, match="rotary"):
-        row_of(StreamingLLM, replace(PARAMS, position="cache"), trace_of(k, v, 4), request(tokens=20))
+        StreamingLLM.check_model(replace(PARAMS, position="cache"), tiny("opt").checkpoint)
+    StreamingLLM.check_model(replace(PARAMS, position="cache"), tiny().checkpoint)
+    StreamingLLM.check_model(PARAMS, tiny("opt").checkpoint)
