@@ -38,6 +38,17 @@ class Run:
     result: RunResult
     rows: tuple[SampleRow, ...]
     config: Mapping[str, Any]
+    has_namesake: bool = False  # whether a run of another checkpoint of the same name was read with it
+
+    @property
+    def model(self) -> str:
+        """The model's name, and its checkpoint where the name alone does not say which one it is."""
+        return f"{self.result.model} {self.checkpoint}" if self.has_namesake else self.result.model
+
+    @property
+    def checkpoint(self) -> str:
+        """The digest of the model's files."""
+        return str(self.setting("model_digest") or "")
 
     @property
     def method(self) -> str:
@@ -120,6 +131,14 @@ class Run:
             parts.setdefault(str(row.fields.get("dataset", self.result.dataset)), []).append(row)
         return {name: tuple(rows) for name, rows in parts.items()}
 
+    def environment(self) -> dict[str, Any]:
+        """env.json; {} where it was lost or is damaged."""
+        try:
+            found = json.loads((self.folder / "env.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def ledger(self) -> dict[str, list[Any]]:
         """The columns of ledger.parquet; {} where the file was lost, or is damaged, which standard error says."""
         columns = read_ledger(self.folder, self.result)
@@ -151,7 +170,15 @@ def read_all(root: Path) -> tuple[list[Run], list[str]]:
             runs.append(read_one(folder))
         except ValueError as error:
             damaged.append(one_line(str(error)))
-    return runs, damaged
+    return told_apart(runs), damaged
+
+
+def told_apart(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each of which knows whether another one is of a model with the same name and other files."""
+    checkpoints: dict[str, set[str]] = {}
+    for run in runs:
+        checkpoints.setdefault(run.result.model, set()).add(run.checkpoint)
+    return [replace(run, has_namesake=len(checkpoints[run.result.model]) > 1) for run in runs]
 
 
 def read_one(folder: Path) -> Run:
@@ -183,6 +210,7 @@ class Conditions:
     """What runs must share to stand in one table or figure."""
 
     model: str
+    checkpoint: str  # digest of the model's files: two checkpoints may have one name
     data_source: str
     protocol: str
     comm: str  # "" where only full attention ran, which has none
@@ -212,7 +240,8 @@ class Conditions:
 def conditions(run: Run, comm: str | None = None) -> Conditions:
     result = run.result
     return Conditions(
-        model=result.model,
+        model=run.model,
+        checkpoint=run.checkpoint,
         data_source=result.data_source,
         protocol=result.protocol,
         comm=run.comm if comm is None else comm,

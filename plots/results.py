@@ -10,13 +10,11 @@ and dtype.
 Not here: the papers' tables (`plots/tables`) and figures (`plots/figures`).
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import fsum, inf
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -128,15 +126,6 @@ def scaled(n_bytes: float | None, by: float) -> str:
 # --- how long it took -------------------------------------------------------------------------
 
 
-def environment(run: Run) -> dict[str, Any]:
-    """env.json; {} where it was lost or is damaged."""
-    try:
-        found = json.loads((run.folder / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def read_seconds(runs: Sequence[Run]) -> float:
     """Of all prefills; one that variants shared counts once."""
     return fsum(spent for _, spent in {(row.prompt_sha256, row.prefill_s or 0.0) for run in runs for row in run.rows})
@@ -146,7 +135,7 @@ def times(grids: Sequence[Grid], runs: Sequence[Run]) -> str:
     """A line for each set of runs that shared their prefills."""
     lines = []
     for title, group in experiments(grids, runs):
-        found = [environment(run) for run in group]
+        found = [run.environment() for run in group]
         starts, ends = ([at for env in found if (at := moment(env.get(key)))] for key in ("started", "ended"))
         spent = (max(ends) - min(starts)).total_seconds() if starts and ends else None
         cpu = max((env["cpu_s"] for env in found if isinstance(env.get("cpu_s"), int | float)), default=None)
@@ -181,7 +170,7 @@ def machine(runs: Sequence[Run]) -> str:
     """Processor, cores and versions, as the runs recorded them."""
     seen: dict[str, None] = {}
     for run in runs:
-        env = environment(run)
+        env = run.environment()
         if env:
             seen[f"{env.get('cpu')}, {env.get('n_cores')} cores, {env.get('ram_bytes', 0) / 2**30:.0f} GB"] = None
     versions = sorted({(name, version) for run in runs for name, version in run.result.versions.items()})

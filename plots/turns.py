@@ -41,7 +41,7 @@ def with_turns(runs: Sequence[Run]) -> list[Run]:
     return sorted(
         found,
         key=lambda run: (
-            run.result.task, run.result.dataset, run.result.model, not run.is_full,
+            run.result.task, run.result.dataset, run.model, not run.is_full,
             methods.index(run.result.method_label), budget_of(run), mode_rank(run), run.result.protocol,
         ),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         result = run.result
-        title = f"{result.task} {result.dataset} ({result.data_source} data), {result.model}"
+        title = f"{result.task} {result.dataset} ({result.data_source} data), {run.model}"
         found.setdefault(f"{title}, seed {result.seed}", []).append(run)
     return found
 

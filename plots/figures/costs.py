@@ -246,7 +246,7 @@ def memory_vs_transfer(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     models: dict[str, list[Run]] = {}
     for run in runs:
         if run.is_full:
-            models.setdefault(run.result.model, []).append(run)
+            models.setdefault(run.model, []).append(run)
     for model, members in sorted(models.items()):
         rows = [row for run in members for row in run.rows if row.status == "ok"]
         points = sorted({(*kept, row.prompt_tokens) for row in rows if (kept := bytes_of(row))})

@@ -112,7 +112,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "full": run.is_full and run.is_exact,
         "method": result.method,
         "task": task_of(run),
-        "model": result.model,
+        "model": run.model,
         "budget": "full" if run.is_full else asked(run),
         "size": None if run.is_full else result.budget or result.ratio,
         "comm": comm,
@@ -149,7 +149,7 @@ class Others:
         models: dict[str, list[Run]] = {}
         params: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for run in runs:
-            models.setdefault(run.result.model, []).append(run)
+            models.setdefault(run.model, []).append(run)
             params.setdefault((run.result.method, run.result.prefill), []).append(run.params)
         self.several_comms = len({run.comm for run in runs if not run.is_full}) > 1
         self.key_bytes = {model: key_bytes_per_token(alike) for model, alike in models.items()}
@@ -166,7 +166,7 @@ class Others:
 
 def comm_allowed(run: Run, others: Others) -> dict[str, float | None]:
     """The bytes per step that `comm` allows, from the size of a key in a run of full attention on this model."""
-    per_token = others.key_bytes[run.result.model]
+    per_token = others.key_bytes[run.model]
     lengths = [row.prompt_tokens for row in run.rows if row.status == "ok"]
     comm = None
     if per_token and lengths and not run.is_full:

@@ -54,7 +54,7 @@ def budget_words(run: Run) -> str:
 
 KEYS: dict[str, Callable[[Run], str]] = {
     "task": lambda run: run.result.task,
-    "model": lambda run: run.result.model,
+    "model": lambda run: run.model,
     "budget": budget_words,
     "ratio": lambda run: budget_words(run).removeprefix("ratio "),
     "comm": lambda run: ANY if run.is_full else shown_share(run.result.comm_exact),

@@ -49,6 +49,8 @@ def write(
     prefill: dict[str, Any] | None = None,
     memory: str | None = None,
     counts: str | None = None,
+    digest: str | None = None,
+    env: dict[str, Any] | None = None,
 ) -> tuple[Path, RunResult]:
     """A run; each row is what differs from a plain sample, `fields` among it. `prefill`: a sparse one's parameters."""
     sparse = {} if prefill is None else {"prefill": {"name": "minference", "params": prefill}}
@@ -57,6 +59,7 @@ def write(
     config: dict[str, Any] = (
         sparse
         | ({} if memory is None else {"memory": memory})
+        | ({} if digest is None else {"model_digest": digest})
         | {
             "method": {"name": method, "params": params or {}},
             "task": {"name": task, "params": task_params or {}},
@@ -83,7 +86,7 @@ def write(
             prefill_params=prefill or {}, memory_exact=memory, budget_counts=counts,
         )  # fmt: skip
         result = summarise(run.rows, facts)
-        run.finish(result, {})
+        run.finish(result, env or {})
     return folder, result
 
 
