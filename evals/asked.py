@@ -256,7 +256,8 @@ def early_shape(settings: Settings) -> ModelShape | None:
     spec = settings.model
     if settings.weights == "random" and (given := architecture(spec)) is not None:
         return shape_of_config(given, spec.name)
-    return None if spec.trust_remote_code else header_shape(spec.name, spec.id, spec.revision)
+    shape = header_shape(spec.name, spec.id, spec.revision)  # refuses a model that is not there
+    return None if spec.trust_remote_code else shape
 
 
 def architecture(spec: ModelSpec) -> dict[str, Any] | None:

