@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import run
-from engine.machine import cpu_multiplies_bfloat16
+from engine.machine import arithmetic, cpu_multiplies_bfloat16
 
 if TYPE_CHECKING:
     from evals.results import RunResult
@@ -52,13 +52,16 @@ def slow(dtype: str) -> str:
 def show(done: "Sequence[tuple[Path, RunResult]]", out: Path) -> None:
     """The table, the picture and the page; run.py's own table where the runs are no comparison."""
     from evals.screen.table import print_table
-    from plots.comparison import compare, draw, is_comparable, print_comparison
+    from plots.comparison import compare, draw, is_comparable, made_otherwise, print_comparison
     from plots.report.page import main as report
 
     if not is_comparable([result for _, result in done]):
         return print_table(done)
     found = compare([folder for folder, _ in done])
     print_comparison(found)
+    first = done[0][1]
+    for line in made_otherwise(found, arithmetic(first.dtype, first.device)):
+        print(line)
     print(f"picture: {draw(found, out)}")
     report([str(out)])
     return None

@@ -1,7 +1,10 @@
 """The loop over samples: one prefill for all cells that share a prompt, one batch to decode them, a line for each.
 
 Cells that agree on model, task, data, prefill, dtype and seed form a group. Per sample, the group's unfinished cells
-share one prefill and decode as rows of one batch. A cell's folder holds the same as if the cell had run alone.
+share one prefill and decode as rows of one batch. A cell's folder holds the same as if the cell had run alone: exactly
+in float32 on a CPU. In half precision, and on a GPU, a row's sums may be added up in an order that depends on how many
+rows stand beside it, and where two tokens are almost equally likely the other one may be said; env.json has what
+decides that order, but for the rows.
 
 Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`), how a row decodes (`engine`).
 """
@@ -21,6 +24,7 @@ from engine.books.spans import recording
 from engine.budget import Frame
 from engine.decode import Answer, decode
 from engine.errors import ConfigError, one_line
+from engine.machine import arithmetic
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.sampling.cues import Cue
@@ -401,6 +405,7 @@ class Group:
             result,
             environment()
             | {
+            | ({"arithmetic": arithmetic(settings.dtype, settings.device)} if settings.pool is None else {})
                 "started": self.started.isoformat(timespec="seconds"),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
                 "cpu_s": round(process_time() - self.cpu_started, 1),

@@ -6,7 +6,7 @@ is so by the test that is corrected for all comparisons of the table.
 Not here: many budgets, models or benchmarks side by side (`plots/tables/`, `plots/figures/`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -197,6 +197,24 @@ def remarks(found: Comparison) -> list[str]:
     if free:
         lines.append(f"{', '.join(free)} reads every key to find its tokens: a ceiling, no compression")
     return lines
+
+
+def made_otherwise(found: Comparison, here: Mapping[str, Any]) -> list[str]:
+    """What the sums of these runs were added up with that differs between them, or from what is `here`."""
+    runs = list({run.folder: run for row in found.rows for run in row.runs.values()}.values())
+    made = [arithmetic for run in runs if isinstance(arithmetic := run.environment().get("arithmetic"), dict)]
+    apart = {}
+    for key in sorted({key for each in (*made, here) for key in each}):
+        there = list(dict.fromkeys(str(each.get(key)) for each in made))
+        if there and there != [str(here.get(key))]:
+            apart[key] = there
+    if not apart:
+        return []
+    words = [f"{key} {' and '.join(there)} (here {here.get(key)})" for key, there in apart.items()]
+    return [
+        f"these runs were made with other arithmetic: {'; '.join(words)}; sums in another order can change single "
+        "answers, above all in bfloat16, so the same comparison made here need not give the same figures"
+    ]
 
 
 def print_comparison(found: Comparison) -> None:

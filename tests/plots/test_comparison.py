@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plots.comparison import about, compare, draw, is_comparable, print_comparison, remarks
+from plots.comparison import about, compare, draw, is_comparable, made_otherwise, print_comparison, remarks
 from plots.read import read_one
 from tests.plots.made_runs import write
 
@@ -85,3 +85,24 @@ def test_only_runs_that_differ_in_task_method_and_budget_are_one_comparison(fold
     assert is_comparable(results)
     assert not is_comparable([result for result in results if result.method != "full"])
     assert not is_comparable([*results, results[0]])
+
+
+def test_runs_that_were_made_with_other_threads_are_named(tmp_path: Path) -> None:
+    folders = []
+    for method, threads in (("full", 1), ("snapkv", 4), ("pqcache", 4)):
+        env = {"arithmetic": {"dtype": "bfloat16", "threads": threads, "blas": "mkl"}}
+        folders.append(write(tmp_path, method, "needle_short", [{"score": 1.0}], ratio="1/10", env=env)[0])
+    (line,) = made_otherwise(compare(folders), {"dtype": "bfloat16", "threads": 4, "blas": "mkl"})
+    assert "threads 1 and 4 (here 4);" in line and "blas" not in line and "dtype" not in line
+    (line,) = made_otherwise(compare(folders[1:] + folders[:1]), {"dtype": "bfloat16", "threads": 4, "blas": "open"})
+    assert "blas mkl (here open); threads" in line
+
+
+def test_runs_that_were_made_alike_are_not(folders: list[Path], tmp_path: Path) -> None:
+    here = {"dtype": "bfloat16", "threads": 4}
+    assert made_otherwise(compare(folders), here) == []  # of earlier code, which does not say it
+    same = [
+        write(tmp_path / "same", method, "needle_short", [{"score": 1.0}], ratio="1/10", env={"arithmetic": here})[0]
+        for method in ("full", "snapkv")
+    ]
+    assert made_otherwise(compare(same), here) == []
