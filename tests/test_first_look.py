@@ -3,6 +3,7 @@
 import pytest
 
 import first_look
+from evals.overrides import composed
 
 
 @pytest.fixture
@@ -34,3 +35,7 @@ def test_a_task_that_is_asked_stays(asked: list[str], capsys: pytest.CaptureFixt
     assert [word for word in asked if word.startswith("task=")] == ["task=needle_short"]
     assert asked.count("out=elsewhere") == 1
     assert not capsys.readouterr().err
+
+
+def test_the_experiment_puts_its_runs_where_make_run_does() -> None:
+    assert composed({"experiment": ["first_look"]}).out == first_look.OUT
