@@ -473,7 +473,15 @@ def unless(given: Any, default: Any) -> Any:
 
 def default_comm(*, _root_: DictConfig) -> str:
     """`${default_comm:}`: nothing is moved where prompt and answer are compressed together."""
-    return "0" if f"{OmegaConf.select(_root_, 'method._target_')}".startswith("methods.decoding.") else "1/64"
+    return "0" if compresses_answers(f"{OmegaConf.select(_root_, 'method._target_')}") else "1/64"
+
+
+def compresses_answers(target: str) -> bool:
+    """Whether the class is of methods that cut while they answer, whichever file it is in."""
+    try:
+        return load_rules(Choice("method", "", target, {})).of_answers
+    except ConfigError:
+        return False  # no class: `of_kind` refuses it by name
 
 
 def model_name(model_id: str) -> str:

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,26 @@ def test_files_that_are_not_there_or_are_called_like_another_are_refused(tmp_pat
     assert "is a sweep; add -m" in refused(f"method=snapkv,{tmp_path}/other/mine.py")
     composed(f"method={tmp_path}/other/mine.py")  # in a command of its own it is the only one
     assert "no method 'mine'" in refused("method=mine")
+
+
+@pytest.mark.parametrize(("base", "comm"), [("StreamingLLMDecode", 0), ("StreamingLLM", Fraction(1, 64))])
+def test_what_a_file_defines_decides_its_comm_whichever_file_it_is(base: str, comm: Fraction, tmp_path: Path) -> None:
+    module = {"StreamingLLMDecode": "decoding.streamingllm_decode", "StreamingLLM": "dropping.streamingllm"}[base]
+    fields = {
+        "StreamingLLMDecode": "interval: int = 8\n        n_sink: int = 4\n        schedule: str = 'position'\n"
+        "        at_prefill: bool = False\n",
+        "StreamingLLM": "n_sink: int = 4\n        generated: str = 'inside'\n        position: str = 'original'\n",
+    }[base]
+    path = write(
+        tmp_path,
+        f"from dataclasses import dataclass\nfrom methods.{module} import {base}\n"
+        f"class Mine({base}):\n    title = 'Mine'\n    @dataclass(frozen=True)\n"
+        f"    class Params({base}.Params):\n        {fields}",
+    )
+    assert composed(f"method={path}").budget.comm == comm
+
+
+@pytest.mark.parametrize("name", ["rkv", "triattention", "full_stopped", "snapkv", "oracle", "full"])
+def test_our_own_methods_keep_the_comm_that_they_had(name: str) -> None:
+    wanted = 0 if name in ("rkv", "triattention", "full_stopped") else Fraction(1, 64)
+    assert composed(f"method={name}", "budget=100").budget.comm == wanted
