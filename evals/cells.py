@@ -26,6 +26,7 @@ from methods.base import SelectiveAttention
 from methods.rules.base import Coding, Rules
 from methods.variant import Variant
 
+FIRST = Rules.version  # of what makes codes, until its answers change
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 
 
@@ -97,7 +98,7 @@ class Cell:
         """Cells with equal groups can share a prefill."""
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
-            *("memory", "compose", "compose_order", "allocator", "budget_counts"),
+            *("memory", "compose", "compose_version", "compose_order", "allocator", "budget_counts"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
@@ -172,6 +173,8 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
         config["method_data_digest"] = method_data
     if sparsity is not None:
         config["prefill_version"] = sparsity.version
+    if asked.coding is not None and asked.coding.rules.version != FIRST:  # runs of the first one do not say it
+        config["compose_version"] = asked.coding.rules.version
     return config
 
 
