@@ -8,7 +8,7 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # imports torch
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
@@ -79,16 +79,30 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
         try:
             asked.append(ask_one(settings, look))
         except ConfigError as error:
-            leave_out(settings, error)
+            leave_out(settings, error, lambda one: ask_one(one, look), (one for one in cells if one is not settings))
     refuse_nothing_left(asked)
     return asked
 
 
-def leave_out(settings: Settings, error: ConfigError) -> None:
-    """Say which cell a sweep goes on without; raise what refuses it where the sweep stops at such a cell."""
-    if not settings.skips_refused:
+def leave_out(settings: Settings, error: ConfigError, check: Callable[[S], object], others: Iterable[S]) -> None:
+    """Say which cell a sweep goes on without; raise what refuses it where the sweep stops at such a cell.
+
+    Where the same `check` does not refuse all others, what is raised says how to run these.
+    """
+    if settings.skips_refused:
+        sys.stderr.write(f"left out: {error}\n")
+    elif settings.is_sweep and any(passes(check, one) for one in others):
+        raise ConfigError(f"{error}; sweep.refused=skip runs the other cells without this one") from None
+    else:
         raise error
-    sys.stderr.write(f"left out: {error}\n")
+
+
+def passes(check: Callable[[S], object], one: S) -> bool:
+    try:
+        check(one)
+    except ConfigError:
+        return False
+    return True
 
 
 def refuse_nothing_left(left: Collection[Any]) -> None:

@@ -120,7 +120,7 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
         try:
             cell = ready_cell(one, look)
         except ConfigError as error:
-            leave_out(one.settings, error)
+            leave_out(one.settings, error, lambda x: ready_cell(x, look), (x for x in asked if x is not one))
             continue
         if cell.path in places:
             raise ConfigError(f"two cells of this sweep are the same run ({cell.path.name}); leave one of them out")

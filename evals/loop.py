@@ -185,7 +185,8 @@ class Group:
             try:
                 self.variant(cell, prompt)
             except ConfigError as error:
-                leave_out(cell.settings, error)
+                others = (x for x in self.cells_asked if x is not cell)
+                leave_out(cell.settings, error, lambda x: self.variant(x, prompt), others)
                 self.cells, self.every, self.cells_asked = (
                     [one for one in cells if one is not cell] for cells in (self.cells, self.every, self.cells_asked)
                 )
@@ -404,8 +405,8 @@ class Group:
         folder.finish(
             result,
             environment()
-            | {
             | ({"arithmetic": arithmetic(settings.dtype, settings.device)} if settings.pool is None else {})
+            | {
                 "started": self.started.isoformat(timespec="seconds"),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
                 "cpu_s": round(process_time() - self.cpu_started, 1),

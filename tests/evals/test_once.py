@@ -1,21 +1,25 @@
 """What has no budget runs once; whatever can be refused is refused before the first folder is made."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import evals.asked
 from engine.checkpoints.load import read_shape
 from engine.errors import ConfigError
+from engine.machine import arithmetic
 from evals import models
 from evals.runner import prepare, run_cells
 from evals.settings import Settings
 from methods.calibration import files
 from methods.dropping.streamingllm import StreamingLLM
 from methods.rules.full import FullRules
+from methods.rules.quantising.kivi import KIVIRules
 from tests.tiny_run import cell, save_tiny
 
 WORDS = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
@@ -148,7 +152,7 @@ def test_what_the_model_refuses_is_refused_before_a_folder_is_made_or_left_out(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words, file, says = LATE[case]
-    words = [*words, *(["budget=99", "comm=0"] if "triattention" in words[0] else ["ratio=0.5", "comm=1/4"])]
+    words = [*words, *(["budget=700", "comm=0"] if "triattention" in words[0] else ["ratio=0.5", "comm=1/4"])]
     words += [] if file is None else [file(checkpoint)]
     pair = [asked(checkpoint, tmp_path, "method=full", "ratio=0.5"), asked(checkpoint, tmp_path, *words)]
     with monkeypatch.context() as patch:
@@ -188,3 +192,44 @@ def test_a_model_that_cannot_be_had_is_looked_for_once(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
         run_cells([replace(each, skips_refused=True) for each in pair])
     assert looked == [str(tmp_path)]
+
+
+# --- what else belongs to a run ------------------------------------------------------------------
+
+
+def test_a_refusal_says_how_to_run_the_other_cells_where_there_are_some(checkpoint: Path, tmp_path: Path) -> None:
+    fitting = asked(checkpoint, tmp_path, "method=oracle", "ratio=0.5")
+    small = [asked(checkpoint, tmp_path, "method=streamingllm", f"budget={n}", "method.n_sink=200") for n in (3, 4)]
+    hint = r"; sweep\.refused=skip runs the other cells without this one$"
+    with pytest.raises(ConfigError, match=hint):  # by its settings
+        run_cells([fitting, asked(checkpoint, tmp_path, "method=snapkv", "method.window=999999")])
+    with pytest.raises(ConfigError, match=hint):  # by its prompts
+        run_cells([*small, fitting])
+    for alone in (small, small[:1]):
+        with pytest.raises(ConfigError) as caught:
+            run_cells(alone)
+        assert "sweep.refused" not in str(caught.value)
+    assert folders(tmp_path) == []
+
+
+def test_a_composing_methods_version_belongs_to_a_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KIVIRules, "check_shape", lambda *_: None)  # the tiny model's heads hold no group of 32
+    composed = asked(checkpoint, tmp_path, "method=snapkv", "ratio=0.5", "compose=kivi")
+    plain = asked(checkpoint, tmp_path, "method=snapkv", "ratio=0.5")
+    before = [cell.path for cell in prepare([composed, plain])]
+    assert "compose_version" not in prepare([composed])[0].config  # as runs of the first version were recorded
+    monkeypatch.setattr(KIVIRules, "version", 2)
+    (first, other) = prepare([composed, plain])
+    assert first.path != before[0] and first.config["compose_version"] == 2
+    assert other.path == before[1]
+    assert first.group() == other.group(), "one prefill is enough for both"
+
+
+def test_env_says_what_sums_depend_on(checkpoint: Path, tmp_path: Path) -> None:
+    ((folder, _),) = run_cells([asked(checkpoint, tmp_path, "method=full")])
+    made = json.loads((folder / "env.json").read_text())["arithmetic"]
+    assert made == json.loads(json.dumps(arithmetic("float32", "cpu")))
+    assert (made["dtype"], made["device"], made["threads"]) == ("float32", "cpu", torch.get_num_threads())
+    assert {"instructions", "torch_instructions", "blas", "kernels", "variables"} <= made.keys()
