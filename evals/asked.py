@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # imports torch
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
@@ -116,7 +117,19 @@ def naming(settings: Settings) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"method={settings.method.name} {settings.budget.label()}: {error}") from None
+        raise CellRefused(settings, error) from None
+
+
+class CellRefused(ConfigError):
+    """What refuses one cell, which may be one of several."""
+
+    def __init__(self, settings: Settings, error: ConfigError) -> None:
+        super().__init__(f"method={settings.method.name} {settings.budget.label()}: {error}")
+        self.settings = settings
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str]]:
+        """Sent from a worker it is a sentence."""
+        return ConfigError, (str(self),)
 
 
 def ask_one(given: Settings, look: Lookups) -> Asked:

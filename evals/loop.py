@@ -2,9 +2,7 @@
 
 Cells that agree on model, task, data, prefill, dtype and seed form a group. Per sample, the group's unfinished cells
 share one prefill and decode as rows of one batch. A cell's folder holds the same as if the cell had run alone: exactly
-in float32 on a CPU. In half precision, and on a GPU, a row's sums may be added up in an order that depends on how many
-rows stand beside it, and where two tokens are almost equally likely the other one may be said; env.json has what
-decides that order, but for the rows.
+in float32 on a CPU; elsewhere the order of sums, and so a close decision, may depend on the rows beside it.
 
 Not here: what a cell is (`evals/cells.py`), what a line says (`evals/lines.py`), how a row decodes (`engine`).
 """
@@ -13,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from time import process_time
 from types import MappingProxyType
@@ -24,16 +21,15 @@ from engine.books.spans import recording
 from engine.budget import Frame
 from engine.decode import Answer, decode
 from engine.errors import ConfigError, one_line
-from engine.machine import arithmetic
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
-from engine.sampling.cues import Cue
+from engine.sampling.cues import cues_of
 from engine.sampling.draws import Draws
 from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
-from evals.asked import leave_out, naming
+from evals.asked import CellRefused, leave_out, naming
 from evals.cells import Cell, is_finished
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
-from evals.models import Models, tokenizer_of
+from evals.models import Models, made_with, tokenizer_of
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
 from evals.results.opened import open_folders, results_of
@@ -63,7 +59,7 @@ class Group:
     def __init__(self, cells: Sequence[Cell], answered: Mapping[Path, frozenset[str]] = MappingProxyType({})) -> None:
         # One task for all: what it learns with the samples, such as a tokenizer, their scores and pictures need too.
         self.cells = self.every = [replace(cell, task=cells[0].task) for cell in cells]
-        self.folders: Mapping[Path, RunFolder] = {}
+        self.folders: dict[Path, RunFolder] = {}
         self.answered = answered
         self.first, self.cells_asked = self.cells[0], self.cells
         self.started = datetime.now(UTC)
@@ -90,7 +86,7 @@ class Group:
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
 
-    def enter(self, folders: Mapping[Path, RunFolder]) -> list[Waiting]:
+    def enter(self, folders: dict[Path, RunFolder]) -> list[Waiting]:
         """Go on in these folders: the samples that some cell has not answered."""
         self.folders = folders
         self.cells = [cell for cell in self.cells if folders[cell.path].finished is None]
@@ -144,7 +140,17 @@ class Group:
     def ask_all(self, waiting: Iterable[Waiting]) -> None:
         with self.model.hooked():
             for one in waiting:
-                self.ask(one)
+                self.ask_or_leave_out(one)
+
+    def ask_or_leave_out(self, waiting: Waiting) -> None:
+        """Let all cells answer; one that is refused on the way is left out of its sweep, and the others answer."""
+        try:
+            self.ask(waiting)
+        except CellRefused as error:
+            self.cells.remove(refused := next(cell for cell in self.cells if cell.settings is error.settings))
+            leave_out(error.settings, error, lambda cell: cell, self.cells)
+            self.folders.pop(refused.path).discard()
+            self.ask_or_leave_out(waiting)
 
     def estimate(self, waiting: Sequence[Waiting]) -> Estimate:
         return Estimate([one.load for one in waiting], bends_of(self.first.shape))
@@ -405,20 +411,13 @@ class Group:
         folder.finish(
             result,
             environment()
-            | ({"arithmetic": arithmetic(settings.dtype, settings.device)} if settings.pool is None else {})
+            | made_with(settings)
             | {
                 "started": self.started.isoformat(timespec="seconds"),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"),
                 "cpu_s": round(process_time() - self.cpu_started, 1),
             },
         )
-
-
-def cues_of(rows: Sequence[SelectiveAttention], tokenizer: Any) -> dict[int, Cue]:
-    """What some rows are made to say."""
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    found = {i: row.interruption() for i, row in enumerate(rows)}
-    return {i: Cue.of(each, encode) for i, each in found.items() if each is not None}
 
 
 def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:

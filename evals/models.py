@@ -25,6 +25,7 @@ from engine.checkpoints.load import (
     shape_of,
 )
 from engine.errors import ConfigError
+from engine.machine import arithmetic
 from engine.model import Model
 from engine.shapes import Checkpoint, ModelShape
 from evals.asked import architecture
@@ -85,6 +86,11 @@ def located(settings: Settings) -> Path | None:
 def random_config(spec: ModelSpec) -> Any:
     """The architecture to draw weights for: as conf/architecture has it, else from where the model is."""
     return read_config(spec.id, architecture(spec), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+def made_with(settings: Settings) -> dict[str, Any]:
+    """For env.json: what the order of sums depends on; of workers it is not known here."""
+    return {} if settings.pool is not None else {"arithmetic": arithmetic(settings.dtype, settings.device)}
 
 
 class Models:

@@ -54,4 +54,5 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
             results.update(run_group(group, models))
             copies.send(results)
     copies.send(results)
-    return [(cell.path, results[cell.path]) for cell in ready if cell.path in own]
+    refuse_nothing_left(results)
+    return [(cell.path, results[cell.path]) for cell in ready if cell.path in results]

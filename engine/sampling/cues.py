@@ -5,6 +5,11 @@ Not here: who interrupts (`methods`), the step loop (`engine/decode.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from methods.base import SelectiveAttention
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,10 @@ class Cue:
         own = [*said[: self.after]]
         has_said = n and any(own[i : i + n] == [*self.marker] for i in range(len(own) - n + 1))
         return None if has_said else self.ids[at]
+
+
+def cues_of(rows: "Sequence[SelectiveAttention]", tokenizer: Any) -> dict[int, Cue]:
+    """What some rows are made to say."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    found = {i: row.interruption() for i, row in enumerate(rows)}
+    return {i: Cue.of(each, encode) for i, each in found.items() if each is not None}

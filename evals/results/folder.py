@@ -17,7 +17,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -139,11 +139,19 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, ConfigError):  # what is refused before it answered anything leaves nothing
+            self.discard()
         self.close()
 
     def close(self) -> None:
         """Let the next process in. The lock file stays: two processes could lock two of them."""
         self._lock.release()
+
+    def discard(self) -> None:
+        """Leave nothing behind of a run that completed no sample; what others put into the folder stays."""
+        if not self._rows and self._finished is None:
+            with suppress(OSError):  # another process may have come in
+                self._remove_files(with_parent=False)
 
     @property
     def rows(self) -> list[SampleRow]:
@@ -330,7 +338,7 @@ class RunFolder:
             self._part(row.id).unlink(missing_ok=True)
         self._append_line(row)
 
-    def _remove_files(self) -> None:
+    def _remove_files(self, with_parent: bool = True) -> None:
         """All that runs write, and the folder with it unless somebody else put something there."""
         self._remove_parts()
         remove_scratch(self.path)
@@ -343,7 +351,7 @@ class RunFolder:
             for name in names:
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
-            if not any(self.path.parent.iterdir()):
+            if with_parent and not any(self.path.parent.iterdir()):
                 self.path.parent.rmdir()
 
     def sort(self, ids: Sequence[str]) -> None:

@@ -43,9 +43,11 @@ def open_folders(cells: Sequence[HasFolder], stack: ExitStack, say: Callable[[st
 
 
 def results_of(cells: Sequence[HasFolder], folders: dict[Path, RunFolder]) -> dict[Path, RunResult]:
-    """The result of each cell; all are finished."""
+    """The result of each cell that was not left out; all are finished."""
     results: dict[Path, RunResult] = {}
     for cell in cells:
+        if cell.path not in folders:
+            continue  # left out on the way
         result = folders[cell.path].finished
         assert result is not None, f"{cell.path} was run and has no result"
         results[cell.path] = result

@@ -115,8 +115,17 @@ def test_what_a_variant_refuses_while_it_is_built_names_it(
         raise ConfigError("it cannot")
 
     monkeypatch.setattr(StreamingLLM, "arrange", arrange)
+    pair = [asked(checkpoint, tmp_path, f"method={name}", "ratio=0.5") for name in ("streamingllm", "oracle")]
     with pytest.raises(ConfigError, match=r"method=streamingllm ratio=0\.5: it cannot"):
-        run_cells([asked(checkpoint, tmp_path, "method=streamingllm", "ratio=0.5")])
+        run_cells(pair[:1])
+    with pytest.raises(ConfigError, match=r"it cannot; sweep\.refused=skip runs the other cells"):
+        run_cells(pair)
+    assert folders(tmp_path) == [], "nothing was answered"
+    ((path, result),) = run_cells([replace(each, skips_refused=True) for each in pair])
+    assert (result.method, result.status) == ("oracle", "ok") and folders(tmp_path) == [path]
+    with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
+        run_cells([replace(pair[0], skips_refused=True)])
+    assert folders(tmp_path) == [path]
 
 
 # --- what only the model's files tell -----------------------------------------------------------
