@@ -46,5 +46,5 @@ class StreamingLLM(StreamingLLMRules, SelectiveAttention):
             return parts
         sinks, window = self.store[layer].kept_and_window()
         n_gone = self.store[layer].n_seen - sinks.k.shape[2] - window.k.shape[2]
-        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        assert self.trace.turn is not None, "`check_model` lets no model without rotary positions pass"
         return [replace(sinks, q=self.trace.turn[layer](q, -n_gone)), window] if n_gone else parts

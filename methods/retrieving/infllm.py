@@ -130,7 +130,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
 
     def to_zero(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys (1, heads, n, d_h) as at position 0; `positions` are (1, n) or (heads, n)."""
-        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        assert self.trace.turn is not None, "`check_model` lets no model without rotary positions pass"
         if len(positions) == 1:
             return self.trace.turn[layer](keys, -positions)
         return self.trace.turn[layer](keys.transpose(0, 1), -positions).transpose(0, 1).contiguous()
@@ -141,7 +141,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
             self.add_logits(layer, q, parts[0].k)
         if not self.turns:
             return parts
-        assert self.trace.turn is not None, "arrange() lets no model without rotary positions pass"
+        assert self.trace.turn is not None, "`check_model` lets no model without rotary positions pass"
         self.q_far = self.trace.turn[layer](q, self.plan.n_local - self.store[layer].n_seen)
         whole = parts[0]
         n_far = whole.k.shape[2] - self.plan.n_local  # sinks and what fills no block yet

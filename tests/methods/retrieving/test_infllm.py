@@ -456,11 +456,11 @@ def test_blocks_on_the_device_are_not_moved_again(per_head: bool) -> None:
 
 
 def test_fixed_positions_need_a_rotary_model() -> None:
-    q, k, v = tokens(100)
     params = replace(PARAMS, position="fixed")
-    trace = watched(q, k, v, 100, BandSums(21))
     with pytest.raises(ConfigError, match="rotary"):
-        row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), params, trace, request(tokens=1))
+        InfLLM.check_model(params, tiny("opt").checkpoint)
+    InfLLM.check_model(params, tiny().checkpoint)
+    InfLLM.check_model(PARAMS, tiny("opt").checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-yarn", "glm"])
