@@ -14,7 +14,7 @@ from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.checkpoints.digests import changed_at
 from engine.errors import ConfigError
 from engine.sampling.spec import draw_id, draw_seed
-from engine.shapes import ModelShape
+from engine.shapes import Checkpoint, ModelShape
 from engine.sparse import VerticalSlash
 from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
 from evals.models import Found, located, look_into, look_up, resolve_hardware
@@ -157,6 +157,13 @@ def ready_cell(asked: Asked, look: Lookups) -> Cell:
     return Cell(
         settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding
     )  # fmt: skip
+
+
+def check_loaded(cells: Iterable[Cell], model: Checkpoint) -> None:
+    """Ask again what methods need of a model: some of it, such as how layers turn queries, only weights show."""
+    for cell in cells:
+        with naming(cell.settings):
+            cell.rules.check_model(cell.params, model)
 
 
 def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from engine.sampling.cues import cues_of
 from engine.sampling.draws import Draws
 from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
 from evals.asked import CellRefused, leave_out, naming
-from evals.cells import Cell, is_finished
+from evals.cells import Cell, check_loaded, is_finished
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, made_with, tokenizer_of
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
@@ -112,6 +112,7 @@ class Group:
     def run(self, models: Models, waiting: Sequence[Waiting]) -> None:
         """Let every cell answer the samples that it has not answered yet."""
         self.model = models.get(self.first.settings)
+        check_loaded(self.cells, self.model.checkpoint)
         n_done = self.n - len(waiting)
         self.say_what_follows(waiting)
         with Progress(self.title(), self.n, n_done, self.standings(), self.estimate(waiting)) as self.progress:
