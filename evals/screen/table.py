@@ -303,5 +303,5 @@ def of_answers(results: Sequence[RunResult]) -> list[str]:
     for result in results:
         if result.pass_at_k is not None:
             shown = ", ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at_k.items() if value is not None)
-            lines.append(f"{result.method_label}, {result.asked if result.budget else 'no budget'}: {shown}")
+            lines.append(f"{result.method_label}, {'no budget' if attends_all(result) else result.asked}: {shown}")
     return lines

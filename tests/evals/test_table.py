@@ -89,6 +89,19 @@ def test_a_single_sample_has_no_interval_and_few_samples_are_said_to_be_few() ->
     assert not any("few" in line for line in remarks([result(n_samples=10)]))
 
 
+def test_pass_at_k_says_the_budget_that_it_is_of() -> None:
+    """Runs at two ratios were both called "no budget", as only numbers of tokens counted."""
+    of_k = {"1": 0.25, "4": 0.5}
+    ratios = [result(pass_at_k=of_k, ratio_exact=ratio) for ratio in ("0.1", "0.2")]
+    lines = remarks([*ratios, result(pass_at_k=of_k, **FULL), result(pass_at_k=of_k, ratio_exact=None, budget=128)])
+    assert [line for line in lines if "pass@" in line] == [
+        "Oracle, ratio 0.1: pass@1 0.250, pass@4 0.500",
+        "Oracle, ratio 0.2: pass@1 0.250, pass@4 0.500",
+        "Full, no budget: pass@1 0.250, pass@4 0.500",
+        "Oracle, 128 tokens: pass@1 0.250, pass@4 0.500",
+    ]
+
+
 def sweep(n: int, root: Path) -> list[tuple[Path, RunResult]]:
     """As a sweep leaves it: long labels, every number as large as they get."""
     labels = ("StreamingLLM (C)", "Quest (matched)", "PQCache", "Full")
