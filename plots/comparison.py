@@ -1,7 +1,7 @@
 """Methods against full attention on the same samples: one table for the terminal, one picture.
 
 Runs of each task are compared with that task's run of full attention, sample by sample. What is called lower or higher
-is so by the test that is corrected for all comparisons of the table.
+is so by the test that is corrected for all comparisons with it on those samples.
 
 Not here: many budgets, models or benchmarks side by side (`plots/tables/`, `plots/figures/`).
 """
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from evals.results import METRICS, RunResult, combined_ci95
+from evals.results import METRICS, RunResult, combined_ci95, few_samples
 from evals.results.intervals import Interval
 from plots import style
 from plots.looks import told_apart
@@ -73,7 +73,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         by_label.setdefault(label, {})[task] = run
         if not run.is_full and (found := against(run, full[task])):
             pairs[label, task] = found
-    tested = corrected(pairs)
+    tested = corrected(pairs, lambda name: name[1])
     rows = []
     for label, own in by_label.items():
         here = {task: found for (name, task), found in tested.items() if name == label}
@@ -183,16 +183,16 @@ def about(found: Comparison) -> str:
 
 def remarks(found: Comparison) -> list[str]:
     """How to read the table, and what so few samples cannot show."""
+    families = sorted({one.family for row in found.rows for one in row.against.values()})
     lines = [
         f"less Full: score minus full attention's on the same samples, and its 95 % interval; {STAR} a difference by a "
-        f"paired sign-flip test, corrected for the {sum(len(row.against) for row in found.rows)} comparisons here",
+        f"paired sign-flip test, corrected for the {' or '.join(map(str, families))} comparisons of its task",
         "KV on device, moved /step: K, V and what finds them, relative to all K and V of full attention",
     ]
     for task in found.tasks:
-        undecided = [row.against[task] for row in found.rows if task in row.against and not row.against[task].sign]
-        few = next((words for one in undecided if "samples show" in (words := one.words)), "")
-        if few:
-            lines.append(f"{name_of(task)}: {few[few.index('n ') :].partition('; ')[2].rstrip(')')}")
+        tested = [row.against[task] for row in found.rows if task in row.against]
+        if few := next((words for one in tested if (words := few_samples(one.paired.n, one.family))), ""):
+            lines.append(f"{name_of(task)}: {few}")
     free = [row.label for row in found.rows if any(run.result.bytes_searched_per_step for run in row.runs.values())]
     if free:
         lines.append(f"{', '.join(free)} reads every key to find its tokens: a ceiling, no compression")

@@ -24,7 +24,7 @@ import matplotlib
 
 from engine.errors import ConfigError
 from evals.foreign import read_text, write_csv
-from evals.results.intervals import wilson
+from evals.results import share_interval
 from plots import style
 from plots.read import Run, default_root, load
 from plots.style import Sheet
@@ -129,10 +129,8 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
 
 def interval(right: float, n: int) -> Sequence[float | str]:
     """95 % over answers; of a single one nothing."""
-    if n < 2:
-        return ["", ""]
-    found = wilson(round(right * n), n)
-    return [found.low, found.high]
+    found = share_interval(round(right * n), n)
+    return ["", ""] if found is None else [found.low, found.high]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,16 +4,19 @@ Not here: reading (`plots/read.py`), drawing (`plots/figures/`), the cells of ta
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import fsum, nan
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
-from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget
+from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, per_prompt, score
+from plots.stats import front
+
+Name = TypeVar("Name", bound=Hashable)
 
 # Parameters that say which rows a task takes, not how it makes prompts of them.
 CHOOSES_ROWS = {"source", "datasets", "rows", "on_bad_row"}
@@ -149,6 +152,54 @@ def lines(
         ordered = [points[at] for at in sorted(points)]
         made.append(Line(method, f"{label} {tail}".strip(), nth, [p for p, _ in ordered], [run for _, run in ordered]))
     return made
+
+
+def is_deployable(run: Run) -> bool:
+    """Whether the budgets bound what the method reads: not so full attention, nor a search that no budget prices."""
+    return not run.is_full and not run.result.bytes_searched_per_step
+
+
+FRONT_SAID = "Front: shown to be better than all that cost no more, by the corrected paired test"
+
+
+def front_of_lines(
+    drawn: Iterable["Line"], of: Callable[[SampleRow], float | None] = score, better: str = "higher"
+) -> list[tuple[float, float]]:
+    """`front_of` the points of lines, as points."""
+    points = [(point, run) for line in drawn for point, run in zip(line.points, line.runs, strict=True)]
+    found = front_of({i: (run, run.rows, point.x) for i, (point, run) in enumerate(points)}, of, better)
+    return [(points[i][0].x, points[i][0].y.mean) for i in found]
+
+
+def n_variants(drawn: Iterable["Line"]) -> int:
+    """The runs of lines that are compared with full attention, or with each other."""
+    return len({run.folder for line in drawn for run in line.runs if not run.is_full})
+
+
+def front_of(
+    points: Mapping[Name, tuple[Run, Rows, float]],
+    of: Callable[[SampleRow], float | None] = score,
+    better: str = "higher",
+    family: int = 0,
+) -> list[Name]:
+    """The names on the front, by the one rule of `plots.stats.front`, of runs with their samples and what they cost.
+
+    Only methods that could be deployed and kept their budgets can be on it; the others beat nobody either.
+    """
+    asked = {
+        name: (cost, scores_by_dataset(rows, of))
+        for name, (run, rows, cost) in points.items()
+        if is_deployable(run) and not over_budget(rows)
+    }
+    return front(asked, better, family)
+
+
+def scores_by_dataset(rows: Rows, of: Callable[[SampleRow], float | None] = score) -> dict[tuple[str, str], float]:
+    """What `of` says of each prompt, by dataset and prompt."""
+    groups: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
+    return {(name, prompt): value for name, group in groups.items() for prompt, value in per_prompt(group, of).items()}
 
 
 def outside_budget(run: Run, rows: Rows) -> str:

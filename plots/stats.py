@@ -3,37 +3,37 @@
 Samples are the unit: two variants that answered the same samples are compared sample by sample, because most of what
 varies is the samples' difficulty and cancels. Randomness comes from a seed, so a figure made again is the same figure.
 
-    interval             of a mean: Wilson's of hits and misses, else Student's of few samples and the bootstrap of more
-    macro_interval       of a mean over datasets' means: datasets and samples are both resampled; None of one sample
+    interval             of a mean: that of `evals/results/intervals.py`, which decides it for all
+    macro_interval       of a mean over datasets' means: of several datasets each is a sample; None of one sample
     paired               mean difference, its interval, a sign-flip permutation p-value, wins, ties, losses
     paired_over_datasets the same of averages over datasets
     corrected            paired differences with the p-values that count (Holm): what colours follow
     standings            of one column: which is best, which is no worse by the corrected test, or that none can be told
-    small_n              in words, what few samples cannot show
+    front                of points with a cost: which are shown to be better than all that cost no more
     holm, benjamini_hochberg   p-values adjusted for how many were looked at
 
-What is drawn, coloured or printed bold as better or worse is what `corrected` and `standings` say. Scores are those of
-result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
+What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say. Scores are
+those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
 
 Not here: reading runs (`evals/results/`), drawing (`plots/*.py`).
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import ceil, fsum, log2, sqrt
+from math import fsum
 from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.results.intervals import ANYWHERE, FEW, Z95, Bounds, Interval, mean_ci95
+from evals.results.intervals import LEVEL, SHARE, Bounds, Interval, few_samples
 from evals.results.intervals import interval as interval_of_scores
 
 Array = NDArray[np.float64]
 Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample", bound=Hashable)
 
-LEVEL = 0.05  # of a corrected p-value below which a difference is one
 N_RESAMPLES = 10_000
 EXACT_UP_TO = 14  # differences other than zero whose 2^n signs are all tried
 CHUNK = 1 << 22  # numbers drawn at a time
@@ -47,7 +47,7 @@ class Paired:
     """A variant against a reference on the same samples; above 0 the variant is better where more is better."""
 
     mean: float  # of the differences
-    difference: Interval | None  # 95 %; None where one sample, or equal differences, say nothing of the spread
+    difference: Interval | None  # 95 %; None of one sample, and of equal differences of what has no bounds
     p: float  # of a difference this large in either direction if the two were alike
     wins: int
     ties: int
@@ -58,7 +58,7 @@ class Paired:
         return self.wins + self.ties + self.losses
 
 
-def interval(scores: Sequence[float] | Array, bounds: Bounds = ANYWHERE) -> Interval | None:
+def interval(scores: Sequence[float] | Array, bounds: Bounds = SHARE) -> Interval | None:
     """The mean of scores and its 95 % interval, as a run's own result has it; None of a single one."""
     return interval_of_scores(finite(scores).tolist(), bounds)
 
@@ -68,47 +68,16 @@ def scaled(found: Interval | None, by: float) -> Interval | None:
     return None if found is None else Interval(by * found.mean, by * found.low, by * found.high)
 
 
-def macro_interval(datasets: Sequence[Sequence[float]], seed: int = 0, bounds: Bounds = ANYWHERE) -> Interval | None:
+def macro_interval(datasets: Sequence[Sequence[float]], bounds: Bounds = SHARE) -> Interval | None:
     """Mean over datasets of their means, and its 95 % interval; None of a single score.
 
-    The bootstrap draws datasets and, of each one drawn, samples: other datasets of the kind could as well have been
-    chosen. Seven single samples have an interval therefore, which is Student's, as of any so few; where all are hits,
-    or all misses, it is Wilson's.
+    Other datasets of the kind could as well have been chosen, so of several datasets each is one sample: their means
+    vary by what tells datasets apart and by what tells samples apart.
     """
-    groups = sorted(sorted(finite(scores).tolist()) for scores in datasets)
-    together = [score for scores in groups for score in scores]
-    if len(groups) == 1 or len(together) < 2 or min(together) == max(together):
-        return interval_of_scores(together, bounds)
-    centre = fsum(fsum(scores) / len(scores) for scores in groups) / len(groups)
-    return _around(centre, [np.array(scores) for scores in groups], seed, bounds)
-
-
-def _around(centre: float, groups: Sequence[Array], seed: int, bounds: Bounds) -> Interval:
-    """The interval of a mean over groups of their means."""
-    together = np.concatenate(groups)
-    if len(together) < FEW:
-        shares = [1 / len(values) for values in groups for _ in values]
-        low, high = mean_ci95(together.tolist(), shares, bounds) or (centre, centre)
-    else:
-        low, high = np.quantile(_two_stage(groups, seed), [0.025, 0.975])
-    return Interval(centre, min(float(low), centre), max(float(high), centre))
-
-
-def _two_stage(groups: Sequence[Array], seed: int) -> Array:
-    """Resampled means over groups of their means: groups are drawn, then the values of each."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, len(groups), size=(N_RESAMPLES, len(groups)))
-    means = np.empty(drawn.shape)
-    for i, values in enumerate(groups):
-        here = drawn == i
-        at_once = max(1, CHUNK // len(values))
-        n = int(here.sum())
-        parts = [
-            values[rng.integers(0, len(values), size=(min(at_once, n - start), len(values)))].mean(axis=1)
-            for start in range(0, n, at_once)
-        ]
-        means[here] = np.concatenate(parts) if parts else []
-    return means.mean(axis=1)
+    groups = [finite(scores).tolist() for scores in datasets]
+    if len(groups) == 1:
+        return interval_of_scores(groups[0], bounds)
+    return interval_of_scores([fsum(scores) / len(scores) for scores in groups], bounds)
 
 
 def paired(
@@ -116,25 +85,15 @@ def paired(
     reference: Sequence[float] | Array,
     seed: int = 0,
     tolerance: float = ROUNDING,
-    bounds: Bounds = ANYWHERE,
+    bounds: Bounds = SHARE,
 ) -> Paired:
     """A variant's scores against a reference's on the same samples, in the same order; `bounds` are of the scores.
 
-    The interval of hits and misses is Agresti and Min's (2005), else `mean_ci95` of the differences. It holds 0
-    wherever the test finds nothing, as the set of differences that the test does not refuse would: of few samples the
-    two would disagree.
+    The interval holds 0 wherever the test finds nothing. It assumes nothing of the differences but their bounds, while
+    the test takes them to be as likely up as down by chance: of many small differences that all point one way the test
+    shows one, while the interval still allows for a rare large one.
     """
-    ours, theirs, differences = _differences(scores, reference, tolerance)
-    p = sign_flip_p(differences, seed)
-    if all(value in (0.0, 1.0) for value in (*ours, *theirs)):
-        spread = _of_hits(int((differences > 0).sum()), int((differences < 0).sum()), len(differences))
-    elif len(differences) < 2 or np.ptp(differences) <= tolerance:
-        spread = None
-    else:
-        widest = bounds[1] - bounds[0]
-        low, high = mean_ci95(differences.tolist(), bounds=(-widest, widest)) or (0.0, 0.0)
-        spread = Interval(float(differences.mean()), low, high)
-    return _paired(differences, spread, p)
+    return paired_over_datasets([scores], [reference], seed, tolerance, bounds)
 
 
 def paired_over_datasets(
@@ -142,23 +101,24 @@ def paired_over_datasets(
     reference: Sequence[Sequence[float] | Array],
     seed: int = 0,
     tolerance: float = ROUNDING,
-    bounds: Bounds = ANYWHERE,
+    bounds: Bounds = SHARE,
 ) -> Paired:
-    """As `paired`, of the means over datasets of their means: every dataset counts as much, however long it is."""
+    """As `paired`, of the means over datasets of their means: every dataset counts as much, however long it is.
+
+    Of these datasets, as the test is: samples are compared with each other, and no other dataset is spoken of.
+    """
     if len(scores) != len(reference):
         raise ValueError(f"{len(scores)} datasets against {len(reference)}: not the same samples")
-    if len(scores) == 1:
-        return paired(scores[0], reference[0], seed, tolerance, bounds)
-    groups = [_differences(ours, theirs, tolerance)[2] for ours, theirs in zip(scores, reference, strict=True)]
+    groups = [_differences(ours, theirs, tolerance) for ours, theirs in zip(scores, reference, strict=True)]
+    together, widest = np.concatenate(groups), bounds[1] - bounds[0]
+    shares = [1 / len(values) for values in groups for _ in values]
     weighted = _weighted(groups)
-    mean = fsum(weighted)
-    together = np.concatenate(groups)
-    spread = None
-    if np.ptp(together) > tolerance:
-        widest = bounds[1] - bounds[0]
-        spread = _around(mean, groups, seed, (-widest, widest))
-    found = _paired(together, spread, sign_flip_p(weighted, seed))
-    return Paired(mean, found.difference, found.p, found.wins, found.ties, found.losses)
+    mean, p = fsum(weighted), sign_flip_p(weighted, seed)
+    if found := interval_of_scores(together.tolist(), (-widest, widest), shares):
+        zero = 0.0 if p >= LEVEL else mean
+        found = Interval(mean, min(found.low, mean, zero), max(found.high, mean, zero))
+    wins, losses = int((together > 0).sum()), int((together < 0).sum())
+    return Paired(mean, found, p, wins, len(together) - wins - losses, losses)
 
 
 def _weighted(groups: Sequence[Array]) -> Array:
@@ -166,33 +126,13 @@ def _weighted(groups: Sequence[Array]) -> Array:
     return np.concatenate([values / (len(values) * len(groups)) for values in groups])
 
 
-def _differences(
-    scores: Sequence[float] | Array, reference: Sequence[float] | Array, tolerance: float
-) -> tuple[Array, Array, Array]:
+def _differences(scores: Sequence[float] | Array, reference: Sequence[float] | Array, tolerance: float) -> Array:
     ours, theirs = finite(scores), finite(reference)
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} scores against {len(theirs)}: not the same samples")
     differences = ours - theirs
     differences[np.abs(differences) <= tolerance] = 0.0
-    return ours, theirs, differences
-
-
-def _paired(differences: Array, spread: Interval | None, p: float) -> Paired:
-    if spread is not None and p >= LEVEL:
-        spread = Interval(spread.mean, min(spread.low, 0.0), max(spread.high, 0.0))
-    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
-    return Paired(float(differences.mean()), spread, p, wins, len(differences) - wins - losses, losses)
-
-
-def _of_hits(wins: int, losses: int, n: int) -> Interval | None:
-    """The interval of a difference of two shares of the same n samples (Agresti and Min, 2005); None of one."""
-    if n < 2:
-        return None
-    more, fewer, total = wins + 0.5, losses + 0.5, n + 2  # half a pair of each of the four kinds
-    centre = (more - fewer) / total
-    spread = Z95 * sqrt(more + fewer - (more - fewer) ** 2 / total) / total
-    mean = (wins - losses) / n
-    return Interval(mean, max(-1.0, min(mean, centre - spread)), min(1.0, max(mean, centre + spread)))
+    return differences
 
 
 @dataclass(frozen=True)
@@ -216,14 +156,26 @@ class Corrected:
         test = f"p {self.p:.3f}" + (f" after Holm over {self.family}" if self.family > 1 else "")
         if self.sign:
             return f"{'higher' if self.sign > 0 else 'lower'} ({test}, n {self.paired.n})"
-        few = small_n(self.paired.n, self.family)
+        few = few_samples(self.paired.n, self.family)
         return f"no difference shown ({test}, n {self.paired.n}{f'; {few}' if few else ''})"
 
 
-def corrected(pairs: Mapping[Name, Paired]) -> dict[Name, Corrected]:
-    """All comparisons that a reader sees together: the cells of a table, the lines of a figure."""
-    adjusted = map(float, holm([found.p for found in pairs.values()]) if pairs else ())
-    return {name: Corrected(found, p, len(pairs)) for (name, found), p in zip(pairs.items(), adjusted, strict=True)}
+def corrected(
+    pairs: Mapping[Name, Paired], column: Callable[[Name], Hashable] = lambda name: None
+) -> dict[Name, Corrected]:
+    """Comparisons with full attention, corrected by columns: all variants that were asked the same samples.
+
+    Every table, figure and page takes a column for one family, at whatever budgets its variants are, so that the same
+    runs have the same p-values everywhere. A further task is another question and does not make this one harder.
+    """
+    families: dict[Hashable, list[Name]] = {}
+    for name in pairs:
+        families.setdefault(column(name), []).append(name)
+    found: dict[Name, Corrected] = {}
+    for names in families.values():
+        adjusted = holm([pairs[name].p for name in names])
+        found |= {name: Corrected(pairs[name], float(p), len(names)) for name, p in zip(names, adjusted, strict=True)}
+    return {name: found[name] for name in pairs}
 
 
 BEST, TIED, WORSE, UNDECIDED = "best", "tied", "worse", "undecided"
@@ -251,12 +203,16 @@ class Standings:
         return "bold" if [*self.of.values()].count(BEST) == 1 and TIED not in self.of.values() else "tie"
 
 
-def standings(column: Mapping[str, Mapping[Name, float]], better: str = "higher", seed: int = 0) -> Standings:
+def standings(
+    column: Mapping[str, Mapping[Name, float]], better: str = "higher", seed: int = 0, family: int = 0
+) -> Standings:
     """Who is best of a column's names, from the scores of their samples, by sample.
 
-    Each is compared with the highest mean on the samples that both have. Which one that is the data say, so p-values
-    are corrected (Holm) for all pairs of names that could have been compared. For averages over datasets give
-    `(dataset, sample)` pairs as samples: every dataset counts as much.
+    Each is compared with the highest mean on the samples that both have. Which one that is the data say; still one
+    comparison for each name is enough to correct for (Holm; Bonferroni's bound over who may be it): the truly best one
+    is called worse, or one of equals the only best, in 5 % of cases at most. `family` is how many variants the column
+    has in all, where these are those of one budget. For averages over datasets give `(dataset, sample)` pairs as
+    samples: every dataset counts as much.
     """
     names = [name for name in column if column[name]]
     if len(names) < 2:
@@ -270,15 +226,42 @@ def standings(column: Mapping[str, Mapping[Name, float]], better: str = "higher"
     if len(equal) == len(names):
         return _undecided(column, "all means are equal")
     against = {name: _against(column[name], column[first], seed) for name in names if name not in equal}
-    n_pairs = len(names) * (len(names) - 1) // 2
+    n_compared = max(family, len(names))
     tested = {name: found for name, found in against.items() if found is not None}
     if not tested:
         return _undecided(column, "no sample was answered by the best and another")
-    if few := small_n(max(n for _, n in tested.values()), n_pairs):
+    if few := few_samples(max(n for _, n in tested.values()), n_compared):
         return _undecided(column, few)
-    p = dict(zip(tested, map(float, holm([found for found, _ in tested.values()], n_pairs)), strict=True))
+    p = dict(zip(tested, map(float, holm([found for found, _ in tested.values()], n_compared)), strict=True))
     of = {name: WORSE if p.get(name, 1.0) < LEVEL else TIED for name in names}
     return Standings(of | dict.fromkeys(equal, BEST) | dict.fromkeys(column.keys() - set(names), UNDECIDED), p)
+
+
+def front(
+    points: Mapping[Name, tuple[float, Mapping[Sample, float]]], better: str = "higher", family: int = 0, seed: int = 0
+) -> list[Name]:
+    """The names on the front, from cheap to dear, of points with a cost and the scores of their samples.
+
+    On it is a point that is shown to be better than every one that costs no more: paired by sample, each p-value times
+    the points that there are (or the `family` that they are of) below the level. Once there is such a point, the
+    cheapest of all begins the front. Else there is none: of runs that answer alike, or of a single sample, none wins.
+    """
+    sign = {"higher": 1.0, "lower": -1.0}[better]
+    scored = {name: (cost, scores) for name, (cost, scores) in points.items() if scores}
+    means = {name: sign * _mean(scores) for name, (_, scores) in scored.items()}
+    cheapest: list[Name] = []
+    shown: list[Name] = []
+    n_compared = max(family, len(scored))
+    for name in sorted(scored, key=lambda name: scored[name][0]):
+        cost, ours = scored[name]
+        rivals = [other for other, (theirs, _) in scored.items() if other != name and theirs <= cost]
+        if not rivals:
+            cheapest.append(name)
+        elif means[name] > max(means[other] for other in rivals) and all(
+            _p_of_gain(ours, scored[other][1], sign, seed) * n_compared < LEVEL for other in rivals
+        ):
+            shown.append(name)
+    return [*cheapest, *shown] if shown else []
 
 
 def _undecided(column: Mapping[str, object], why: str) -> Standings:
@@ -302,24 +285,21 @@ def _mean(scores: Mapping[Name, float]) -> float:
 
 def _against(ours: Mapping[Name, float], theirs: Mapping[Name, float], seed: int) -> tuple[float, int] | None:
     """The p-value of a difference on the samples that both have, and how many those are."""
+    weighted = _shared(ours, theirs)
+    return (sign_flip_p(weighted, seed), len(weighted)) if len(weighted) else None
+
+
+def _p_of_gain(ours: Mapping[Name, float], theirs: Mapping[Name, float], sign: float, seed: int) -> float:
+    """The p-value of a difference in our favour; 1 where there is none."""
+    weighted = _shared(ours, theirs)
+    return sign_flip_p(weighted, seed) if len(weighted) and sign * fsum(weighted) > 0 else 1.0
+
+
+def _shared(ours: Mapping[Name, float], theirs: Mapping[Name, float]) -> Array:
+    """Differences on the samples that both have, whose sum is the mean over datasets of their means."""
     shared = _groups({key: value for key, value in ours.items() if key in theirs}).values()
     sides = [([ours[key] for key in keys], [theirs[key] for key in keys]) for keys in shared]
-    groups = [_differences(*both, ROUNDING)[2] for both in sides]
-    return (sign_flip_p(_weighted(groups), seed), sum(map(len, groups))) if groups else None
-
-
-def small_n(n: int, comparisons: int = 1) -> str:
-    """What so few samples cannot show, in words; "" where they can.
-
-    The smallest p-value that a sign-flip test of n samples has is 2 / 2^n; corrected for all comparisons it must be
-    below the level.
-    """
-    needed = 1 + ceil(log2(comparisons / LEVEL))
-    needed += 2 * comparisons / 2**needed >= LEVEL
-    if n >= needed:
-        return ""
-    samples = "one sample shows" if n == 1 else f"{n} samples show"
-    return f"{samples} no difference, whatever the scores: it takes {needed}"
+    return _weighted([_differences(*both, ROUNDING) for both in sides]) if sides else np.zeros(0)
 
 
 def sign_flip_p(differences: Array, seed: int = 0, n: int = N_RESAMPLES) -> float:

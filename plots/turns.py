@@ -20,7 +20,7 @@ from statistics import fmean
 import matplotlib
 
 from evals.foreign import write_csv
-from evals.results.intervals import interval, mean_ci95
+from evals.results.intervals import interval
 from evals.results.summary import combined_ci95
 from plots import style
 from plots.command import Page
@@ -69,7 +69,7 @@ def by_turn(run: Run) -> dict[int, Point]:
     return {
         turn: (
             fsum(each) / len(each),
-            None if (found := interval(each, (0.0, 1.0))) is None else [found.low, found.high],
+            None if (found := interval(each)) is None else [found.low, found.high],
         )
         for turn, each in sorted(scores.items())
     }
@@ -83,7 +83,8 @@ def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
     differences = [score - theirs[sample] for sample, score in ours.items() if sample in theirs]
     if not differences:
         return None
-    return fmean(differences), mean_ci95(differences, bounds=(-1.0, 1.0)) if len(differences) > 1 else None
+    found = interval(differences, (-1.0, 1.0))
+    return fmean(differences), None if found is None else [found.low, found.high]
 
 
 def of_samples(run: Run, is_first: bool) -> dict[str, list[float]]:

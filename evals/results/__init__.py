@@ -20,7 +20,7 @@ Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/
 
 from evals.results.config import config_hash, read_config, run_name
 from evals.results.folder import RunFolder
-from evals.results.intervals import Interval, bootstrap_ci95, interval, mean_ci95, wilson
+from evals.results.intervals import Interval, few_samples, interval, samples_needed, share_interval
 from evals.results.ledger import read_ledger
 from evals.results.lock import Holder
 from evals.results.machine import environment, git_sha, peak_rss_bytes
@@ -49,14 +49,13 @@ __all__ = [
     "RunFolder",
     "RunResult",
     "SampleRow",
-    "bootstrap_ci95",
     "combined",
     "combined_ci95",
     "config_hash",
     "environment",
+    "few_samples",
     "git_sha",
     "interval",
-    "mean_ci95",
     "peak_rss_bytes",
     "prompt_hash",
     "read_config",
@@ -65,7 +64,8 @@ __all__ = [
     "read_runs",
     "read_samples",
     "run_name",
+    "samples_needed",
+    "share_interval",
     "shown_fraction",
     "summarise",
-    "wilson",
 ]

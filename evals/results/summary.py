@@ -12,7 +12,7 @@ from math import exp, fsum, log
 from typing import Any, cast
 
 from evals.results.draws import by_prompt, pass_at_k
-from evals.results.intervals import interval, mean_ci95, wilson_of_groups
+from evals.results.intervals import interval
 from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
 
@@ -37,32 +37,25 @@ def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | No
 def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
     """The 95 % interval of what `combined` says; None where a single sample, or none, has a score.
 
-    Turns of one sample are not independent: of samples with turns, samples are drawn.
+    Turns and draws of one sample are not independent: they count as one, with their mean.
     """
     kind = METRICS[metric or "score"]
-    scored = [(row.score, row) for row in rows if row.score is not None]
-    scores = [score for score, _ in scored]
-    samples: dict[str, list[float]] = {}
-    for score, row in scored:
-        samples.setdefault(row.sample_id, []).append(score)
-    if len(samples) < 2:
-        return None
-    if len(samples) < len(scores) and kind.weight is None:
-        each = [*samples.values()]
-        if kind.is_share and all(score in (0, 1) for score in scores):
-            found = wilson_of_groups(each)
-            return [found.low, found.high]
-        means = [fsum(one) / len(one) for one in each]
-        return mean_ci95(means, [len(one) for one in each], kind.bounds)
-    if kind.weight is not None:
-        low, high = kind.bounds
-        losses, counts = [log(score) for score in scores], [int(row.fields[kind.weight]) for _, row in scored]
-        ends = mean_ci95(losses, counts, (log(low), log(high)))
-        return None if ends is None else [exp(end) for end in ends]
-    if not kind.is_share:
-        return mean_ci95(scores, bounds=kind.bounds)
-    found = interval(scores, kind.bounds)
-    return None if found is None else [found.low, found.high]
+    samples: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        if row.score is not None:
+            samples.setdefault(row.sample_id, []).append(row)
+    each = [[row.score or 0.0 for row in of] for of in samples.values()]
+    if kind.weight is None:
+        found = interval([fsum(one) / len(one) for one in each], kind.bounds, [len(one) for one in each])
+        return None if found is None else [found.low, found.high]
+    key, (low, high) = kind.weight, kind.bounds
+    counts = [[int(row.fields[key]) for row in of] for of in samples.values()]
+    losses = [
+        fsum(n * log(score) for score, n in zip(one, of, strict=True)) / sum(of)
+        for one, of in zip(each, counts, strict=True)
+    ]
+    found = interval(losses, (log(low), log(high)), [sum(of) for of in counts])
+    return None if found is None else [exp(found.low), exp(found.high)]
 
 
 def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:

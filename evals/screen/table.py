@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from evals.results import METRICS, RunResult, shown_fraction
+from evals.results import METRICS, RunResult, few_samples, shown_fraction
 
 WIDTH = 100  # columns, where no terminal says how many there are
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
@@ -40,7 +40,6 @@ ANSWERS = {  # of runs that draw answers, or whose budget counts them
 TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
 UNEQUAL = 0.05  # of a budget, by which mean entries of rows may differ that are compared
-FEW = 10  # samples; fewer are said to be few
 MANY = 8  # folders; of more the first and the last are said
 READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
 Done = Sequence[tuple[Path, RunResult]]
@@ -248,11 +247,7 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
             lines.append(f"the score of {task} is its {name}")
         if METRICS[name].better == "lower":
             lines.append(f"{name}: lower is better")
-    n_samples = sorted({result.n_samples for result in results if result.score is not None})
-    if n_samples and n_samples[0] == 1:
-        lines.append("a single sample has a score, and says nothing of how far it would be from another's")
-    elif n_samples and n_samples[0] < FEW:
-        lines.append(f"{n_samples[0]} samples are few: a difference that is smaller than the intervals says nothing")
+    lines += too_few(results)
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
     if rows > 1:
         lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")
@@ -273,6 +268,25 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         names = ", ".join(sorted(searching))
         lines.append(f"reads more than any comm allows to find its tokens: {names}")
     return list(dict.fromkeys(lines))
+
+
+def too_few(results: Sequence[RunResult]) -> list[str]:
+    """Which tasks have too few samples to tell their variants apart, or one to say anything of others."""
+    groups: dict[tuple[str, ...], list[RunResult]] = {}
+    for result in distinct(results):
+        if result.score is not None:
+            groups.setdefault((result.task, result.dataset, result.model, result.protocol), []).append(result)
+    lines: list[str] = []
+    for group in groups.values():
+        # Draws of one prompt are no samples of their own.
+        n = min(result.n_samples // result.sampling.get("n_answers", 1) for result in group)
+        n_compared = len(group) if len(group) == 1 else sum(not attends_all(result) for result in group)
+        name = f"{group[0].task}: " if len(groups) > 1 else ""
+        if n == 1 and len(group) == 1:
+            lines.append(f"{name}a single sample has a score, and says nothing of how far it would be from another's")
+        elif few := few_samples(n, max(1, n_compared)):
+            lines.append(f"{name}{few}")
+    return lines
 
 
 def of_answers(results: Sequence[RunResult]) -> list[str]:

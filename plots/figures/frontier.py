@@ -8,15 +8,16 @@ Not here: scores against tokens (`plots/figures/scores.py`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from matplotlib.ticker import LogLocator
 
 from evals.results import SampleRow
 from evals.results.intervals import interval
 from plots.figures.axes import AXES, Axis, scale, tick
-from plots.figures.scores import draw_line, explain, full_score, scored
+from plots.figures.scores import draw_front, draw_line, explain, full_score, scored
 from plots.read import Run
-from plots.run_sets import Estimate, Line, Point, RunSet, outside_budget, run_sets, score_of
+from plots.run_sets import Estimate, Line, Point, RunSet, front_of_lines, outside_budget, run_sets, score_of
 from plots.style import Picture, Sheet
 
 ERROR = "output_error"
@@ -30,14 +31,18 @@ class Height:
     label: str
     falls: bool  # lower is better
 
+    def value(self, row: SampleRow) -> float | None:
+        """Of one sample."""
+        found = row.fields.get("measures", {}).get(ERROR) if self.falls else row.score
+        return None if found is None else float(found)
+
     def of(self, rows: Sequence[SampleRow]) -> Estimate | None:
         if not self.falls:
             return score_of(rows)
-        found = [row.fields.get("measures", {}).get(ERROR) for row in rows]
-        values = [float(value) for value in found if value is not None]
+        values = [value for row in rows if (value := self.value(row)) is not None]
         if not values:
             return None
-        ends = interval(values, (0.0, float("inf")))
+        ends = interval(values, (0.0, inf))
         low, high = (None, None) if ends is None else (ends.low, ends.high)
         return Estimate(sum(values) / len(values), low, high, len(values))
 
@@ -62,13 +67,7 @@ def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             if not is_error and (level := full_level(here)) is not None:
                 ax.axhline(level, color="black", linestyle="--", linewidth=0.9, label="Full", zorder=1)
             scale(ax, axis, [point.x for line in each for point in line.points])
-        best = front(found[0], height.falls)
-        if len(best) > 1:
-            xs, ys = zip(*best, strict=True)
-            picture.axes[0].step(
-                xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label="frontier", zorder=1
-            )
-            picture.said.append("Frontier: points whose interval lies beyond those of all points with as few bytes")
+        draw_front(picture, picture.axes[0], front_of_lines(found[0], height.value, "lower" if is_error else "higher"))
         if is_error:
             picture.axes[0].set_yscale("log")
             picture.axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -114,17 +113,3 @@ def full_level(run_set: RunSet) -> float | None:
     levels = [full_score(run_set, dataset) for dataset in run_set.datasets()]
     known = [level for level in levels if level is not None]
     return sum(known) / len(known) if known else None
-
-
-def front(lines: Sequence[Line], falls: bool) -> list[tuple[float, float]]:
-    """Points that are clearly better than all with as few bytes, from few to many."""
-    sign = -1 if falls else 1
-    found: list[tuple[float, float]] = []
-    reached = float("-inf")  # the best end of an interval so far
-    for point in sorted((p for line in lines for p in line.points if not p.outside), key=lambda p: p.x):
-        mean, (below, above) = point.y.mean, point.y.bars
-        worst, best = (mean + above, mean - below) if falls else (mean - below, mean + above)
-        if sign * worst > reached:
-            found.append((point.x, mean))
-            reached = sign * best
-    return found

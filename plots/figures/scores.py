@@ -14,24 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from evals.results import METRICS
+from evals.results import METRICS, few_samples
 from plots import style
 from plots.figures.axes import AXES, Axis, scale, tick
 from plots.read import Run
 from plots.run_sets import (
+    FRONT_SAID,
     Estimate,
     Line,
     RunSet,
     asked,
     by_dataset,
+    front_of_lines,
     lines,
     mean,
+    n_variants,
     other_setting,
     reports,
     run_sets,
     score_of,
 )
-from plots.stats import small_n
 from plots.style import Picture, Sheet
 
 LABELLED = (  # tasks with scores of 0 to 1
@@ -39,6 +41,7 @@ LABELLED = (  # tasks with scores of 0 to 1
 )
 N_PANELS = 16
 ORACLE = "oracle"
+BARS = "95 % intervals over samples, as in docs/intervals.md; none of one sample"
 NAMED = 3  # methods that a note names before it counts
 
 
@@ -115,14 +118,13 @@ def explain(picture: Picture, axis: Axis, drawn: Iterable[Line]) -> None:
         hidden = f"; {axis.hides} is not on the axis" if axis.hides else ""
         picture.note(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
     counts = [point.y.n for line in drawn for point in line.points]
-    methods = {line.label for line in drawn}
-    few = small_n(min(counts), len(methods) * (len(methods) - 1) // 2) if len(methods) > 1 else None
-    if few:
+    n_compared = n_variants(drawn)
+    if n_compared and (few := few_samples(min(counts), n_compared)):
         picture.note(f"n {min(counts)}: {few}")
     n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     picture.said += [
         f"n {n} samples a point",
-        "Bars: 95 % intervals, Wilson's of hits, else Student's below 8 samples and the bootstrap from 8; none of one",
+        f"Bars: {BARS}",
     ]
 
 
@@ -293,13 +295,7 @@ def pareto(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         picture = sheet.new(f"Score against {axis.words}", run_set.about, drawn, height=2.5)
         for line in found:
             draw_line(picture.axes, line)
-        front = best_so_far([(p.x, p.y.mean) for line in found if line.method != ORACLE for p in line.points])
-        if len(front) > 1:
-            xs, ys = zip(*front, strict=True)
-            picture.axes.step(
-                xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label="Pareto front", zorder=1
-            )
-            picture.said.append("The front is of methods that could be deployed")
+        draw_front(picture, picture.axes, front_of_lines(found))
         scale(picture.axes, axis, [point.x for line in found for point in line.points])
         picture.axes.set(ylabel="mean score in %")
         explain(picture, axis, found)
@@ -307,13 +303,12 @@ def pareto(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other point beats with as few bytes, from few to many."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not front or y > front[-1][1]:
-            front.append((x, y))
-    return front
+def draw_front(picture: Picture, ax: Any, front: Sequence[tuple[float, float]]) -> None:
+    """A band along the front, where there is one."""
+    if len(front) > 1:
+        xs, ys = zip(*front, strict=True)
+        ax.step(xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label="front", zorder=1)
+        picture.said.append(FRONT_SAID)
 
 
 def iterations(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:

@@ -8,14 +8,16 @@ Not here: the statistics (`plots/stats.py`), what else the page says of a run (`
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from typing import Any
 
-from evals.results import METRICS, SampleRow
+from evals.results import METRICS, SampleRow, few_samples
 from evals.results.intervals import ANYWHERE
 from plots.read import Run, per_prompt, score
-from plots.stats import Paired, corrected, paired_over_datasets, small_n, standings
+from plots.run_sets import front_of, is_deployable, scores_by_dataset
+from plots.stats import Paired, corrected, paired_over_datasets, standings
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")
@@ -61,21 +63,25 @@ def loss(row: SampleRow) -> float | None:
 
 def correct(described: Sequence[dict[str, Any]]) -> None:
     """Give each `paired` of a part its corrected p-value and what that says, by columns of the page."""
-    families: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
-    for run in described:
-        for part in run["parts"]:
-            if part["paired"]:
-                family = families.setdefault((run["group"], run["task"], part["dataset"]), {})
-                family[len(family)] = part
-    for family in families.values():
-        found = corrected({i: part["paired"] for i, part in family.items()})
-        for i, part in family.items():
-            part["paired"] = as_plain(found[i].paired) | {
-                "holm": found[i].p,
-                "family": found[i].family,
-                "sign": found[i].sign,
-                "unit": "nats" if METRICS[part["metric"]].weight is not None else "",
-            }
+    parts = [(column_of(run, part), part) for run in described for part in run["parts"] if part["paired"]]
+    found = corrected({(column, i): part["paired"] for i, (column, part) in enumerate(parts)}, lambda name: name[0])
+    for (_, part), one in zip(parts, found.values(), strict=True):
+        part["paired"] = as_plain(one.paired) | {
+            "holm": one.p,
+            "family": one.family,
+            "sign": one.sign,
+            "unit": "nats" if METRICS[part["metric"]].weight is not None else "",
+        }
+
+
+def column_of(told: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What stands in one column of the page: all variants that were asked the same samples."""
+    return told["group"], told["task"], part["dataset"]
+
+
+def variants(described: Iterable[Mapping[str, Any]]) -> Counter[tuple[str, str, str]]:
+    """How many variants each column has, full attention left out: what its p-values are corrected for."""
+    return Counter(column_of(told, part) for told in described for part in told["parts"] if not told["full"])
 
 
 def as_plain(found: Paired) -> dict[str, Any]:
@@ -94,35 +100,58 @@ def as_plain(found: Paired) -> dict[str, Any]:
 def few_words(described: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What so few samples cannot show, by `n|family` of all comparisons on the page."""
     pairs = {(p["n"], p["family"]) for run in described for part in run["parts"] if (p := part["paired"])}
-    return {f"{n}|{family}": words for n, family in sorted(pairs) if (words := small_n(n, family))}
-
-
-def is_deployable(run: Run) -> bool:
-    """Whether the budgets bound what the method reads: not so full attention, nor a search that no budget prices."""
-    return not run.is_full and not run.result.bytes_searched_per_step
+    return {f"{n}|{family}": words for n, family in sorted(pairs) if (words := few_samples(n, family))}
 
 
 def rank(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
     """Say of each part of a run how it stands among those of the same column, budget and comm."""
     columns: dict[tuple[str, ...], dict[str, tuple[Run, dict[str, Any]]]] = {}
+    families = variants(described)
     for run, told in zip(runs, described, strict=True):
         for part in told["parts"]:
             if is_deployable(run) and not part["over"] and part["n"]:
-                key = told["group"], told["task"], part["dataset"], told["budget"], told["comm"]
+                key = *column_of(told, part), told["budget"], told["comm"]
                 columns.setdefault(key, {})[told["key"]] = run, part
-    for (_, _, dataset, _, _), column in columns.items():
+    for (group, task, dataset, _, _), column in columns.items():
         metrics = {part["metric"] for _, part in column.values()}
         if len(metrics) > 1:
             continue
         better = METRICS[metrics.pop()].better
-        scores = {name: scores_of(run, dataset, part.get("of")) for name, (run, part) in column.items()}
-        found = standings(scores, better)
+        scores = {name: scores_by_dataset(rows_of(run, part)) for name, (run, part) in column.items()}
+        found = standings(scores, better, family=families[group, task, dataset])
         for name, (_, part) in column.items():
             part["standing"] = found.marked(name)
 
 
-def scores_of(run: Run, dataset: str, datasets: Sequence[str] | None) -> dict[tuple[str, str], float]:
-    """The scores of a dataset, or of those that an average is over, by dataset and prompt."""
+def rows_of(run: Run, part: Mapping[str, Any]) -> list[SampleRow]:
+    """The samples of a dataset, or of those that an average is over."""
     parts = run.datasets()
-    names = [dataset] if datasets is None else datasets
-    return {(name, prompt): of_prompt for name in names for prompt, of_prompt in per_prompt(parts[name]).items()}
+    names = [part["dataset"]] if part.get("of") is None else part["of"]
+    return [row for name in names for row in parts[name]]
+
+
+def put_on_fronts(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
+    """Say of each part of a run, as `front`, by which costs it is on the front of its column.
+
+    The front is of all runs of the page: one that a filter hides still beats the others.
+    """
+    columns: dict[tuple[str, str, str], list[tuple[Run, dict[str, Any], dict[str, Any]]]] = {}
+    families = variants(described)
+    for run, told in zip(runs, described, strict=True):
+        for part in told["parts"]:
+            part["front"] = []
+            columns.setdefault(column_of(told, part), []).append((run, told, part))
+    for key, column in columns.items():
+        metrics = {part["metric"] for _, _, part in column}
+        if len(metrics) > 1:
+            continue
+        metric = METRICS[metrics.pop()]
+        of = loss if metric.weight is not None else score
+        for axis in (*column[0][2]["cost"], "tpot"):
+            points = {
+                i: (run, rows_of(run, part), cost)
+                for i, (run, told, part) in enumerate(column)
+                if (cost := told["audit"]["tpot_s"] if axis == "tpot" else part["cost"][axis]) is not None
+            }
+            for i in front_of(points, of, metric.better, families[key]):
+                column[i][2]["front"].append(axis)

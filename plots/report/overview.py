@@ -20,8 +20,8 @@ from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.looks import told_apart
 from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget, per_prompt
 from plots.report.charts import look
-from plots.report.compare import AVERAGE, Baselines, correct, few_words, is_deployable, rank
-from plots.run_sets import asked, outside_budget, prompt_settings
+from plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
+from plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
 from plots.stats import macro_interval
 
 AUDITED = (
@@ -51,6 +51,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     name_apart(described)
     correct(described)
     rank(runs, described)
+    put_on_fronts(runs, described)
     with told_apart(run.method for run in runs):
         looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
     return {

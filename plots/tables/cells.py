@@ -5,7 +5,7 @@ runs that agree in them has its own, and those that are not the paper's setting 
 
 Average   plain mean of the datasets' scores, these rounded to two decimals first, as the papers compute it; only where
           all of a table's datasets were run. Else: the mean of those that all methods of the block have, ours and the
-          published ones alike, and the row says how many. Its interval resamples datasets and samples.
+          published ones alike, and the row says how many. Its interval takes each dataset for one sample.
 Best,     as `standings` finds within a row and budget, without those that nothing bounds (Full, Oracle, MInference
 tied      alone) and without runs over budget.
 Layout    runs on another model than the paper's do not answer its table: they have one of the same form whose title
@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Literal
 
-from evals.results import METRICS, SampleRow
+from evals.results import SampleRow
+from evals.results.intervals import ANYWHERE
 from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, per_prompt, scores
 from plots.run_sets import comparable
-from plots.stats import Interval, holm, interval, macro_interval, paired, scaled, standings
+from plots.stats import Interval, Paired, corrected, interval, macro_interval, paired, scaled, standings
 from plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
@@ -37,7 +38,6 @@ from plots.tables.papers import (
 FULL = {"Full", "FullKV"}
 NOT_RANKED = FULL | {"Oracle", "MInference"}
 OWN_PROMPTS = "prompts: own"
-SHARE = METRICS["score"].bounds  # of what the papers score
 CellKey = tuple[str, str, str]  # dataset, method, budget
 
 
@@ -235,7 +235,7 @@ def table_cell(
     )
     if not values:
         return ours
-    spread = interval([*per_prompt(rows).values()], SHARE)
+    spread = interval([*per_prompt(rows).values()])
     mean = fsum(values) / len(values)  # as in result.json, to the last bit
     return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
 
@@ -266,21 +266,21 @@ def differences(
     samples: Mapping[CellKey, Sequence[SampleRow]],
 ) -> dict[CellKey, TableCell]:
     """The cells that can be compared with full attention, on the samples that both answered, with what that gave."""
-    changed: dict[CellKey, TableCell] = {}
-    p_values: list[float] = []
-    for key, each in cells.items():
+    pairs: dict[CellKey, Paired] = {}
+    for key in cells:
         dataset, method, budget = key
         full = next((m for m in ("Full", "FullKV") if (dataset, m, budget) in cells), None)
         if full in (None, method):
             continue
         whole = per_prompt(samples[dataset, full, budget])
-        pairs = [(ours, whole[prompt]) for prompt, ours in per_prompt(samples[key]).items() if prompt in whole]
-        if pairs:
-            result = paired([ours for ours, _ in pairs], [theirs for _, theirs in pairs], bounds=SHARE)
-            changed[key] = replace(each, vs_full=scaled(result.difference, 100))
-            p_values.append(result.p)
-    adjusted = holm(p_values).tolist() if p_values else []
-    return {key: replace(each, vs_full_p=p) for (key, each), p in zip(changed.items(), adjusted, strict=True)}
+        both = [(ours, whole[prompt]) for prompt, ours in per_prompt(samples[key]).items() if prompt in whole]
+        if both:
+            pairs[key] = paired([ours for ours, _ in both], [theirs for _, theirs in both])
+    judged = corrected(pairs, lambda key: key[0])
+    return {
+        key: replace(cells[key], vs_full=scaled(found.paired.difference, 100), vs_full_p=found.p)
+        for key, found in judged.items()
+    }
 
 
 def averages(
@@ -330,7 +330,7 @@ def average(
     _, method, budget = key
     members = [cells[d, method, budget] for d in datasets]
     rows = [row for d in datasets for row in samples[d, method, budget]]
-    spread = macro_interval([[*per_prompt(samples[d, method, budget]).values()] for d in datasets], bounds=SHARE)
+    spread = macro_interval([[*per_prompt(samples[d, method, budget]).values()] for d in datasets])
     mean = fsum(round(each.score, 2) for each in members if each.score is not None) / len(members)
     comms = [each.cost.comm for each in members if each.cost.comm is not None]
     return TableCell(
@@ -379,7 +379,8 @@ def marked(
             }
             for method in ranked
         }
-        found = standings(column)
+        family = sum(k[0] == dataset and k[1] not in FULL and each.score is not None for k, each in cells.items())
+        found = standings(column, family=family)
         if found.why:
             why[found.why] = None
         for method in ranked:
@@ -455,7 +456,7 @@ def efficiency_cells(
     def add(metric: str, values: Sequence[float], total: bool = False) -> None:
         if not values:
             return
-        spread = interval(values)
+        spread = interval(values, ANYWHERE)
         cells[metric] = TableCell(
             metric,
             method,

@@ -6,7 +6,7 @@ budget of its own (Full) has one row and stands in every column of its condition
 Score       mean over the samples; of several datasets the mean of theirs. Intervals are those of `plots/stats.py`.
 Best, tied  as `standings` finds within a column, without Full and Oracle, which nothing bounds, and without runs over
             their budget.
-Difference  of any value to Full's or another row's on the same prompts; bold where the test, corrected for all of the
+Difference  of any value to Full's or another row's on the same prompts; bold where the test, corrected for all of its
             table, shows one.
 
 Not here: what a cell can say (`plots/tables/values.py`), how a table is written (`plots/tables/texts.py`), the papers'
@@ -14,7 +14,8 @@ tables (`plots/tables/cells.py`).
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -22,9 +23,10 @@ from itertools import product
 from typing import Any
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
+from evals.results.intervals import ANYWHERE
 from plots.read import Run, over_budget, per_prompt, prefill_words, score, scores
-from plots.run_sets import prompt_settings
-from plots.stats import ANYWHERE, Corrected, corrected, macro_interval, paired_over_datasets, standings
+from plots.run_sets import prompt_settings, scores_by_dataset
+from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
 from plots.tables.values import VALUES, measures_of, of_one, value_named
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
@@ -358,8 +360,14 @@ def differences(cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], ag
             ours, whole = ([[pair[i] for pair in side] for side in shared if side] for i in (0, 1))
             bounds = METRICS[metric_of(cell.part.rows)].bounds if value == "score" else ANYWHERE
             pairs[key] = paired_over_datasets(ours, whole, bounds=bounds)
-    judged = corrected(pairs)
+    judged = corrected(pairs, lambda key: column_of(cells[key]))
     return {key: replace(cell, against=judged.get(key)) for key, cell in cells.items()}
+
+
+def column_of(cell: Cell) -> Hashable:
+    """What variants share that were asked the same samples, whatever columns the table has."""
+    result, names = cell.part.run.result, {row.fields.get("dataset", "") for row in cell.part.rows}
+    return result.task, result.model, result.protocol, result.seed, frozenset(map(str, names))
 
 
 def compared_with(cells: Mapping[Any, Cell], key: Any, rows: tuple[str, ...], against: str) -> Cell | None:
@@ -382,6 +390,7 @@ def compared_with(cells: Mapping[Any, Cell], key: Any, rows: tuple[str, ...], ag
 def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
     """The best of every column, and what is not shown to be worse."""
     made = dict(cells)
+    families = Counter(column_of(cell) for cell in cells.values() if not cell.part.run.is_full)
     why: dict[str, None] = {}
     for column in dict.fromkeys(column for _, column in cells):
         ranked = {
@@ -392,16 +401,9 @@ def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
         kinds = {METRICS[metric_of(cell.part.rows)].better for cell in ranked.values()}
         if len(ranked) < 2 or len(kinds) > 1:
             continue
-        samples = {
-            row: {
-                (str(group[0].fields.get("dataset", "")), prompt): of_prompt
-                for group in datasets_of(cell)
-                for prompt, of_prompt in per_prompt(group).items()
-            }
-            for row, cell in ranked.items()
-        }
-        names = {json.dumps(row): scored for row, scored in samples.items()}
-        found = standings(names, kinds.pop())
+        names = {json.dumps(row): scores_by_dataset(cell.part.rows) for row, cell in ranked.items()}
+        family = max(families[column_of(cell)] for cell in ranked.values())
+        found = standings(names, kinds.pop(), family=family)
         if found.why:
             why[found.why] = None
         for row in ranked:

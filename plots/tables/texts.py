@@ -76,7 +76,8 @@ def explanation(sheet: Sheet) -> list[str]:
         )
     if sheet.against is not None:
         sentences.append(
-            f"Paired with {sheet.against} on the same prompts; bold where the test shows it, corrected for the table."
+            f"Paired with {sheet.against} on the same prompts; bold where the test shows it, corrected for all cells "
+            "that were asked these."
         )
     if any(cell.over for cell in cells):
         sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")

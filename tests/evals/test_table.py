@@ -85,8 +85,20 @@ def test_a_single_sample_has_no_interval_and_few_samples_are_said_to_be_few() ->
     one = result(n_samples=1, score=1.0, score_ci95=[1.0, 1.0])  # as earlier runs have it
     assert "1.00 to 1.00" not in text(one)
     assert any("a single sample" in line for line in remarks([one]))
-    assert any(line.startswith("4 samples are few") for line in remarks([result(n_samples=4)]))
-    assert not any("few" in line for line in remarks([result(n_samples=10)]))
+    assert "4 samples show no difference, whatever the scores: it takes 6" in remarks([result(n_samples=4)])
+    assert not any("no difference" in line for line in remarks([result(n_samples=6)]))
+
+
+def test_few_samples_are_as_few_as_in_every_other_tool() -> None:
+    """The same runs asked for 7, 8 and 9 samples, by who was asked."""
+    variants = [result(n_samples=7, ratio_exact=ratio) for ratio in ("0.1", "0.2", "0.3", "0.4")]
+    full = result(**FULL | {"n_samples": 7})
+    assert "7 samples show no difference, whatever the scores: it takes 8" in remarks([full, *variants])
+    assert not any("it takes" in line for line in remarks([full, *variants[:3]]))
+    both = [replace(one, task=task) for one in [full, *variants] for task in ("gsm8k", "needle")]
+    assert "gsm8k: 7 samples show no difference, whatever the scores: it takes 8" in remarks(both)
+    drawn = [replace(one, n_samples=28, sampling={"n_answers": 4}) for one in variants]
+    assert any("7 samples show" in line for line in remarks(drawn)), "draws of one prompt are no samples of their own"
 
 
 def test_pass_at_k_says_the_budget_that_it_is_of() -> None:

@@ -13,9 +13,9 @@ from plots import style
 from plots.figures.command import DRAWINGS, WIDTHS, draw, main
 from plots.figures.costs import answer_time
 from plots.figures.maps import needle_heatmaps
-from plots.figures.scores import best_so_far, pareto, recall_vs_budget, score_vs_ratio
+from plots.figures.scores import pareto, recall_vs_budget, score_vs_ratio
 from plots.read import Run, load
-from plots.run_sets import by_dataset, lines, run_sets
+from plots.run_sets import FRONT_SAID, by_dataset, lines, run_sets
 from plots.style import Picture, Sheet
 from tests.plots.made_runs import answers, every_kind, timing, write
 
@@ -106,11 +106,6 @@ def test_lines_hold_the_runs_own_scores_and_models_are_apart(tmp_path: Path) -> 
         assert point.y.low is not None and point.y.high is not None and point.y.low <= point.y.mean <= point.y.high
 
 
-def test_the_front_has_what_no_cheaper_point_beats() -> None:
-    points = [(2.0, 5.0), (1.0, 3.0), (1.0, 4.0), (3.0, 4.5), (4.0, 6.0)]
-    assert best_so_far(points) == [(1.0, 4.0), (2.0, 5.0), (4.0, 6.0)]
-
-
 # --- what is said, and what is not --------------------------------------------------------------
 
 
@@ -147,24 +142,41 @@ def test_costs_are_measured_and_choosable(tmp_path: Path) -> None:
     assert next(line for line in ax.lines if line.get_label() == "Quest").get_xdata() == pytest.approx([200, 400])
 
 
+def rising(root: Path, method: str, levels: dict[str, float], n: int = 12, device: float = 1e6) -> None:
+    """Runs whose cost rises with the ratio, and whose score is a level for all samples but a few."""
+    for i, (ratio, level) in enumerate(levels.items(), 1):
+        kept = {"bytes_resident_device": device * i, "bytes_searched_per_step": 0.0}
+        write(root, method, "needle", hits(*[level + 0.01 * (k % 3) for k in range(n)], **kept), ratio=ratio)
+
+
 def test_the_oracle_is_a_reference_and_in_no_front(tmp_path: Path) -> None:
     """It had the front for itself: what its search reads is not on the axis of device bytes."""
-    needles(tmp_path, "oracle", "1/10", "1/5", device=1e5)
-    needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
-    needles(tmp_path, "quest", "1/10", device=3e6)
+    for ratio in ("1/10", "1/5"):
+        kept = {"bytes_resident_device": 1e5, "bytes_searched_per_step": 1e6}
+        write(tmp_path, "oracle", "needle", hits(*[0.9] * 12, **kept), ratio=ratio)
+    rising(tmp_path, "snapkv", {"1/10": 0.2, "1/5": 0.6})
+    rising(tmp_path, "quest", {"1/10": 0.5}, device=3e6)
     (picture,) = pareto(load(tmp_path), Sheet())
-    assert {"Oracle: reference", "Pareto front"} <= set(shown(picture))
+    assert {"Oracle: reference", "front"} <= set(shown(picture)) and FRONT_SAID in picture.said
     assert any("no bound" in note and "reading of all keys" in note for note in picture.notes)
-    assert list(line_of(picture, "Pareto front").get_xdata()) == [1.0, 2.0]
+    assert list(line_of(picture, "front").get_xdata()) == [1.0, 2.0]
     (picture,) = pareto(load(tmp_path), Sheet(axis="moved"))
     assert not any("reading of all keys" in note for note in picture.notes), "there it is on the axis"
 
 
-def test_a_front_of_one_point_is_none(tmp_path: Path) -> None:
-    needles(tmp_path, "snapkv", "1/5", device=1e6)
-    needles(tmp_path, "quest", "1/5", device=3e6)
+def test_runs_that_answer_alike_have_no_front(tmp_path: Path) -> None:
+    rising(tmp_path, "snapkv", {"1/10": 0.5, "1/5": 0.5, "2/5": 0.5})
+    rising(tmp_path, "quest", {"1/10": 0.5, "1/5": 0.5}, device=3e6)
     (picture,) = pareto(load(tmp_path), Sheet())
-    assert "Pareto front" not in shown(picture)
+    assert "front" not in shown(picture) and FRONT_SAID not in picture.said
+
+
+def test_so_few_samples_have_no_front(tmp_path: Path) -> None:
+    rising(tmp_path, "snapkv", {"1/10": 0.1, "1/5": 0.9}, n=1)
+    rising(tmp_path, "quest", {"1/10": 0.5}, n=1, device=3e6)
+    (picture,) = pareto(load(tmp_path), Sheet())
+    assert "front" not in shown(picture)
+    assert any(note == "n 1: one sample shows no difference, whatever the scores: it takes 7" for note in picture.notes)
 
 
 def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) -> None:
@@ -186,7 +198,7 @@ def test_scores_have_intervals_and_few_samples_are_called_few(tmp_path: Path) ->
     assert any(note.startswith("n 4: 4 samples show no difference") for note in picture.notes)
     (first, *_) = [c for c in picture.axes.collections if len(c.get_segments()) == 2]
     (low, high) = sorted(y for _, y in first.get_segments()[0])
-    assert (low, high) == pytest.approx((15.0, 85.0), abs=0.1), "Wilson's, of two hits of four"
+    assert (low, high) == pytest.approx((6.8, 93.2), abs=0.1), "Clopper and Pearson's, of two hits of four"
 
 
 def test_one_sample_has_no_bar(tmp_path: Path) -> None:

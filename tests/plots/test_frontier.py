@@ -1,39 +1,27 @@
 """What bytes buy: the frontier's points, and the part of docs/results.md that is made of runs with a byte budget."""
 
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plots import frontier
-from plots.figures.frontier import front
+from plots.figures.frontier import frontier as figures
 from plots.read import load
 from plots.results import main, write
-from plots.run_sets import Estimate, Line, Point
+from plots.run_sets import FRONT_SAID
+from plots.style import Sheet
 from tests.plots import made_runs
 
 LABELS = {"snapkv": "SnapKV", "kivi": "KIVI", "pqcache": "PQCache", "full": "Full"}
 
 
-def line(*points: tuple[float, float, float, float], outside: str = "") -> Line:
-    return Line("x", "X", 0, [Point(x, Estimate(y, low, high, 9), outside) for x, y, low, high in points], [])
-
-
-def test_a_point_is_on_the_frontier_where_its_interval_lies_beyond_all_before() -> None:
-    rising = [line((0.1, 50, 45, 55), (0.3, 58, 53, 63)), line((0.2, 70, 65, 75), (0.4, 90, 80, 95))]
-    assert front(rising, falls=False) == [(0.1, 50), (0.2, 70), (0.4, 90)]
-    falling = [line((0.1, 0.5, 0.4, 0.6), (0.2, 0.45, 0.3, 0.6), (0.4, 0.1, 0.05, 0.2))]
-    assert front(falling, falls=True) == [(0.1, 0.5), (0.4, 0.1)]
-
-
-def test_what_broke_its_budget_is_on_no_frontier() -> None:
-    assert front([line((0.1, 50, 45, 55), outside="over its budget")], falls=False) == []
-
-
 def rows(error: float, share: float, n: int = 4) -> list[dict[str, Any]]:
     """Samples of a fidelity run."""
     ledger = {"resident_share": share, "moved_bytes_per_step": 1e4 * share, "bytes_resident_device": 1e7 * share}
+    ledger["bytes_searched_per_step"] = 0.0
     measures = [{"output_error": error + 2 * i / 1000, "recall": 1 - error} for i in range(n)]
     return [{"ledger": ledger, "fields": {"dataset": "pydoc", "measures": each}} for each in measures]
 
@@ -47,6 +35,37 @@ def make_runs(root: Path) -> None:
                 root, method, "fidelity", rows(error, share), ratio=memory, memory=memory, metric="recall",
                 label=LABELS[method],
             )  # fmt: skip
+
+
+def front_of(root: Path) -> list[tuple[float, float]] | None:
+    """The band of the only figure; None without one."""
+    (picture,) = figures(load(root), Sheet())
+    drawn = [each for each in picture.axes[0].lines if each.get_label() == "front"]
+    assert bool(drawn) == (FRONT_SAID in picture.said)
+    return [*zip(drawn[0].get_xdata(), drawn[0].get_ydata(), strict=True)] if drawn else None
+
+
+def test_a_point_is_on_the_front_where_it_is_shown_to_be_better_than_all_as_cheap(tmp_path: Path) -> None:
+    for method, points in {"snapkv": {"1/8": 0.4, "1/2": 0.2}, "pqcache": {"1/4": 0.41, "3/4": 0.19}}.items():
+        for memory, error in points.items():
+            share = float(Fraction(memory))
+            made_runs.write(
+                tmp_path, method, "fidelity", rows(error, share, 12), ratio=memory, memory=memory, metric="recall"
+            )
+    assert front_of(tmp_path) == [
+        (0.125, pytest.approx(0.411)),
+        (0.5, pytest.approx(0.211)),
+        (0.75, pytest.approx(0.201)),
+    ]
+
+
+def test_runs_with_equal_errors_have_no_front(tmp_path: Path) -> None:
+    for method, memory in product(("snapkv", "pqcache"), ("1/8", "1/2")):
+        share = float(Fraction(memory))
+        made_runs.write(
+            tmp_path, method, "fidelity", rows(0.2, share, 12), ratio=memory, memory=memory, metric="recall"
+        )
+    assert front_of(tmp_path) is None
 
 
 def test_the_page_has_a_part_by_memory_made_of_its_runs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evals.results import METRICS, bootstrap_ci95, wilson
+from evals.results import METRICS, share_interval
 from plots import style
 from plots.looks import LOOKS, look
 from plots.read import load
@@ -50,7 +50,8 @@ def one(root: Path, variant: str, dataset: str = "own") -> dict[str, Any]:
 def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
     part = one(root, "Quest · ratio 1/5")
     assert part["score"] == pytest.approx(3 / 6)
-    assert part["ci"] == pytest.approx((wilson(3, 6).low, wilson(3, 6).high))
+    exact = share_interval(3, 6)
+    assert exact is not None and part["ci"] == pytest.approx((exact.low, exact.high))
     found = part["paired"]
     assert (found["mean"], found["n"]) == (pytest.approx(-2 / 6), 6)
     assert (found["more"], found["same"], found["less"]) == (0, 4, 2)
@@ -59,13 +60,11 @@ def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
     assert cells[500, 0] == (0.5, 2)  # samples 0 and 4
 
 
-def test_a_cell_is_coloured_by_the_corrected_test_and_not_by_a_bootstrap(tmp_path: Path) -> None:
+def test_a_cell_is_coloured_by_the_corrected_test(tmp_path: Path) -> None:
     scores = [0.9, 0.8, 0.9, 0.7]
     write_run(tmp_path, "full", scores)
     write_run(tmp_path, "quest", [0.1, 0.2, 0.1, 0.3])
     write_run(tmp_path, "snapkv", [0.2, 0.2, 0.2, 0.2])
-    low, high = bootstrap_ci95([0.1 - 0.9, 0.2 - 0.8, 0.1 - 0.9, 0.3 - 0.7]) or (0, 0)
-    assert low < high < 0, "a bootstrap would have made the cell red"
     found = one(tmp_path, "Quest · ratio 1/5")["paired"]
     assert (found["p"], found["holm"], found["sign"]) == (0.125, 0.25, 0)
     few = overview(load(tmp_path), tmp_path)["few"]
@@ -77,6 +76,44 @@ def test_a_difference_that_the_corrected_test_finds_has_a_colour(tmp_path: Path)
     write_run(tmp_path, "quest", [0.0] * 9)
     found = one(tmp_path, "Quest · ratio 1/5")["paired"]
     assert found["holm"] < 0.05 and found["sign"] == -1
+
+
+def fronts(root: Path) -> dict[str, list[str]]:
+    """By which of a run's costs it is on the front."""
+    return {run["variant"]: run["parts"][0]["front"] for run in told(root) if run["parts"][0]["front"]}
+
+
+def costing(tokens: float) -> dict[str, float]:
+    return {"tokens_attended_mean": tokens, "bytes_resident_device": tokens * 1e3}
+
+
+def test_the_front_is_what_is_shown_to_be_better_than_all_that_costs_no_more(tmp_path: Path) -> None:
+    write_run(tmp_path, "full", [1.0] * 12, costs=costing(1000))
+    write_run(tmp_path, "oracle", [1.0] * 12, costs=costing(1) | {"bytes_searched_per_step": 5e6})
+    write_run(tmp_path, "snapkv", [0.2] * 12, ratio="1/10", costs=costing(10))
+    write_run(tmp_path, "quest", [0.7] * 12, ratio="1/10", costs=costing(20))
+    write_run(tmp_path, "h2o", [0.7] * 11 + [0.71], costs=costing(30))
+    write_run(tmp_path, "sparq", [0.9] * 12, costs=costing(40), within=False)
+    found = fronts(tmp_path)
+    assert found.keys() == {"Snapkv · ratio 1/10", "Quest · ratio 1/10"}
+    assert {"tokens", "device"} <= set(found["Quest · ratio 1/10"])
+    assert "tpot" not in found["Quest · ratio 1/10"], "where all cost the same, none is cheaper than what it beats"
+
+
+def test_identical_runs_have_no_winner(tmp_path: Path) -> None:
+    """Three of them stood on the front: the cheapest, and those that a hair of rounding put above it."""
+    for i, method in enumerate(("full", "snapkv", "quest", "h2o", "pqcache")):
+        write_run(tmp_path, method, [1, 0, 0.3 + i * 1e-14] * 4, costs=costing(10 * (5 - i)))
+    assert fronts(tmp_path) == {}
+    assert {part["standing"] for run in told(tmp_path) for part in run["parts"]} <= {"", "tie"}
+
+
+def test_one_sample_has_no_winner(tmp_path: Path) -> None:
+    """SnapKV stood on the front, above full attention, by one needle."""
+    write_run(tmp_path, "full", [0.0], costs=costing(100))
+    write_run(tmp_path, "snapkv", [1.0], costs=costing(50))
+    write_run(tmp_path, "quest", [0.0], costs=costing(10))
+    assert fronts(tmp_path) == {}
 
 
 def test_draws_are_no_samples_of_their_own(tmp_path: Path) -> None:

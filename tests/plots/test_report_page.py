@@ -164,7 +164,7 @@ def test_the_front_is_of_what_could_be_deployed(page: Page) -> None:
         "return [...document.querySelectorAll('#points tbody tr')].filter((r) => r.lastChild.textContent === 'front')"
         ".map((r) => r.firstChild.textContent)"
     )
-    assert rows and on_front == ["Pqcache · ratio 1/2", "Snapkv · ratio 1/5"]
+    assert rows and sorted(on_front) == ["Snapkv · ratio 1/2", "Snapkv · ratio 1/5"], "none that left its budget"
     notes = " ".join(page.texts("#notes li"))
     assert (
         "Hollow marks are no budget that was kept: Pqcache · ratio 1/2 over its budget" in notes

@@ -97,20 +97,10 @@ function points(rows, axis) {
     const cost = costOf(run, part, axis);
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
-      hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci) : "none", deployable: !run.unpriced,
+      hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci) : "none", fronts: part.front,
       p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part.paired) : "-",
       description: `${run.variant}: ${number(part.score)} at ${number(cost, 0)}` };
   });
-}
-
-// The methods that could be deployed and that no other of them beats at the same or a lower cost.
-function frontOf(found, isLower) {
-  const sign = isLower ? -1 : 1;
-  const front = [];
-  for (const point of found.filter((one) => one.deployable).sort((a, b) => a.cost - b.cost || sign * (b.score - a.score))) {
-    if (!front.length || sign * point.score > sign * front[front.length - 1].score) front.push(point);
-  }
-  return front;
 }
 
 async function drawScores({ view, rows }) {
@@ -118,7 +108,7 @@ async function drawScores({ view, rows }) {
     const axis = axes.includes(state.get(id)) ? state.get(id) : axes[0];
     options($(`${id}-axis`), axes.map((name) => [name, COSTS[name]]), axis);
     const found = points(rows, axis);
-    const front = frontOf(found, view && lower(view.metric));
+    const front = found.filter((one) => one.fronts.includes(axis)).sort((a, b) => a.cost - b.cost);
     if (id === "cost-chart") drawPointTable(found, front, COSTS[axis]);
     if (!found.length) { clearChart(id, "No run that passes the filters measured this."); continue; }
     const costs = found.map((one) => one.cost);

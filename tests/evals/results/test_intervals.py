@@ -1,42 +1,84 @@
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.results import Interval, bootstrap_ci95, interval, mean_ci95, wilson
-from evals.results.intervals import FEW, T95, student_ci95, wilson_of_groups
+from evals.results import Interval, combined_ci95, interval, samples_needed, share_interval
+from evals.results.intervals import ANYWHERE, LEVEL, SHARE, few_samples, student_reach
+from plots.stats import holm, sign_flip_p
+from tests.evals.results.made_rows import ok_row
+
+SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=40)
+Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
-def test_a_bootstrap_is_deterministic_and_holds_the_mean() -> None:
-    scores = [float(x) for x in np.random.default_rng(3).random(200)]
-    found = bootstrap_ci95(scores)
-    assert found is not None and found == bootstrap_ci95(scores[::-1])
-    low, high = found
-    expected = 1.96 * np.std(scores) / np.sqrt(len(scores))  # of a normal approximation
-    assert np.mean(scores) - low == pytest.approx(expected, rel=0.1)
-    assert high - np.mean(scores) == pytest.approx(expected, rel=0.1)
+def found_of(scores: Sequence[float], bounds: tuple[float, float] = SHARE) -> Interval:
+    found = interval(scores, bounds)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize("scores", [[0.3], [0.1] * 7, [1.0] * 300, [0.0, 0.0]])
-def test_equal_values_have_a_bootstrap_of_no_width(scores: list[float]) -> None:
-    assert bootstrap_ci95(scores) == [scores[0], scores[0]]
-
-
-@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_a_share_has_the_interval_of_scipy(counts: tuple[int, int]) -> None:
+@given(st.integers(2, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_hits_have_clopper_and_pearsons_interval(counts: tuple[int, int]) -> None:
     hits, n = counts
-    theirs = scipy.stats.binomtest(hits, n).proportion_ci(method="wilson")
-    ours = wilson(hits, n)
-    assert (ours.mean, ours.low, ours.high) == pytest.approx((hits / n, theirs.low, theirs.high), abs=1e-12)
+    theirs = scipy.stats.binomtest(hits, n).proportion_ci(method="exact")
+    ours = share_interval(hits, n)
+    assert ours is not None and ours == interval([1.0] * hits + [0.0] * (n - hits))
+    assert (ours.mean, ours.low, ours.high) == pytest.approx((hits / n, theirs.low, theirs.high), abs=1e-8)
     assert 0 <= ours.low <= ours.mean <= ours.high <= 1
 
 
-def test_hits_and_misses_are_never_certain() -> None:
-    for scores in ([1.0] * 7, [0.0] * 7):
-        found = interval(scores)
-        assert found is not None and found.high - found.low > 0.3
-    assert interval([1, 0, 1]) == wilson(2, 3)
+@pytest.mark.parametrize("n", [2, 7, 60])
+def test_the_ends_are_quantiles_of_a_mean_under_flat_weights(n: int) -> None:
+    """The definition, drawn: the samples and one more at the end's bound, under weights flat over the simplex."""
+    rng = np.random.default_rng(n)
+    scores = rng.beta(2, 5, n)
+    waits = rng.standard_exponential((200_000, n + 1))
+    added = waits[:, :n] @ scores
+    low = np.quantile(added / waits.sum(axis=1), LEVEL / 2)
+    high = np.quantile((added + waits[:, n]) / waits.sum(axis=1), 1 - LEVEL / 2)
+    ours = found_of(scores.tolist())
+    assert (ours.low, ours.high) == pytest.approx((low, high), abs=2e-3)
+
+
+@given(SHARES)
+def test_the_interval_is_the_same_in_any_order_and_mirrored(scores: list[float]) -> None:
+    found, mirrored = found_of(scores), found_of([1 - score for score in scores])
+    assert found == interval(scores[::-1])
+    assert (found.low, found.high) == pytest.approx((1 - mirrored.high, 1 - mirrored.low), abs=1e-7)
+    assert 0 <= found.low <= found.mean <= found.high <= 1
+
+
+@given(SHARES)
+def test_no_sample_is_certain(scores: list[float]) -> None:
+    """Also where all agree: so many others could have been missed."""
+    n = len(scores)
+    unseen = 1 - (LEVEL / 2) ** (1 / n)  # what a bound could have without being seen, as likely as an end may be
+    found, same = found_of(scores), found_of([0.6] * n)
+    assert found.high - found.low > unseen / 3
+    assert (same.low, same.high) == pytest.approx((0.6 * (1 - unseen), 0.6 + 0.4 * unseen), abs=1e-7)
+
+
+@pytest.mark.parametrize("bounds", [SHARE, (-1.0, 1.0), ANYWHERE])
+def test_no_width_jumps_from_one_n_to_the_next(bounds: tuple[float, float]) -> None:
+    """The bars narrowed by a fifth where n crossed 8 and the bootstrap took over."""
+    widths = []
+    for n in range(3, 40):
+        scores = scipy.stats.norm.ppf((np.arange(n) + 0.5) / n, 0.5, 0.1).clip(0, 1)  # as even as samples can be
+        found = found_of(scores.tolist(), bounds)
+        widths.append(found.high - found.low)
+    steps = [after / before for before, after in pairwise(widths)]
+    assert all(step < 1 for step in steps) and all(a < b + 1e-3 for a, b in pairwise(steps)), steps
+
+
+def test_a_part_of_a_hit_changes_little() -> None:
+    """Hits and misses had Wilson's interval, and another one where a single score was 0.999."""
+    hits, nearly = found_of([1.0] * 9 + [0.0] * 3), found_of([1.0] * 8 + [0.999] + [0.0] * 3)
+    assert (nearly.low, nearly.high) == pytest.approx((hits.low, hits.high), abs=1e-3)
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [0.4]])
@@ -44,78 +86,94 @@ def test_a_single_sample_has_no_interval(scores: list[float]) -> None:
     assert interval(scores) is None
 
 
-def test_parts_of_a_hit_are_resampled_where_they_are_many() -> None:
-    scores = [0.5, 1.0, 0.0, 0.25] * 2
-    ends = bootstrap_ci95(scores)
-    assert ends is not None
-    assert interval(scores) == Interval(0.4375, *ends)
-    few = interval(scores[:7])
-    assert few is not None and (few.low, few.high) == tuple(student_ci95(scores[:7]))
+def test_a_score_outside_of_its_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1\.2 lies outside of its bounds, 0\.0 to 1\.0"):
+        interval([0.2, 1.2])
+    assert interval([0.2, 1.0 + 1e-12]) is not None, "rounding is no mistake"
 
 
-@given(st.integers(2, FEW - 1).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=n, max_size=n)))
-def test_few_samples_have_the_interval_of_scipys_t(scores: list[float]) -> None:
-    found = mean_ci95(scores)
+def test_equal_numbers_without_a_bound_have_no_interval() -> None:
+    assert interval([2.5, 2.5, 2.5], ANYWHERE) is None
+    assert interval([2.5, 2.5, 2.5], (0.0, float("inf"))) is None
+
+
+@given(st.lists(st.floats(-9, 9).filter(lambda x: x == 0 or abs(x) > 1e-6), min_size=2, max_size=60))
+def test_numbers_without_bounds_have_the_interval_of_scipys_t(scores: list[float]) -> None:
+    found = interval(scores, ANYWHERE)
+    if min(scores) == max(scores):
+        assert found is None
+        return
     assert found is not None
-    spread = T95[len(scores) - 2] * scipy.stats.sem(scores)
-    assert found == pytest.approx([np.mean(scores) - spread, np.mean(scores) + spread], abs=1e-9)
-    assert T95[len(scores) - 2] == pytest.approx(scipy.stats.t.ppf(0.975, len(scores) - 1), rel=1e-9)
+    spread = scipy.stats.t.ppf(0.975, len(scores) - 1) * scipy.stats.sem(scores)
+    mean = np.mean(scores)
+    assert (found.low, found.high) == pytest.approx((mean - spread, mean + spread), abs=1e-9, rel=1e-4)
+    assert student_reach(len(scores)) == pytest.approx(scipy.stats.t.ppf(0.975, len(scores) - 1), abs=1e-5)
 
 
 def test_an_interval_ends_where_what_it_is_of_does() -> None:
-    assert mean_ci95([0.2, 0.6], bounds=(0, 1)) == [0, 1]
-    narrow = mean_ci95([0.4, 0.41, 0.42], bounds=(0, 1))
-    assert narrow is not None and 0.38 < narrow[0] < 0.4 and 0.42 < narrow[1] < 0.44
+    found = found_of([0.2, 0.6], (0.0, float("inf")))
+    assert found.low == 0 and found.high > 1
 
 
 def test_weights_that_are_equal_change_no_interval() -> None:
-    scores = [0.3, 0.7, 1.9]
-    assert student_ci95(scores, [7, 7, 7]) == pytest.approx(student_ci95(scores))
-    low, high = student_ci95(scores, [100, 100, 1])
-    assert (low + high) / 2 == pytest.approx((0.3 * 100 + 0.7 * 100 + 1.9) / 201)
-    assert high - low < 0.7 * np.ptp(student_ci95(scores)), "what weighs little moves the mean little"
+    scores = [0.3, 0.7, 0.9]
+    for bounds in (SHARE, ANYWHERE):
+        one, seven = interval(scores, bounds), interval(scores, bounds, [7, 7, 7])
+        assert one is not None and seven is not None
+        assert (one.low, one.high) == pytest.approx((seven.low, seven.high))
+    light = interval([0.3, 0.7, 1.9], ANYWHERE, [100, 100, 1])
+    assert light is not None and light.mean == pytest.approx((0.3 * 100 + 0.7 * 100 + 1.9) / 201)
+    even = found_of([0.3, 0.7, 1.9], ANYWHERE)
+    assert light.high - light.low < 0.7 * (even.high - even.low), "what weighs little moves the mean little"
 
 
-@pytest.mark.parametrize(("n", "least"), [(2, 0.93), (3, 0.93), (5, 0.93), (8, 0.88)])
-def test_an_interval_of_any_length_holds_the_mean_about_as_often_as_it_says(n: int, least: float) -> None:
-    """The bootstrap of two samples does so every other time, of three three times of four."""
-    drawn = np.random.default_rng(n).normal(0.4, 0.1, size=(400, n)).tolist()
-    ours = [mean_ci95(scores) or [0, 0] for scores in drawn]
-    assert np.mean([low <= 0.4 <= high for low, high in ours]) > least
-    theirs = [bootstrap_ci95(scores) or [0, 0] for scores in drawn]
-    covered = np.mean([low <= 0.4 <= high for low, high in theirs])
-    assert n > 3 or covered < (0.55 if n == 2 else 0.8)
+# --- coverage; docs/intervals.md has the whole table --------------------------------------------
+
+SHAPES: dict[str, tuple[Draw, float]] = {
+    "skewed": (lambda rng, n: rng.beta(0.3, 3, n), 0.3 / 3.3),
+    "zeros and ones": (lambda rng, n: rng.choice([0, 0, 1, 1, 0.5], n), 0.5),
+    "near the ceiling": (lambda rng, n: np.where(rng.random(n) < 0.85, 1, rng.random(n)), 0.925),
+    "rare hits": (lambda rng, n: (rng.random(n) < 0.05).astype(float), 0.05),
+    "rare losses": (lambda rng, n: -(rng.random(n) < 0.1).astype(float), -0.1),
+}
 
 
-@pytest.mark.parametrize("share", [0.05, 0.15, 0.5])
+@pytest.mark.parametrize("n", [3, 8, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_interval_holds_the_mean_as_often_as_it_says(shape: str, n: int) -> None:
+    """Bootstrap and Student's t hold 0.2 to 0.9 of these."""
+    draw, mean = SHAPES[shape]
+    rng = np.random.default_rng(n)
+    bounds = (-1.0, 1.0) if mean < 0 else SHARE
+    found = [found_of(draw(rng, n).tolist(), bounds) for _ in range(600)]
+    assert np.mean([each.low <= mean <= each.high for each in found]) >= 0.95
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
 @pytest.mark.parametrize(("prompts", "alike"), [(4, 1.0), (10, 0.3), (10, 5.0), (40, 1.0)])
-def test_the_interval_of_draws_covers_the_share_about_as_often_as_it_says(
-    share: float, prompts: int, alike: float
-) -> None:
+def test_the_interval_of_draws_covers_the_share_as_often_as_it_says(share: float, prompts: int, alike: float) -> None:
     """Four draws a prompt, whose chance of a hit differs from prompt to prompt; a small `alike` sets it near 0 or 1."""
     random = np.random.default_rng(prompts)
-    chances = random.beta(alike * share, alike * (1 - share), (400, prompts, 1))
-    hits = (random.random((400, prompts, 4)) < chances).astype(float).tolist()
-    found = [wilson_of_groups(groups) for groups in hits]
-    assert np.mean([each.low <= share <= each.high for each in found]) > 0.88
-    theirs = [mean_ci95([sum(group) / 4 for group in groups], bounds=(0, 1)) or [0, 0] for groups in hits]
-    covered = np.mean([low <= share <= high for low, high in theirs])
-    assert share > 0.05 or prompts > 10 or covered < 0.8, "the bootstrap over prompts is too narrow near 0"
+    covered = 0
+    for _ in range(300):
+        chances = random.beta(alike * share, alike * (1 - share), prompts)
+        rows = [
+            ok_row(i, id=f"{i}#{draw}", score=float(random.random() < chance), fields={"sample": f"{i}", "draw": draw})
+            for i, chance in enumerate(chances)
+            for draw in range(4)
+        ]
+        low, high = combined_ci95(rows) or [0, 0]
+        covered += low <= share <= high
+    assert covered / 300 >= 0.94
 
 
-def test_a_hit_more_moves_both_ends_up() -> None:
-    """The bootstrap over prompts says 0 to 0.08 of a single hit in ten times four."""
-    none, one = [[0.0] * 4] * 10, [[1.0, 0.0, 0.0, 0.0]] + [[0.0] * 4] * 9
-    assert wilson_of_groups(none) == wilson(0, 10)
-    found = wilson_of_groups(one)
-    assert found.mean == 0.025 and 0 < found.low < 0.01 and 0.1 < found.high < 0.15
-    assert wilson_of_groups([[1.0, 1.0], [0.0, 0.0]]) == wilson(1, 2), "answers that agree count once"
+# --- how many samples a difference takes --------------------------------------------------------
 
 
-def test_the_interval_of_a_share_covers_it_about_as_often_as_it_says() -> None:
-    """Over 400 runs of ten samples, at a share where the bootstrap covers it four times of five."""
-    drawn = np.random.default_rng(4).random((400, 10)) < 0.15
-    ours = [interval(row.astype(float).tolist()) for row in drawn]
-    assert np.mean([found is not None and found.low <= 0.15 <= found.high for found in ours]) > 0.92
-    theirs = [bootstrap_ci95(row.astype(float).tolist()) or [0, 0] for row in drawn]
-    assert np.mean([low <= 0.15 <= high for low, high in theirs]) < 0.85
+def test_few_samples_are_called_few() -> None:
+    assert few_samples(6) == "" and few_samples(5) == "5 samples show no difference, whatever the scores: it takes 6"
+    assert few_samples(1).startswith("one sample shows") and few_samples(6, 10)
+    for n in range(2, 14):
+        for comparisons in (1, 3, 21):
+            can = holm([sign_flip_p(np.ones(n))], comparisons)[0] < LEVEL
+            assert (few_samples(n, comparisons) == "") == can == (n >= samples_needed(comparisons))

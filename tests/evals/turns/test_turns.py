@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.results import SampleRow
-from evals.results.intervals import mean_ci95
+from evals.results import SampleRow, interval
 from evals.tasks.base import Sample
 from evals.tasks.longbench import embedded
 from evals.tasks.longbench.shared import by_context
@@ -225,8 +224,10 @@ def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_p
     run(["model=any", model, *QUESTIONS, "task.mode=independent", "method=full"], tmp_path / "full")
     (ran,) = load(tmp_path / "full")
     full, ours = made(ran, [[1, 1, 0], [1, 1, 1], [0, 0, 1]]), made(ran, [[1, 0, 0], [1, 0, 0], [0, 0, 0]])
-    assert less_full(ours, full, is_first=True) == (0.0, [0.0, 0.0])
-    assert less_full(ours, full, is_first=False) == (-2 / 3, mean_ci95([-0.5, -1.0, -0.5], bounds=(-1, 1)))
+    same = interval([0.0] * 3, (-1, 1))
+    assert same is not None and less_full(ours, full, is_first=True) == (0.0, [same.low, same.high])
+    found = interval([-0.5, -1.0, -0.5], (-1, 1))
+    assert found is not None and less_full(ours, full, is_first=False) == (-2 / 3, [found.low, found.high])
     assert less_full(full, full, is_first=True) is None and less_full(ours, None, is_first=True) is None
     assert in_words((-2 / 3, [-1.0, 0.05])) == "-0.67 (-1.00 to +0.05)" and in_words(None) == "-"
 
