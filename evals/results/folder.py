@@ -16,6 +16,7 @@ import json
 import os
 import re
 import socket
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -53,7 +54,7 @@ from evals.results.files import (
 )
 from evals.results.ledger import ledger_damage, merge, sample_of, write_part
 from evals.results.lock import Holder, acquire
-from evals.results.read import parse_samples
+from evals.results.read import doubt, is_sealed, parse_samples
 from evals.results.schema import OtherSchemaError, RunResult, SampleRow
 from evals.results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
 from evals.results.summary import disagreement, with_scores
@@ -74,6 +75,7 @@ class RunFolder:
         self.notes: list[str] = []
         self._lock = lock
         self._n_bytes = 0  # of samples.jsonl
+        self._crc = 0  # of the same
         self._rows: dict[str, SampleRow] = {}  # as in samples.jsonl
         self._scores: Scores | None = None  # of all answers among them
         self._finished: RunResult | None = None
@@ -208,6 +210,7 @@ class RunFolder:
         if size == 0:
             sync_folder(self.path)
         self._n_bytes += len(line)
+        self._crc = zlib.crc32(line, self._crc)
         self._rows[row.id] = row
         self._check_scores([row])
 
@@ -233,10 +236,8 @@ class RunFolder:
             crc, n_lost = merge(target, self._rows, self._part)
             if n_lost:
                 self.notes.append(f"{target} has no rows of {n_lost} of {len(self._rows)} samples")
-            result = replace(result, ledger_crc32=crc)
             write(self.path / "env.json", json.dumps(env, indent=2) + "\n")
-            write(self.path / "result.json", sealed(result.to_json()))
-            self._finished = result
+            self._write_result(replace(result, ledger_crc32=crc))
             self._remove_parts()
 
     # Scores that are given later: see evals/results/scores.py.
@@ -271,10 +272,15 @@ class RunFolder:
         with going_on(self.path):
             write(self.path / SCORES, to_text(scores))
             self._scores = new
-            write(self.path / "result.json", sealed(result.to_json()))
-            self._finished = result
+            result = self._write_result(result)
             (self.path / PART).unlink(missing_ok=True)
         return result
+
+    def _write_result(self, result: RunResult) -> RunResult:
+        """Let this result count, sealed, and the samples that it was made of with it."""
+        self._finished = replace(result, samples_crc32=f"{self._crc:08x}")
+        write(self.path / "result.json", sealed(self._finished.to_json()))
+        return self._finished
 
     def _check_scores(self, rows: Sequence[SampleRow]) -> None:
         """Where one of these has an answer without a score, none counts; all are kept for `scores_so_far`."""
@@ -366,7 +372,7 @@ class RunFolder:
         """samples.jsonl with these lines."""
         text = "".join(sealed(row.to_json()) + "\n" for row in rows.values())
         write(self.path / "samples.jsonl", text)
-        self._rows, self._n_bytes = rows, len(text.encode())
+        self._rows, self._n_bytes, self._crc = rows, len(text.encode()), zlib.crc32(text.encode())
 
     # Opening: each step leaves a folder that can be opened again, so a kill changes nothing.
 
@@ -380,6 +386,7 @@ class RunFolder:
             assert config_hash(yaml.safe_load(config_yaml)) == self.config_hash, "another config_yaml"
             write(self.path / "config.yaml", config_yaml)
         self._prepare_samples()
+        self._seal_older_lines()
         self._prepare_scores()
         if retry_oom and any(row.status == "oom" for row in self._rows.values()):
             # First the result: it must not stand beside fewer lines than it counted.
@@ -405,12 +412,23 @@ class RunFolder:
             return
         content = path.read_bytes()
         self._rows, n_bytes = parse_samples(path, content)
-        self._n_bytes = n_bytes
+        self._n_bytes, self._crc = n_bytes, zlib.crc32(content[:n_bytes])
         if n_bytes < len(content):
             with open_own(path, 0) as file:
                 file.truncate(n_bytes)
                 os.fsync(file.fileno())
             self.notes.append(f"{path} ended within a line, which is cut off and run again")
+
+    def _seal_older_lines(self) -> None:
+        """Let lines from before seals have one where the run goes on: a file has them all, or none."""
+        samples = self.path / "samples.jsonl"
+        if not self._rows or is_sealed(samples.read_bytes()):
+            return
+        if why := doubt(self.path):
+            raise ConfigError(f"{samples} cannot be believed: {why}; delete what somebody changed, or {REMEDY}")
+        if not (self.path / "result.json").exists():
+            self._rewrite(self._rows)
+            self.notes.append(f"{samples} is from before lines had a crc32; they are believed, and have one now")
 
     def _prepare_scores(self) -> None:
         try:
@@ -433,13 +451,15 @@ class RunFolder:
                 result = with_scores(result, self.rows, self._scores)
             if difference := disagreement(result, self.rows):
                 raise ValueError(f"it says {difference}")
+            if self._rows and (why := doubt(self.path)):
+                raise ValueError(f"of samples.jsonl it says that {why}")
         except ValueError as error:
             path.replace(path.with_name("result.json.corrupt"))
             sync_folder(self.path)
             self.notes.append(f"{path} was damaged ({error}) and is made again")
             return
         if is_old:
-            write(path, sealed(result.to_json()))
+            result = self._write_result(result)
             self.notes.append(f"{path} was of other scores than {SCORES} and is made again")
         self._finished = result
         if damage := ledger_damage(self.path / "ledger.parquet", result):

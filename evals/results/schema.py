@@ -306,6 +306,7 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "resident_share": None,
     "moved_bytes_per_step": None,
     "ledger_crc32": None,
+    "samples_crc32": None,
     "score_version": None,
     "scores_crc32": None,
 }
@@ -356,6 +357,7 @@ class RunResult(RunFacts):
     moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
+    samples_crc32: str | None = field(default=None, compare=False)  # of samples.jsonl, as `finish` left it
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
     scores_crc32: str | None = field(default=None, compare=False)  # of the scores.jsonl that the score is from
 

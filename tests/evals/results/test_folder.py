@@ -15,6 +15,7 @@ from evals.results import (
     summarise,
 )
 from evals.results import folder as results
+from evals.results.files import sealed
 from tests.evals.results.made_rows import (
     CONFIG,
     FACTS,
@@ -134,14 +135,14 @@ def test_garbage_in_the_middle_is_refused_with_its_line(garbage: bytes, copied: 
 
 def test_a_line_that_is_no_sample_is_refused_even_at_the_end(copied: Path) -> None:
     with (copied / "samples.jsonl").open("a") as file:
-        file.write('{"id": "needle/9"}\n')
+        file.write(sealed('{"id": "needle/9"}') + "\n")
     with pytest.raises(ConfigError, match=r"line 5 is not a sample \(key '\w+' is missing\)"):
         open_folder(copied)
 
 
 def test_a_repeated_sample_is_refused_with_its_line(copied: Path) -> None:
     samples = copied / "samples.jsonl"
-    samples.write_text(samples.read_text() + ok_row(2).to_json() + "\n")
+    samples.write_text(samples.read_text() + sealed(ok_row(2).to_json()) + "\n")
     with pytest.raises(ConfigError, match="line 5 has sample 'needle/2' a second time"):
         open_folder(copied)
 

@@ -1,6 +1,7 @@
 """Whatever `out` points at: nothing of the user's is touched, and nothing damaged is believed."""
 
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -403,7 +404,7 @@ def strip(path: Path) -> None:
     rows = "".join(row.to_json() + "\n" for row in read_samples(path))
     ((_, result),) = read_runs(path)
     (path / "samples.jsonl").write_text(rows)
-    (path / "result.json").write_text(replace(result, ledger_crc32=None).to_json())
+    (path / "result.json").write_text(replace(result, ledger_crc32=None, samples_crc32=None).to_json())
 
 
 def test_a_folder_from_before_the_seals_is_read_and_gone_on_with(tmp_path: Path) -> None:
@@ -417,6 +418,81 @@ def test_a_folder_from_before_the_seals_is_read_and_gone_on_with(tmp_path: Path)
     finish(tmp_path / "old")
     assert read_samples(tmp_path / "old") == read_samples(tmp_path / "whole")
     assert read_runs(tmp_path / "old")[0][1] == read_runs(tmp_path / "whole")[0][1]
+
+
+def swap_scores(path: Path, but_for: int = 0) -> None:
+    """Turn the scores of samples.jsonl round, and take the seals off that would say so, but for the last few lines."""
+    lines = (path / "samples.jsonl").read_text().splitlines()
+    rows = [SampleRow.from_json(line) for line in lines]
+    swapped = [replace(row, score=other.score).to_json() for row, other in zip(rows, rows[::-1], strict=True)]
+    n = len(lines) - but_for
+    (path / "samples.jsonl").write_text("".join(f"{line}\n" for line in [*swapped[:n], *lines[n:]]))
+
+
+def without(path: Path, key: str) -> None:
+    """result.json as it was before this key was written, with a seal of its own."""
+    data = json.loads((path / "result.json").read_text())
+    del data["crc32"], data[key]
+    (path / "result.json").write_text(sealed(json.dumps(data, indent=2) + "\n"))
+
+
+@pytest.mark.parametrize("has_crc", [True, False], ids=["now", "before results said the CRC of samples"])
+@pytest.mark.parametrize("but_for", [0, 1], ids=["every line", "all lines but one"])
+def test_lines_without_a_seal_are_not_believed_in_a_sealed_run(has_crc: bool, but_for: int, tmp_path: Path) -> None:
+    """Tables showed swapped scores: a line without its crc32 was taken for one from before there was any."""
+    run(tmp_path)
+    if not has_crc:
+        without(tmp_path, "samples_crc32")
+    swap_scores(tmp_path, but_for)
+    before = contents(tmp_path)
+    for read in (read_samples, read_runs):
+        with pytest.raises(ValueError, match=r"samples\.jsonl (cannot be|line 1 is not)") as refused:
+            read(tmp_path)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"crc32|was changed after") as refused:
+        open_folder(tmp_path)
+    assert "\n" not in str(refused.value) and contents(tmp_path) == before
+
+
+def test_a_run_that_is_not_finished_believes_no_line_without_a_seal_among_others(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "result.json").unlink()
+    swap_scores(tmp_path, but_for=1)
+    with pytest.raises(ConfigError, match=r"line 1 is not a sample .it has no crc32, and other lines have one"):
+        open_folder(tmp_path)
+
+
+def test_a_sealed_line_that_was_put_in_later_is_not_believed(tmp_path: Path) -> None:
+    """A seal is no secret; the result says which lines it was made of."""
+    first = run(tmp_path)
+    swap_scores(tmp_path)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    (tmp_path / "samples.jsonl").write_text("".join(f"{sealed(line)}\n" for line in lines))
+    with pytest.raises(ValueError, match="it was changed after result"):
+        read_runs(tmp_path)
+    again = run(tmp_path)
+    assert again.score == first.score and (tmp_path / "result.json.corrupt").exists(), "and it is said"
+
+
+def test_a_result_without_a_seal_above_sealed_lines_is_made_again(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    result = replace(first, tpot_s=0.001, samples_crc32=None)
+    (tmp_path / "result.json").write_text(result.to_json())
+    with pytest.raises(ValueError, match="its lines have a crc32, and result"):
+        read_runs(tmp_path)
+    assert run(tmp_path).tpot_s == first.tpot_s
+
+
+def test_a_run_from_before_the_seals_that_was_scored_again_is_read(tmp_path: Path) -> None:
+    run(tmp_path)
+    strip(tmp_path)
+    with open_folder(tmp_path) as folder:
+        new = folder.put_scores([score_of(row, 0.25) for row in folder.rows])
+    assert read_runs(tmp_path)[0][1] == new and new.score == 0.25
+    without(tmp_path, "samples_crc32")
+    assert read_runs(tmp_path)[0][1] == new, "what scored it may have known no CRC of samples"
+    with open_folder(tmp_path) as folder:
+        assert folder.finished == new
 
 
 LINE = ok_row(0).to_json()
