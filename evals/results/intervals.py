@@ -8,8 +8,8 @@ Scores of 0 to 1, and differences of such, have Gaffke's interval (Gaffke, 2005;
 mean under all weights that the samples may have (flat over the simplex, as in a Bayesian bootstrap), with one more
 sample at the bound that the end leans to. Nothing is assumed of the scores but their bounds. Of hits and misses it is
 Clopper and Pearson's exact interval; of samples that all agree it has the width that so many unseen others allow. One
-formula for every n, so that no width jumps. docs/intervals.md holds what was measured: it covers 95 % or more for every
-shape of scores and n that was tried, where the bootstrap covers 0.1 to 0.95 and Student's t 0.1 to 0.96.
+formula for every n, so that no width jumps. docs/intervals.md holds what was measured: it covers 95 % or more of every
+shape of scores at every n that was tried, where bootstraps and Student's t cover down to 35 % at n = 8, 66 % at n = 20.
 
 Samples must be independent: draws of one prompt and turns of one conversation count as one, with their mean.
 

@@ -7,6 +7,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import coverage
 from evals.results import Interval, combined_ci95, interval, samples_needed, share_interval
 from evals.results.intervals import ANYWHERE, LEVEL, SHARE, few_samples, student_reach
 from plots.stats import holm, sign_flip_p
@@ -165,6 +166,23 @@ def test_the_interval_of_draws_covers_the_share_as_often_as_it_says(share: float
         low, high = combined_ci95(rows) or [0, 0]
         covered += low <= share <= high
     assert covered / 300 >= 0.94
+
+
+def test_the_page_of_coverage_is_made_of_its_numbers_and_they_say_what_we_say() -> None:
+    lines = coverage.read()
+    assert (coverage.ROOT / "docs" / "intervals.md").read_text(encoding="utf-8") == coverage.page(lines)
+    ours = [line for line in lines if line.rule == coverage.OURS and line.kind != coverage.OTHERS]
+    assert {line.n for line in ours} == set(coverage.NS)
+    assert len(ours) == len(coverage.NS) * sum(shape.kind != coverage.OTHERS for shape in coverage.SHAPES)
+    assert min(line.coverage for line in ours) >= 0.95
+
+
+@pytest.mark.parametrize("shape", coverage.SHAPES, ids=coverage.title)
+def test_a_shape_has_the_mean_that_it_says(shape: coverage.Shape) -> None:
+    rng = np.random.default_rng(1)
+    drawn = shape.draw(rng, 200_000)
+    values = drawn[0] - drawn[1] if shape.kind == coverage.DIFFERENCES else drawn
+    assert values.mean() == pytest.approx(shape.mean, abs=0.02 if shape.kind == coverage.OTHERS else 0.005)
 
 
 # --- how many samples a difference takes --------------------------------------------------------
