@@ -68,7 +68,7 @@ class Layer:
         self.meter = meter
         self.host = host
         if host is not None:
-            meter.far_bytes = host.far_bytes(meter.token_bytes)
+            meter.lie_far(host.far_bytes(meter.token_bytes), moves=not host.is_near)
         self.can_fetch = host is not None
         self.n_gone = s_prompt - host.n_prompt if host is not None else 0  # tokens that a tier with some alone lacks
         self.view = kept if is_view else None
@@ -98,7 +98,7 @@ class Layer:
             self.n_spare = int((self.n_kept - kept.spans.counts).sum())
             self.n_hidden = meter.shape.g * self.n_spare
         if self.bias is not None:
-            meter.beside_bytes = ELEMENT_BYTES * (meter.shape.h_kv * self.n_kept - self.n_spare)
+            meter.hold_beside(ELEMENT_BYTES * (meter.shape.h_kv * self.n_kept - self.n_spare))
         self.rolling: Rolling | None = None
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.is_far = host is not None and host.device != self.k.device  # the host is another memory

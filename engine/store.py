@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.ledger import Ledger
-from engine.books.meter import Access, Debt, Meter
+from engine.books.meter import Access, Meter, owe
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.coded import Codec, CodedLayer
@@ -122,7 +122,7 @@ class Store:
         values = self.trace.host(layer)[1]
         self._place(layer, kept, n_window, None, chosen, host=Host(values[..., :0], values, self.n_new))
         n_values = self.shape.h_kv * chosen.shape[-1]  # that are in both tiers
-        self[layer].meter.host_meta_bytes = n_values * self.token_bytes // 2
+        self[layer].meter.hold_on_host(n_values * self.token_bytes // 2)
 
     def replace(self, layer: int, made: Part, positions: Tensor) -> None:
         """K and V that a method has made stand for the prompt's, with a bias each; generated tokens come on top.
@@ -154,7 +154,6 @@ class Store:
                 )
         host = Host(k, v, self.n_new, chosen, near=on_device)
         self._place(layer, self._part(layer, slice(0)), 0, 0, host=host)
-        self[layer].meter.moves = not on_device
         self[layer].shelf = self.shelf_of(layer)
 
     def keep_coded(self, layer: int, make: Coder, chosen: Tensor | None = None) -> None:
@@ -215,17 +214,9 @@ class Store:
     def close(self, layer: int, step: int | None = None) -> None:
         """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
         at = self.layers[layer]
-        self.ledger.written.append(at.close(at.n_seen - at.s_prompt if step is None else step))
+        self.ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
-            self.owe(at.meter)
-
-    def owe(self, meter: Meter) -> None:
-        """The newest entry lacks what an accelerator counted."""
-        assert meter.owed is not None
-        if self.ledger.debt is None:
-            self.ledger.debt = self.debt = Debt()
-        self.debt.owed.append((len(self.ledger.written) - 1, meter, meter.owed))
-        meter.owed = None
+            owe(self.ledger, at.meter)
 
     def attended(self, layer: int) -> Tensor:
         """Which of the tokens seen so far the last step attended to: (h, n) bool."""

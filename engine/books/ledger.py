@@ -67,6 +67,20 @@ class Ledger:
             debt.settle(self.written)
         return self.written
 
+    def append(self, entry: Entry) -> None:
+        self.written.append(entry)
+
+    def count_rebuilt(self, n_bytes: int) -> None:
+        """Add bytes that were read and written between steps, to choose or to index tokens anew."""
+        self.rebuilt_bytes += n_bytes
+
+    def behind(self, earlier: "Ledger") -> "Ledger":
+        """One ledger that has another's entries first, then its own."""
+        joint = Ledger()
+        joint.written = [*earlier.entries, *self.entries]
+        joint.rebuilt_bytes = earlier.rebuilt_bytes + self.rebuilt_bytes
+        return joint
+
     def columns(self) -> dict[str, list[int]]:
         """The entries as columns, ready for a table."""
         return {name: [entry[i] for entry in self.entries] for i, name in enumerate(Entry._fields)}
@@ -86,7 +100,9 @@ class Ledger:
         """
         exempt = frozenset(exempt)
         priced = Ledger()
-        priced.written = [entry for entry in self.entries if entry.layer not in exempt]
+        for entry in self.entries:
+            if entry.layer not in exempt:
+                priced.append(entry)
         n_layers = len({entry.layer for entry in priced.entries})
         steps = sorted({entry.step for entry in priced.entries})
         tokens = priced.totals("attended"), [budget.allowance(step) * shape.h * n_layers for step in steps]

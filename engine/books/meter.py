@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.books.ledger import Entry
+from engine.books.ledger import Entry, Ledger
 from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache
 from engine.caches.recent import RecentTokens, mark_tokens
@@ -65,6 +65,7 @@ class Owed:
     heads: int  # that asked
     read: Read | None  # to find them
     blocks: Tensor | None  # (3,) int32 of a cache of blocks, as `kernels/rows/blocks.py` counts
+    is_passed_by: bool = False  # True: what moved and was attended to is counted already
 
     def tensors(self) -> list[Tensor]:
         """All that is still on the accelerator."""
@@ -112,6 +113,31 @@ class Meter:
         """What was counted since the step before, to be counted for other steps."""
         counts, self.counts = self.counts, self.zeros.copy()
         return {field: amount for field, amount in counts.items() if amount}
+
+    def lie_far(self, of_token: int, moves: bool = True) -> None:
+        """A token of a KV head has so many bytes on the host; `moves`: a fetch has to bring it to the device."""
+        self.far_bytes, self.moves = of_token, moves
+
+    def hold_beside(self, n_bytes: int) -> None:
+        """From now on so many bytes lie on the device beside K and V of kept tokens, for attention."""
+        self.beside_bytes = n_bytes
+
+    def hold_on_host(self, n_bytes: int) -> None:
+        """From now on so many bytes lie on the host beside the tokens that are there alone."""
+        self.host_meta_bytes = n_bytes
+
+    def count_whole(self, n_host: int) -> None:
+        """The step attends to all `n_host` tokens of the host, in place of what it fetched.
+
+        They move past the device cache, which serves nobody in this step and takes in what the selection gives it.
+        """
+        counts, shape = self.counts, self.shape
+        counts["attended"] = n_host * shape.h
+        counts["moved_kv_bytes"] = n_host * shape.h_kv * self.far_bytes * self.moves
+        counts["moved_kv_heads_bytes"] = n_host * shape.h * self.far_bytes * self.moves
+        counts["cache_hits"] = counts["cache_lookups"] = 0
+        if self.owed is not None:
+            self.owed.is_passed_by = True
 
     def count_released(self, n: int) -> None:
         """`n` tokens go from the window to the host."""
@@ -208,7 +234,8 @@ class Meter:
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
     def settled(
-        self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int, blocks: Sequence[int]
+        self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int, blocks: Sequence[int],
+        is_passed_by: bool = False,
     ) -> Entry:  # fmt: skip
         """The entry with what its fetch counted; for the entries of a layer in their order."""
         n_tokens, n_distinct, n_there, *by_age = counts
@@ -222,15 +249,19 @@ class Meter:
         elif self.blocks is not None:
             hits, n_there, filled = blocks
             filled *= self.blocks.spec.block_len * self.shape.h_kv
-        return entry._replace(
-            attended=entry.attended + n_tokens * (self.shape.h // heads),
+        entry = entry._replace(
             resident_kv_bytes=entry.resident_kv_bytes + held * self.far_bytes,
             filled_bytes=entry.filled_bytes + filled * self.far_bytes,
+            moved_meta_bytes=entry.moved_meta_bytes + read_bytes,
+        )
+        if is_passed_by:
+            return entry
+        return entry._replace(
+            attended=entry.attended + n_tokens * (self.shape.h // heads),
             moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.far_bytes,
             moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
             cache_hits=entry.cache_hits + hits,
             cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
-            moved_meta_bytes=entry.moved_meta_bytes + read_bytes,
         )
 
 
@@ -250,8 +281,18 @@ class Debt:
             read_bytes = 0 if owed.read is None else owed.read.element_bytes * sum(islice(flat, owed.read.n.numel()))
             counts = [sum(mine[j :: owed.counts.shape[1]]) for j in range(owed.counts.shape[1])]
             blocks = [] if owed.blocks is None else [*islice(flat, owed.blocks.numel())]
-            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes, blocks)
+            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes, blocks, owed.is_passed_by)
         self.owed.clear()
+
+
+def owe(ledger: Ledger, meter: Meter) -> None:
+    """The ledger's newest entry lacks what an accelerator counted in the meter's step."""
+    assert meter.owed is not None, "the accelerator counted nothing"
+    if ledger.debt is None:
+        ledger.debt = Debt()
+    assert isinstance(ledger.debt, Debt), type(ledger.debt)
+    ledger.debt.owed.append((len(ledger.written) - 1, meter, meter.owed))
+    meter.owed = None
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:

@@ -35,11 +35,10 @@ class Host:
         self.late: tuple[Tensor, Tensor] = (make(), make())
 
     def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
-        """Take in generated token `at`, 0 for the first: (1, h_kv, 1, d_h) each."""
+        """Take in generated tokens from number `at` on, 0 for the first: (1, h_kv, n, d_h) each."""
         if self.has_keys:
-            k, v = self.late
-            k[:, :, at : at + 1] = k_new
-            v[:, :, at : at + 1] = v_new
+            for late, new in zip(self.late, (k_new, v_new), strict=True):
+                late[:, :, at : at + new.shape[2]] = new
 
     def far_bytes(self, of_token: int) -> int:
         """Bytes of a token of one KV head, of which K and V have `of_token`."""

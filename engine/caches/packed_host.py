@@ -33,7 +33,7 @@ class PackedHost(Host):
 
     def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
         at += self.n_prompt
-        self.rows[:, at : at + 1] = packed_rows(k_new[0], v_new[0], self.code)
+        self.rows[:, at : at + k_new.shape[2]] = packed_rows(k_new[0], v_new[0], self.code)
 
     def far_bytes(self, of_token: int) -> int:
         return self.code.token_bytes(self.d_h)

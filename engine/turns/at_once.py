@@ -44,10 +44,8 @@ def read_at_once(row: "SelectiveAttention", layer: int, feed: Feed) -> Tensor:
 
 def send(at: Layer, feed: Feed) -> None:
     """Write the tokens to the host, where it has generated ones."""
-    if at.host is not None and at.host.has_keys:
-        t = at.n_seen - at.s_prompt
-        for late, new in zip(at.host.late, (feed.k, feed.v), strict=True):
-            late[:, :, t : t + new.shape[2]] = new
+    if at.host is not None:
+        at.host.write(at.n_seen - at.s_prompt, feed.k, feed.v)
 
 
 def fetched(at: Layer, feed: Feed, selected: Selected) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """A feed's token that attends to all that its row holds, whatever the method selects: `task.feed=dense`.
 
 The method takes its step all the same, so that its window, codes and counters go on as ever; what it would have
-attended to and corrected is replaced. The books say that the token attended to everything.
+attended to and corrected is replaced. The books say that the token attended to everything, and that all of the host's
+tokens moved for it.
 
 Not here: which feeds are read like this (`engine/turns/talk.py`).
 """
@@ -26,10 +27,10 @@ def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: T
             f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
         )
     kind.step_rows([row], layer, q, k, v)
-    h = at.meter.shape.h
-    parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(at.n_seen)]
+    n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
+    parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
     out, _ = attend_rows(q, [parts], scale, [False])
     kind.after_rows([row], layer, out.clone(), [None])
-    at.meter.counts["attended"], at.meter.owed = (at.n_seen - at.n_kept - at.n_window) * h, None
+    at.meter.count_whole(n_held - at.n_kept - at.n_window)
     row.store.close(layer)
     return out

@@ -152,7 +152,4 @@ def take_ledger(row: SelectiveAttention) -> Ledger:
 
 def put_before(row: SelectiveAttention, earlier: Ledger) -> None:
     """Put what another ledger has in front of the row's own."""
-    ledger, own = Ledger(), row.store.ledger
-    ledger.written = [*earlier.entries, *own.entries]
-    ledger.rebuilt_bytes = earlier.rebuilt_bytes + own.rebuilt_bytes
-    row.store.ledger = ledger
+    row.store.ledger = row.store.ledger.behind(earlier)

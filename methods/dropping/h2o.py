@@ -161,7 +161,7 @@ class H2O(H2ORules, ScoringMethod):
         stays = keep_top(sums.masked_fill(ends, torch.inf), min(n, plan.tokens))
         self.sums[layer] = sums.gather(-1, stays)
         room = min(self.store.n_new - (at.n_seen - self.trace.s_prompt), plan.tokens + 1 - stays.shape[-1])
-        self.store.ledger.rebuilt_bytes += at.rest(stays, room) + SCORE_BYTES * sums.numel()
+        self.store.ledger.count_rebuilt(at.rest(stays, room) + SCORE_BYTES * sums.numel())
         self.plan = plan
 
     def protected(self, layer: int) -> Sequence[int]:

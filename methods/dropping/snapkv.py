@@ -66,7 +66,7 @@ class SnapKV(SnapKVRules, ScoringMethod):
         last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)
         room = store.n_new - (at.n_seen - self.trace.s_prompt)
         read = n * key_bytes(self.trace.shape, 1)
-        store.ledger.rebuilt_bytes += read + at.rest(torch.cat([best, last], -1), room)
+        store.ledger.count_rebuilt(read + at.rest(torch.cat([best, last], -1), room))
 
     def report(self) -> dict[str, Any]:
         return super().report() | shrunk_window(self)

@@ -258,7 +258,7 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
                 generator,
             )
             self.clusters[layer] = append_clusters(self.clusters[layer], late)
-            self.store.ledger.rebuilt_bytes += keys.numel() * ELEMENT_BYTES
+            self.store.ledger.count_rebuilt(keys.numel() * ELEMENT_BYTES)
             self.store[layer].release()
         return out
 

@@ -275,7 +275,7 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(layer, scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
-        self.store.ledger.rebuilt_bytes += plan.block_len * key_bytes(self.trace.shape, 1)
+        self.store.ledger.count_rebuilt(plan.block_len * key_bytes(self.trace.shape, 1))
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0

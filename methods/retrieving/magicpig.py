@@ -162,7 +162,7 @@ class MagicPIG(MagicPIGRules, SelectiveAttention):
         key = ("MagicPIG", layer, plan.n_sink, plan.window, params.bits, asked, params.seed)
         with span("hash", layer):
             self.indexes[layer] = self.trace.once(key, lambda: self.hashed(layer))
-        self.store[layer].meter.host_meta_bytes = self.index_bytes(layer)
+        self.store[layer].meter.hold_on_host(self.index_bytes(layer))
 
     def planes(self, tables: int) -> Tensor:
         shape, params = self.trace.shape, self.params

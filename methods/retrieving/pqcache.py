@@ -305,7 +305,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
         stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
         keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
-        self.store.ledger.rebuilt_bytes += keys.numel() * ELEMENT_BYTES
+        self.store.ledger.count_rebuilt(keys.numel() * ELEMENT_BYTES)
         return quantiser
 
     def bring(self, layer: int, n: int) -> PackedCodes:

@@ -184,7 +184,7 @@ class Quest(QuestRules, SelectiveAttention):
         key = self.store[layer].newest[0].to(bounds.kmin)
         page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
         bounds.take_in(key, page, place == 0)
-        self.store.ledger.rebuilt_bytes += key_bytes(self.trace.shape, 1)
+        self.store.ledger.count_rebuilt(key_bytes(self.trace.shape, 1))
 
     def n_chosen(self, layer: int, n_pages: int, n: int) -> int:
         """How many of `n_pages` pages of the first `n` tokens are fetched; their bounds go into the books."""

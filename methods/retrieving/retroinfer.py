@@ -194,7 +194,7 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
         self.count_members(layer, keys.shape[0] * keys.shape[1])
 
     def count_members(self, layer: int, n: int) -> None:
-        self.store[layer].meter.host_meta_bytes = MEMBER_BYTES * n
+        self.store[layer].meter.hold_on_host(MEMBER_BYTES * n)
 
     # A decode step.
 
@@ -261,7 +261,7 @@ class RetroInfer(RetroInferRules, SelectiveAttention):
         window = at.kept_and_window()[1]
         late = build_index(window.k[0, :, :n], window.v[0, :, :n], plan.n_update, 1, self.params.iterations)
         index = self.indexes[layer] = append_index(self.index(layer), late)
-        self.store.ledger.rebuilt_bytes += n * token_bytes(self.trace.shape)
+        self.store.ledger.count_rebuilt(n * token_bytes(self.trace.shape))
         retrieved = share_of(plan.n_update, plan.n_retrieved / plan.n_clusters)
         zones.n_updates += 1
         zones.n_retrieved += retrieved

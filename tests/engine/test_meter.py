@@ -1,3 +1,6 @@
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +11,10 @@ from engine.shapes import ModelShape
 
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
 PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits
+COUNTERS = {
+    *("counts", "owed", "came", "beside_bytes", "host_meta_bytes", "far_bytes", "moves"),  # of a meter
+    *("written", "debt", "rebuilt_bytes"),  # of a ledger
+}
 
 
 def test_every_count_is_a_column_of_the_ledger() -> None:
@@ -64,3 +71,24 @@ def test_fetches_are_noted_where_somebody_asked_for_them() -> None:
 def test_distinct_tokens_are_those_of_each_kv_head_in_order() -> None:
     idx = torch.tensor([[[4, 2], [2, -1], [0, 9], [9, -1]]])
     assert distinct_tokens(idx, 2, 10).tolist() == [2, 4, 0, 9]
+
+
+def written_outside(source: str) -> list[str]:
+    """The counters of a meter or a ledger that a file assigns to."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            each = target.elts if isinstance(target, ast.Tuple) else [target]
+            bare = [one.value if isinstance(one, ast.Subscript) else one for one in each]
+            found += [one.attr for one in bare if isinstance(one, ast.Attribute) and one.attr in COUNTERS]
+    return found
+
+
+def test_nobody_but_the_books_writes_into_a_counter() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = [path for part in ("engine", "methods", "evals") for path in (root / part).rglob("*.py")]
+    outside = {path: written_outside(path.read_text()) for path in files if path.parent.name != "books"}
+    assert {path.name: names for path, names in outside.items() if names} == {}
+    assert written_outside('at.meter.counts["attended"], x.meter.owed = 1, None') == ["counts", "owed"]
+    assert written_outside("ledger.rebuilt_bytes += 3") == ["rebuilt_bytes"]

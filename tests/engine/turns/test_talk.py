@@ -229,3 +229,36 @@ def test_a_dense_feed_is_read_as_full_attention_reads_it(name: str) -> None:
         entries = [entry for entry in row.store.ledger.entries if entry.step == len(FEED)]
         assert [entry.attended for entry in entries] == [h * (trace.s_prompt + len(FEED))] * n_layers
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["pqcache", "oracle", "quest", "clusterkv", "rocketkv", "retroinfer"])
+def test_a_dense_feed_moves_all_that_it_attends_to_from_the_host(name: str) -> None:
+    model, (trace, row) = conformance.model(), row_of(conformance.ours(name))
+    with torch.inference_mode():
+        built(row)
+    with model.hooked():
+        Talk(model, trace, [row]).read([FEED], "dense")
+    shape, per_token = trace.shape, row.store.token_bytes
+    for entry in row.store.ledger.entries:
+        at = row.store[entry.layer]
+        n_host = (entry.resident_host_bytes - at.meter.host_meta_bytes) // (per_token * shape.h_kv)
+        assert n_host > 100 or at.host is None or at.host.is_near
+        assert entry.moved_kv_bytes == n_host * shape.h_kv * per_token
+        assert entry.moved_kv_heads_bytes == n_host * shape.h * per_token
+        assert (entry.cache_hits, entry.cache_lookups) == (0, 0)
+    assert row.store.ledger.summary(row.budget, shape)["within_budget"] is False
+
+
+def test_a_dense_feed_reads_nothing_that_a_first_stage_dropped() -> None:
+    """Tokens are numbered as they lie on the host: those behind the last one are memory that nobody wrote to."""
+    model, found = conformance.model(), []
+    for rubbish in (0, 30):
+        trace, row = row_of(conformance.ours("rocketkv"))
+        with torch.inference_mode():
+            built(row)
+            for layer in row.store.layers.values():
+                for late in layer.host.late:
+                    late.fill_(rubbish)
+        with model.hooked():
+            found.append(Talk(model, trace, [row]).read([FEED], "dense"))
+    assert torch.equal(*found)
