@@ -37,7 +37,7 @@ from engine.caches.queries import QueryRing
 from engine.caches.rolling import Rolling
 from kernels.gather import flat_rows, gather_tokens
 
-OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts
+OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts; of its latest ones
 
 
 class Layer:
@@ -68,7 +68,7 @@ class Layer:
         self.meter = meter
         self.host = host
         if host is not None:
-            meter.lie_far(host.far_bytes(meter.token_bytes), moves=not host.is_near)
+            meter.lie_far(host.far_bytes(meter.token_bytes), not host.is_near, host.is_packed)
         self.can_fetch = host is not None
         self.n_gone = s_prompt - host.n_prompt if host is not None else 0  # tokens that a tier with some alone lacks
         self.view = kept if is_view else None
@@ -402,6 +402,10 @@ class Layer:
         """End the step: what it attended to, kept and moved."""
         if self.view is not None and self.view.spans is not None:
             self.meter.count("resident_meta_bytes", OFFSET_BYTES * (self.meter.shape.h_kv + 1))
+        if self.rolling is not None:
+            self.meter.count("resident_meta_bytes", OFFSET_BYTES * self.meter.shape.h_kv)
+        if self.mask is not None:
+            self.meter.count("resident_meta_bytes", -(-self.meter.shape.h * self.n_kept // 8))
         if self.queries is not None:
             self.meter.count("resident_meta_bytes", self.queries.n_bytes(self.meter.shape))
         n_evicted = 0 if self.evictions is None else self.evictions.shape[-1]

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     cache_hits: int  # lookups of (KV head, token) that found their block on the device
     cache_lookups: int
     pseudo_tokens: int = 0  # stood in attention for tokens that were not attended to, summed over the query heads
-    made_kv_bytes: int = 0  # keys of fetched tokens that were made on the device, beside what moved
+    made_kv_bytes: int = 0  # of fetched tokens, beside what moved: keys made on the device, or numbers in place of codes
 
 
 class Debt(Protocol):

@@ -87,6 +87,7 @@ class Meter:
         self.blocks = blocks
         self.recent: RecentTokens | None = None
         self.moves = True  # False: what can be fetched lies on the device
+        self.rebuilds = False  # True: the host has codes, of which a fetch makes numbers on the device
         self.beside_bytes = 0  # on the device beside K and V of kept tokens, for attention
         self.host_meta_bytes = 0  # on the host beside tokens that are there alone
         self.accesses = accesses  # a list: every fetch is noted in it
@@ -114,9 +115,9 @@ class Meter:
         counts, self.counts = self.counts, self.zeros.copy()
         return {field: amount for field, amount in counts.items() if amount}
 
-    def lie_far(self, of_token: int, moves: bool = True) -> None:
+    def lie_far(self, of_token: int, moves: bool = True, rebuilds: bool = False) -> None:
         """A token of a KV head has so many bytes on the host; `moves`: a fetch has to bring it to the device."""
-        self.far_bytes, self.moves = of_token, moves
+        self.far_bytes, self.moves, self.rebuilds = of_token, moves, rebuilds
 
     def hold_beside(self, n_bytes: int) -> None:
         """From now on so many bytes lie on the device beside K and V of kept tokens, for attention."""
@@ -136,6 +137,8 @@ class Meter:
         counts["moved_kv_bytes"] = n_host * shape.h_kv * self.far_bytes * self.moves
         counts["moved_kv_heads_bytes"] = n_host * shape.h * self.far_bytes * self.moves
         counts["cache_hits"] = counts["cache_lookups"] = 0
+        if self.rebuilds:
+            counts["made_kv_bytes"] = n_host * shape.h_kv * (self.token_bytes - self.far_bytes)
         if self.owed is not None:
             self.owed.is_passed_by = True
 
@@ -172,6 +175,12 @@ class Meter:
         counts["attended"] += n_tokens * (self.shape.h // heads)
         counts["moved_kv_bytes"] += (n_distinct - hits) * self.far_bytes
         counts["moved_kv_heads_bytes"] += (n_tokens - hits_of_heads) * self.far_bytes
+        if self.rebuilds:
+            counts["made_kv_bytes"] += self.made_bytes(n_distinct, hits)
+
+    def made_bytes(self, n_distinct: int, hits: int) -> int:
+        """Bytes of the numbers that codes of fetched tokens become, beside what moved; cached ones are codes as well."""
+        return n_distinct * self.token_bytes - (n_distinct - hits) * self.far_bytes
 
     def _access_blocks(
         self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
@@ -262,6 +271,7 @@ class Meter:
             moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
             cache_hits=entry.cache_hits + hits,
             cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
+            made_kv_bytes=entry.made_kv_bytes + (self.made_bytes(n_distinct, hits) if self.rebuilds else 0),
         )
 
 

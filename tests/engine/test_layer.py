@@ -98,6 +98,7 @@ def test_slots_that_no_query_head_sees_are_off_the_books() -> None:
     assert store[0].mask is not None and torch.equal(store[0].mask[..., :2], mask)
     feed(store, 1, 10)
     (entry,) = store.ledger.entries
+    assert entry.resident_meta_bytes == 1, "which of two tokens each of four query heads sees, a bit each"
     assert entry.attended == 2 + 1 + 1 + 1 + H
     assert entry.resident_kv_bytes == (2 + 1 + H_KV) * 2 * D * 2
     assert int(store.attended(0).sum()) == entry.attended

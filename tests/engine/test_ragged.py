@@ -65,6 +65,8 @@ def test_heads_that_roll_hold_their_latest_tokens(data: st.DataObject) -> None:
         for head, each in enumerate(rolls):
             window = [*range(n_sink), *range(last - n_recent, last + 1)]
             assert sorted(held(store)[head]) == (window if each else [*range(last + 1)])
+        offsets = 4 * (H_KV + 1)
+        assert store.ledger.entries[-1].resident_meta_bytes == offsets + 4 * H_KV, "and how many of a head are recent"
 
 
 def test_the_strip_counts_what_each_head_attends_to() -> None:

@@ -95,6 +95,19 @@ def test_moved_and_host_bytes_are_those_of_codes(name: str) -> None:
     assert first.resident_meta_bytes == same.resident_meta_bytes
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_buffer_holds_what_codes_are_rebuilt_to(name: str) -> None:
+    asked = BudgetRequest(Fraction(1, 5), None, Fraction(1, 16))
+    (said,) = answers([composed(name, FOUR, asked)])
+    (exact,) = answers([composed(name, None, asked)])
+    ledgers = [each.row.store.ledger for each in (said, exact)]
+    assert ledgers[0].buffers()[0] == ledgers[1].buffers()[0] > 0, "nothing of the first step was there before"
+    for entry in ledgers[0].entries:
+        n_hits = entry.cache_hits if entry.cache_lookups else 0
+        n_distinct = entry.moved_kv_bytes // PACKED + n_hits
+        assert entry.moved_kv_bytes + entry.made_kv_bytes == n_distinct * EXACT
+
+
 def test_tokens_that_leave_the_window_are_released_as_codes() -> None:
     asked = BudgetRequest(Fraction(1, 5), None, Fraction(1, 16))
     exact, packed = answers([composed("pqcache", coding, asked, budget_rule="official") for coding in (None, FOUR)])
