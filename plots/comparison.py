@@ -113,7 +113,7 @@ def size(run: Run) -> float:
 
 
 def moved(run: Run) -> float:
-    return (run.result.bytes_moved_kv_per_step or 0.0) + (run.result.bytes_moved_meta_per_step or 0.0)
+    return (run.result.bytes_moved_kv_per_step or 0.0) + (run.result.bytes_find_per_step or 0.0)
 
 
 def ratio_of(row: Row, full: Row, key: str) -> float | None:

@@ -104,7 +104,7 @@ def device_bytes(cell: Cell) -> float | None:
 
 def moved_bytes(cell: Cell) -> float | None:
     """K and V per step, and what was read in order to find them."""
-    chosen, found = cell.kept("bytes_moved_kv_per_step"), cell.kept("bytes_moved_meta_per_step")
+    chosen, found = cell.kept("bytes_moved_kv_per_step"), cell.kept("bytes_index_read_per_step")
     return None if chosen is None or found is None else chosen + found
 
 

@@ -28,6 +28,9 @@ FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "metric": str}
 TIMED: dict[str, type] = {"length": int, "batch": int}
 SHARE = re.compile(r"\d{1,9}(\.\d{1,18})?|\d{1,9}/0*[1-9]\d{0,8}")  # 0.2, 1/64
 ROOT = Path(__file__).resolve().parents[1]
+OLDER_KEYS = {  # of ledgers: what stands in the place of a key in older runs, less of it
+    "bytes_index_read_per_step": "bytes_moved_meta_per_step",
+}
 
 
 @dataclass(frozen=True)
@@ -312,7 +315,8 @@ def per_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None
 
 def measured(rows: Iterable[SampleRow], key: str) -> float | None:
     """Mean of a key of the samples' ledgers over those that have it, as `evals.results` does."""
-    values = [float(v) for row in rows if (v := row.ledger.get(key)) is not None]
+    older = OLDER_KEYS.get(key, key)
+    values = [float(v) for row in rows if (v := row.ledger.get(key, row.ledger.get(older))) is not None]
     return fsum(values) / len(values) if values else None
 
 

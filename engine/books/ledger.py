@@ -40,7 +40,8 @@ class Entry(NamedTuple):
     cache_hits: int  # lookups of (KV head, token) that found their block on the device
     cache_lookups: int
     pseudo_tokens: int = 0  # stood in attention for tokens that were not attended to, summed over the query heads
-    made_kv_bytes: int = 0  # of fetched tokens, beside what moved: keys made on the device, or numbers in place of codes
+    made_kv_bytes: int = 0  # of fetched tokens, beside what moved: keys made on the device, numbers in place of codes
+    read_meta_bytes: int = 0  # of an index on the device, read to find tokens, beside what `moved_meta_bytes` has
 
 
 class Debt(Protocol):
@@ -92,18 +93,22 @@ class Ledger:
             sums[entry.step] = sums.get(entry.step, 0) + getattr(entry, field)
         return [sums[step] for step in sorted(sums)]
 
+    def priced(self, exempt: Iterable[int]) -> frozenset[int]:
+        """The layers that a budget is checked on: those that are not exempt, and all where that leaves none."""
+        layers = frozenset(entry.layer for entry in self.entries)
+        return layers - frozenset(exempt) or layers
+
     def within(self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False) -> bool:
         """Whether every step stayed within the tokens and the finding bytes, as a mean over the layers not exempt.
 
         With `in_mean` the mean over the steps has to, give or take `MEAN_MARGIN`: of a method whose selections are
         random and hold a budget in expectation.
         """
-        exempt = frozenset(exempt)
-        priced = Ledger()
+        layers, priced = self.priced(exempt), Ledger()
+        n_layers = len(layers)
         for entry in self.entries:
-            if entry.layer not in exempt:
+            if entry.layer in layers:
                 priced.append(entry)
-        n_layers = len({entry.layer for entry in priced.entries})
         steps = sorted({entry.step for entry in priced.entries})
         tokens = priced.totals("attended"), [budget.allowance(step) * shape.h * n_layers for step in steps]
         moved = priced.totals("moved_meta_bytes"), [find_bytes(shape, budget) * n_layers] * len(steps)
@@ -165,6 +170,8 @@ class Ledger:
             "bytes_moved_kv_per_step": sum(self.totals("moved_kv_bytes")) / steps,
             "bytes_moved_kv_heads_per_step": sum(self.totals("moved_kv_heads_bytes")) / steps,
             "bytes_moved_meta_per_step": sum(self.totals("moved_meta_bytes")) / steps,
+            "bytes_index_read_per_step": sum(map(sum, map(self.totals, INDEX_READ))) / steps,
+            "bytes_comm_per_step": find_bytes(shape, budget) * len(self.priced(exempt)),
             "bytes_searched_per_step": sum(self.totals("searched_bytes")) / steps,
             "bytes_filled_per_step": sum(self.totals("filled_bytes")) / steps,
             "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,
@@ -196,12 +203,14 @@ class Ledger:
         return found
 
 
+INDEX_READ = ("moved_meta_bytes", "read_meta_bytes")  # in order to find tokens, in whichever tier
 MOVED = ("moved_kv_bytes", "moved_meta_bytes", "filled_bytes", "released_bytes")  # between the tiers
 
 
 SUMMARY = (
     "steps", "tokens_budget", "tokens_attended_mean", "effective_ratio", "bytes_resident_device", "bytes_resident_host",
-    "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step",
+    "bytes_moved_kv_per_step", "bytes_moved_kv_heads_per_step", "bytes_moved_meta_per_step",
+    "bytes_index_read_per_step", "bytes_comm_per_step", "bytes_searched_per_step",
     "bytes_filled_per_step", "bytes_released_per_step", "cache_hit_rate", "pseudo_tokens_mean",
     "resident_share", "bytes_buffer", "moved_bytes_per_step", "within_budget",
     "peak_entries", "footprint_entries", "footprint",

@@ -35,6 +35,7 @@ COUNTS = (  # in the order of `Entry`
     "cache_lookups",
     "pseudo_tokens",
     "made_kv_bytes",
+    "read_meta_bytes",
 )
 
 
@@ -179,7 +180,7 @@ class Meter:
             counts["made_kv_bytes"] += self.made_bytes(n_distinct, hits)
 
     def made_bytes(self, n_distinct: int, hits: int) -> int:
-        """Bytes of the numbers that codes of fetched tokens become, beside what moved; cached ones are codes as well."""
+        """Bytes of the numbers that codes of fetched tokens become, beside what moved; cached ones are codes too."""
         return n_distinct * self.token_bytes - (n_distinct - hits) * self.far_bytes
 
     def _access_blocks(

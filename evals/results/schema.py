@@ -305,6 +305,8 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "simulated": False,
     "resident_share": None,
     "moved_bytes_per_step": None,
+    "bytes_index_read_per_step": None,
+    "bytes_comm_per_step": None,
     "ledger_crc32": None,
     "samples_crc32": None,
     "score_version": None,
@@ -355,6 +357,8 @@ class RunResult(RunFacts):
     pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
     resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
     moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
+    bytes_index_read_per_step: float | None = None  # to find tokens, in whichever tier; null in older runs
+    bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null in older runs
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     ledger_crc32: str | None = field(default=None, compare=False)
     samples_crc32: str | None = field(default=None, compare=False)  # of samples.jsonl, as `finish` left it
@@ -379,6 +383,12 @@ class RunResult(RunFacts):
         if said and self.ratio_exact == self.memory_exact:
             return said
         return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()
+
+    @property
+    def bytes_find_per_step(self) -> float | None:
+        """Read to find tokens; of older runs without what was read of an index on the device."""
+        read = self.bytes_index_read_per_step
+        return self.bytes_moved_meta_per_step if read is None else read
 
     @property
     def waits_for_scores(self) -> bool:

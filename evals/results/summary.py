@@ -118,6 +118,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         probe_s=mean(row.fields.get("probe_s") for row in ok),
         resident_share=mean(row.ledger.get("resident_share") for row in ok),
         moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
+        bytes_index_read_per_step=mean(row.ledger.get("bytes_index_read_per_step") for row in ok),
+        bytes_comm_per_step=mean(row.ledger.get("bytes_comm_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
         **costs(ok, [row for row in full if row.status == "ok"]),
         pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,

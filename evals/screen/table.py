@@ -218,7 +218,7 @@ def numbers(result: RunResult) -> tuple[str, ...]:
         over + number(result.tokens_attended_mean, 1),
         number(result.tokens_budget_mean, 1),
         number(result.bytes_moved_kv_per_step, 1, 1e3),
-        number(result.bytes_moved_meta_per_step, 1, 1e3),
+        number(result.bytes_find_per_step, 1, 1e3),
         number(result.bytes_resident_device, 1, 1e6),
         number(result.bytes_resident_host, 1, 1e6),
         number(result.prefill_s, 2),
@@ -267,6 +267,9 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     if searching:
         names = ", ".join(sorted(searching))
         lines.append(f"reads more than any comm allows to find its tokens: {names}")
+    if unpriced := {result.method_label: unpriced_reads(result) for result in results if unpriced_reads(result)}:
+        shown = ", ".join(f"{label} {read}" for label, read in sorted(unpriced.items()))
+        lines.append(f"comm sets how large an index is, and a step reads more of it on the device: {shown}")
     return list(dict.fromkeys(lines))
 
 
@@ -287,6 +290,14 @@ def too_few(results: Sequence[RunResult]) -> list[str]:
         elif few := few_samples(n, max(1, n_compared)):
             lines.append(f"{name}{few}")
     return lines
+
+
+def unpriced_reads(result: RunResult) -> str | None:
+    """What a run within its budget read of its index, where that is more than `comm` prices."""
+    read, allowed = result.bytes_index_read_per_step, result.bytes_comm_per_step
+    if read is None or allowed is None or read <= allowed or result.within_budget is False:
+        return None
+    return f"{number(read, 1, 1e3)} of {number(allowed, 1, 1e3)} KB /step"
 
 
 def of_answers(results: Sequence[RunResult]) -> list[str]:

@@ -61,8 +61,13 @@ class Clusters:
 
     def nbytes(self) -> int:
         """As counted: 16-bit centroids, 32-bit integers."""
+        h_kv = len(self.centroids)
+        return self.ranked_bytes() + 4 * h_kv * self.tokens.shape[-1]
+
+    def ranked_bytes(self) -> int:
+        """What ranking reads: centroids, sizes, and where the tokens of a cluster lie."""
         h_kv, c, d_h = self.centroids.shape
-        return h_kv * (c * (2 * d_h + 8) + 4 * self.tokens.shape[-1])
+        return h_kv * c * (2 * d_h + 8)
 
 
 def cluster_keys(keys: Tensor, c: int, metric: str, n_rounds: int, generator: torch.Generator) -> Clusters:
@@ -223,7 +228,9 @@ class ClusterKV(ClusterKVRules, SelectiveAttention):
 
     def note(self, layer: int, clusters: Clusters, order: Tensor) -> None:
         """Keep the books of one selection."""
-        self.store[layer].meter.count("resident_meta_bytes", clusters.nbytes())
+        meter, chosen = self.store[layer].meter, 4 * order.shape[0] * self.plan.k
+        meter.count("resident_meta_bytes", clusters.nbytes())
+        meter.count("read_meta_bytes", clusters.ranked_bytes() + chosen)
         if layer in self.hits:
             hits = self.hits[layer]
             hits.orders.append(order)

@@ -181,7 +181,7 @@ class InfiniGen(InfiniGenRules, SelectiveAttention):
         self.count_resident(layer)
 
     def count_resident(self, layer: int) -> None:
-        """Count what stays on the device: partial keys, the projection's part for the channels, A."""
+        """Count what stays on the device and is read: partial keys, the projection's part for the channels, A."""
         shape, n_channels = self.trace.shape, self.plan.n_channels
         n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
         elements = shape.h_kv * n_keys * n_channels
@@ -189,7 +189,9 @@ class InfiniGen(InfiniGenRules, SelectiveAttention):
             elements += shape.h * n_channels * shape.d_model
         if self.params.skew:
             elements += shape.h_kv * shape.d_h**2
+        own = shape.h_kv * n_channels if layer in self.late else 0  # the current token's key, which nobody looks for
         self.store[layer].meter.count("resident_meta_bytes", ELEMENT_BYTES * elements)
+        self.store[layer].meter.count("read_meta_bytes", ELEMENT_BYTES * (elements - own))
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)

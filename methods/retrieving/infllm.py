@@ -196,6 +196,8 @@ class InfLLM(InfLLMRules, SelectiveAttention):
         """Means of the blocks that there are, which go into the books."""
         means = self.means[layer][: self.n_blocks[layer]]
         self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
+        if len(means) > self.plan.k:  # else all blocks are fetched, and none is looked for
+            self.store[layer].meter.count("read_meta_bytes", means.numel() * ELEMENT_BYTES)
         return means
 
     def chosen(self, tokens: Tensor) -> Tensor:

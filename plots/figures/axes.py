@@ -39,7 +39,7 @@ AXES = {
         ),
         Axis(
             "moved", "moved or read per step, MB", "bytes moved per step", 1e6,
-            ("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+            ("bytes_moved_kv_per_step", "bytes_index_read_per_step", "bytes_searched_per_step"),
         ),
         Axis(
             "attended", "tokens attended to per head, step and layer", "tokens attended to", 1,
@@ -52,7 +52,7 @@ AXES = {
         ),
         Axis(
             "find", "read per step to find tokens, KB", "bytes read to find tokens", 1e3,
-            ("bytes_moved_meta_per_step",), "its reading of all keys",
+            ("bytes_index_read_per_step",), "its reading of all keys",
         ),
     )
 }  # fmt: skip

@@ -26,7 +26,7 @@ from plots.stats import macro_interval
 
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),
-    *("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+    *("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_find_per_step", "bytes_searched_per_step"),
     *("bytes_resident_device", "bytes_resident_host", "bytes_resident_device_actual"),
     *("cache_hit_rate", "prefill_s", "tpot_s", "batch_rows_mean"),
 )
@@ -35,7 +35,7 @@ COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that
     "share": ("effective_ratio",),
     "device": ("bytes_resident_device",),
     "resident": ("bytes_resident_device", "bytes_resident_host"),
-    "moved": ("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_searched_per_step"),
+    "moved": ("bytes_moved_kv_per_step", "bytes_index_read_per_step", "bytes_searched_per_step"),
     "memory": ("resident_share",),
     "reads": (
         *("bytes_resident_device", "bytes_moved_kv_per_step", "bytes_moved_meta_per_step"),

@@ -60,7 +60,7 @@ VALUES: dict[str, Value] = {
     "peak": Value("entries at the fullest step", "", ledger("peak_entries")),
     "footprint": Value("entries of an answer", "thousand", ledger("footprint_entries", 1e3)),
     "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
-    "find": Value("read per step to find tokens", "KB", ledger("bytes_moved_meta_per_step", 1e3)),
+    "find": Value("read per step to find tokens", "KB", ledger("bytes_index_read_per_step", 1e3)),
     "prefill_s": Value("prefill", "s", mean_prefill, 2),
     "step_s": Value("decode step, shared by all variants beside", "s", seconds_per_token, 4),
 }

@@ -201,6 +201,17 @@ def test_an_unpriced_search_is_said() -> None:
     assert "Oracle" in line
 
 
+def test_an_index_on_the_device_is_in_the_column_and_named_where_comm_does_not_price_it() -> None:
+    read = {"bytes_moved_meta_per_step": 0.0, "bytes_index_read_per_step": 414_720.0, "bytes_comm_per_step": 151_020.0}
+    one = result(**read, method_label="InfLLM", protocol="context_only")
+    assert "414.7" in text(one)
+    (line,) = remarks([one])
+    assert line.endswith("reads more of it on the device: InfLLM 414.7 of 151.0 KB /step")
+    assert remarks([result(**read | {"bytes_comm_per_step": 5e5}, protocol="context_only")]) == []
+    older = result(bytes_moved_meta_per_step=7000.0, protocol="context_only")
+    assert "7.0" in text(older) and remarks([older]) == []
+
+
 def test_where_the_first_token_comes_from_is_said_of_tasks_that_ask_for_an_answer() -> None:
     assert any("first token" in line for line in remarks([result()]))
     assert remarks([result(protocol="context_only")]) == []

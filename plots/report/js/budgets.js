@@ -5,7 +5,7 @@ const AUDIT = {
   "tokens attended": [(r) => r.audit.tokens_attended_mean, (v) => number(v, 1)],
   "of full attention": [(r) => r.audit.effective_ratio, (v) => number(v)],
   "find KB/step asked": [(r) => r.audit.comm_bytes, (v) => scaled(v, 1e3)],
-  "find KB/step": [(r) => r.audit.bytes_moved_meta_per_step, (v) => scaled(v, 1e3)],
+  "find KB/step": [(r) => r.audit.bytes_find_per_step, (v) => scaled(v, 1e3)],
   "searched KB/step": [(r) => r.audit.bytes_searched_per_step, (v) => scaled(v, 1e3)],
   "KV KB/step": [(r) => r.audit.bytes_moved_kv_per_step, (v) => scaled(v, 1e3)],
   "device MB": [(r) => r.audit.bytes_resident_device, (v) => scaled(v, 1e6, 2)],
