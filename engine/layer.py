@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
+from engine.books.audit import check_selection
 from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.budget import ELEMENT_BYTES
@@ -44,6 +45,7 @@ class Layer:
     """The slots of a layer, and its host tier if it has one."""
 
     is_coded = False  # True: tokens are taken in as codes, each layer by itself
+    checked_for = ""  # whose selections are looked at before memory is read there; empty: nobody's
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class Layer:
 
         Where `padded`, -1 stands for no token.
         """
-        part = self.reach(idx if idx.is_cuda else idx.contiguous())
+        part = self.reach(idx if idx.is_cuda else idx.contiguous(), padded)
         n_tokens = idx.numel()
         if padded:
             part.mask = idx >= 0
@@ -322,8 +324,10 @@ class Layer:
         self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_ahead, self.n_host)
         return part
 
-    def reach(self, idx: Tensor) -> Part:
+    def reach(self, idx: Tensor, padded: bool = False) -> Part:
         """The tokens at `idx` of the host, wherever that is, noted but not counted."""
+        if self.checked_for:
+            check_selection(self, idx, padded)
         assert self.host is not None, f"layer {self.index} has nothing on the host"
         shape, n_generated = self.meter.shape, self.n_seen - self.s_prompt
         assert idx.shape[1] in (shape.h, shape.h_kv), f"idx has {idx.shape[1]} heads"

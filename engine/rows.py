@@ -58,7 +58,7 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
         if not layer.is_far:
             parts.append(layer.fetch(idx, padded))
             continue
-        part = layer.reach(idx)
+        part = layer.reach(idx, padded)
         if layer.brings(idx, padded):
             assert layer.shelf is not None, f"layer {layer.index} has no room for copies"
             copies = layer.shelf.copies_for(idx, layer.k)

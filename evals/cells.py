@@ -18,6 +18,7 @@ from engine.shapes import Checkpoint, ModelShape
 from engine.sparse import VerticalSlash
 from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
 from evals.models import Found, located, look_into, look_up, resolve_hardware
+from evals.outside import is_target
 from evals.results import read_config, run_name
 from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
@@ -71,9 +72,10 @@ class Cell:
         """The cell's method on prompts of so many tokens; `ConfigError` where the budget is too small for it."""
         with naming(self.settings):
             asked = self.settings
-            return self.kind.variant_for(
+            found = self.kind.variant_for(
                 self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner
             )
+        return replace(found, is_checked=True) if is_target(asked.method.target) else found
 
     def draws(self) -> "list[Cell]":
         """The cell once for each answer to a prompt."""

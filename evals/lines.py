@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from engine.books.audit import uncounted_bytes
 from engine.books.strip import attended_bins
 from engine.budget import exact
 from engine.decode import Answer, Decoded
@@ -48,6 +49,9 @@ def answer_line(
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
     in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
     ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), in_mean, with_index=not row.drops)
+    uncounted = uncounted_bytes(row) if row.store.checked_for else 0
+    if uncounted:
+        ledger["within_budget"] = False
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
@@ -72,6 +76,7 @@ def answer_line(
         | draw_columns(sample, cell)
         | ({} if outcome is not None else {"cut_off": not answer.stopped})
         | ({"measures": measures} if measures else {})
+        | ({"bytes_uncounted": uncounted} if uncounted else {})
         | ({} if probe_s is None else {"probe_s": probe_s})
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
@@ -149,6 +154,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:
         notes.append(f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate")
+    if uncounted := [row.fields["bytes_uncounted"] for row in rows if "bytes_uncounted" in row.fields]:
+        notes.append(
+            f"it holds up to {max(uncounted) / 1e6:.1f} MB in tensors of its own, far more than it counts: its budget "
+            "does not hold"
+        )
     others = cell.shape.n_layers - len(cell.shape.attention_layers)
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")

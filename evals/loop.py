@@ -16,6 +16,7 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any
 
+from engine.books.audit import check_skips
 from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
@@ -30,6 +31,7 @@ from evals.asked import CellRefused, leave_out, naming
 from evals.cells import Cell, check_loaded, is_finished
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, made_with, tokenizer_of
+from evals.outside import who_left
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
 from evals.results.opened import open_folders, results_of
@@ -236,6 +238,8 @@ class Group:
                 with self.profiled(sample, cells):
                     self.answer(sample, prompt, cells, thinning)
             return
+        except SystemExit as error:  # no run ends like this: run.py would say that all is done
+            raise who_left(error, [cell.settings.method.target for cell in cells]) from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -296,6 +300,8 @@ class Group:
     def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
         """The cell's variant on one sample, not built yet."""
         row = self.variant(cell, prompt).row(trace, n_new)
+        with naming(cell.settings):
+            check_skips(row)
         if cell.settings.accesses:
             row.store.accesses = []
         return row

@@ -21,7 +21,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunError
 from evals.typed import build_params
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
@@ -121,6 +121,17 @@ def said(error: BaseException, path: Path) -> str:
     return f"{where}{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
+def who_left(error: SystemExit, targets: Iterable[str]) -> RunError:
+    """A method that ends the process: the files among `targets` that the way there led through, else a guess."""
+    files = dict.fromkeys(match["path"] for target in targets if (match := TARGET.fullmatch(target)))
+    frames = {frame.filename for frame in extract_tb(error.__traceback__)}
+    way = [f"{file}, {said(error, Path(file))}" for file in files if file in frames]
+    return RunError(
+        f"{' and '.join(way) or 'something that was called raised SystemExit'}: a method must not end the process; "
+        "raise an exception that says what is wrong"
+    )
+
+
 def methods_of(module: ModuleType) -> dict[str, Any]:
     """The methods that are defined in the module, unfinished ones left out where there are others."""
     from methods.base import SelectiveAttention
@@ -164,7 +175,7 @@ def defaults(kind: Any, path: Path) -> dict[str, Any]:
         made = kind.Params()
         tree = {field.name: plain(getattr(made, field.name)) for field in fields(made)}
         build_params(kind, tree, "method")
-    except Exception as error:  # whatever a user's own checks raise
+    except (Exception, SystemExit) as error:  # whatever a user's own checks raise
         reason = str(error) if isinstance(error, ConfigError) else said(error, path)
         raise ConfigError(f"{where} cannot be made of its defaults: {reason}") from None
     return tree

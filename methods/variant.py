@@ -55,6 +55,9 @@ class Variant:
     cache: BlockCacheSpec | None = None  # of a method that retrieves
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
     partner: "Partner | None" = None  # what makes codes of tokens
+    is_checked: bool = (
+        False  # the engine looks at what it selects and counts what it attends to (engine/books/audit.py)
+    )
 
     @property
     def is_full(self) -> bool:

@@ -7,7 +7,7 @@ in (`engine/budget.py`).
 Not here: means over samples (`evals/results/`), and bytes really allocated (`Store.allocated_bytes`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
@@ -58,6 +58,7 @@ class Ledger:
     def __init__(self) -> None:
         self.written: list[Entry] = []
         self.debt: Debt | None = None  # counts that an accelerator still has
+        self.corrections: list[tuple[int, Callable[[Entry], Entry]]] = []  # of entries, by what the engine counted
         self.rebuilt_bytes = 0  # read and written between steps, to choose or to index tokens anew
 
     @property
@@ -66,10 +67,17 @@ class Ledger:
         if self.debt is not None:
             self.debt, debt = None, self.debt
             debt.settle(self.written)
+        while self.corrections:
+            at, correct = self.corrections.pop()
+            self.written[at] = correct(self.written[at])
         return self.written
 
     def append(self, entry: Entry) -> None:
         self.written.append(entry)
+
+    def correct(self, correct: Callable[[Entry], Entry]) -> None:
+        """Let the newest entry, once it is complete, become what this makes of it."""
+        self.corrections.append((len(self.written) - 1, correct))
 
     def count_rebuilt(self, n_bytes: int) -> None:
         """Add bytes that were read and written between steps, to choose or to index tokens anew."""
