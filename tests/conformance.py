@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
-from itertools import count
+from itertools import count, product
 from math import floor
 from pathlib import Path
 from traceback import extract_tb
@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import COUNTS, BudgetRequest, find_bytes, parse_fraction
-from engine.decode import decode
+from engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
+from engine.books.ledger import Entry
+from engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
+from engine.decode import attend_group, decode
 from engine.errors import ConfigError
 from engine.layer import Layer
 from engine.model import Model
@@ -98,6 +100,9 @@ class Step:
     fetched: list[Tensor]  # (1, h_kv or h, k) positions each
     n_read: int  # tokens that attention read, summed over query heads
     n_counted: int  # the same in the books
+    n_pseudo: int  # pseudo-tokens that attention read, summed over query heads
+    n_pseudo_counted: int
+    find_bytes: int  # in the books, for what finds tokens or stands for them
     protected: list[int]
 
 
@@ -290,28 +295,19 @@ def counting(kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
     def step_rows(cls: Any, rows: Sequence[Any], layer: int, *tensors: Tensor) -> list[list[Part]]:
         found = kind.step_rows.__func__(cls, rows, layer, *tensors)  # type: ignore[attr-defined]
         for row, parts in zip(rows, found, strict=True):
-            row.n_read[layer] = sum(n_tokens(part, row.trace.shape.h) for part in parts if not part.is_pseudo)
+            row.n_read[layer] = tokens_and_pseudo(parts, row.trace.shape.h)
         return found
 
     return type(kind.__name__, (kind,), {"step_rows": classmethod(step_rows)})
 
 
-def n_tokens(part: Part, h: int) -> int:
-    """Tokens of a part, summed over query heads."""
-    if part.spans is not None:
-        return int(part.spans.counts.sum()) * (h // len(part.spans.counts))
-    if part.mask is None:
-        return part.n_tokens() * h
-    return int(part.mask.sum()) * (h // part.mask.shape[1])
-
-
 def look_at(row: Any, step: int, layer: int) -> Step:
     entry = next(e for e in reversed(row.store.ledger.entries) if e.layer == layer)
     assert entry.step == step, f"layer {layer} has no entry in the books for step {step}"
-    held = row.store[layer]
+    held, (n_read, n_pseudo) = row.store[layer], row.n_read[layer]
     return Step(
         step, layer, held.attended(), held.positions()[0].clone(), [idx.clone() for idx in held.fetched()],
-        row.n_read[layer], entry.attended, list(row.protected(layer)),
+        n_read, entry.attended, n_pseudo, entry.pseudo_tokens, entry.moved_meta_bytes, list(row.protected(layer)),
     )  # fmt: skip
 
 
@@ -319,13 +315,6 @@ def look_at(row: Any, step: int, layer: int) -> Step:
 def watched(one: Subject, ratio: str) -> Said:
     """What the method says alone."""
     return answers([variant(one, ratio)])[0]
-
-
-def listed(positions: Sequence[int]) -> str:
-    """`position 3`, or `positions 3, 5, 8 and 4 more`."""
-    first, more = sorted(set(positions))[:5], len(set(positions)) - 5
-    rest = f" and {more} more" if more > 0 else ""
-    return f"position{'s' * (len(first) > 1)} {', '.join(map(str, first))}{rest}"
 
 
 def difference(a: Said, b: Said, name_b: str) -> str | None:
@@ -382,6 +371,88 @@ def chosen_once(one: Subject, ratio: str) -> None:
         assert seen.n_read == n, (
             f"{where}: attention reads {seen.n_read} tokens, and the store knows of {n}; return only what it holds"
         )
+        assert seen.n_pseudo == seen.n_pseudo_counted, (
+            f"{where}: attention reads {seen.n_pseudo} pseudo-tokens, and the books count {seen.n_pseudo_counted}; "
+            "count them as pseudo_tokens"
+        )
+        needed = seen.n_pseudo * token_bytes(shape) // shape.h
+        assert seen.find_bytes >= needed, (
+            f"{where}: K and V of {seen.n_pseudo} pseudo-tokens are {needed} bytes, and moved_meta_bytes has "
+            f"{seen.find_bytes}: what stands for tokens is within comm"
+        )
+
+
+def some_layer_compressed(one: Subject) -> None:
+    first, *_ = accepted(one, ("0.2", "0.5", "0.9"))
+    asked = variant(one, first)
+    check_skips(asked.row(read([asked]), N_NEW))
+
+
+def holds_what_it_counts(one: Subject) -> None:
+    first, *_ = accepted(one, ("0.2", "0.5", "0.9"))
+    row = watched(one, first).row
+    if n_bytes := uncounted_bytes(row):
+        shape = row.trace.shape
+        full = token_bytes(shape) * S * len(shape.attention_layers)
+        raise AssertionError(
+            f"at ratio {first}, tensors of the method's own hold {n_bytes} bytes, far more than it counts, and "
+            f"K and V of the whole prompt have {full}; count them as resident_meta_bytes"
+        )
+
+
+def reads_what_it_counts(one: Subject) -> None:
+    """Of tokens that a step does not attend to, values change nothing, and keys only where they are counted as read."""
+    first, *_ = accepted(one, ("0.2", "0.5", "0.9"))
+    asked = variant(one, first)
+    trace = read([asked])
+    with torch.inference_mode():
+        row = built(asked.row(trace, N_NEW))
+        if not row.rolls_back or asked.is_full:
+            return
+        for layer in trace.shape.attention_layers:
+            if layer not in row.skipped_layers() and layer not in trace.positions:
+                layer_reads_what_it_counts(row, layer)
+
+
+def layer_reads_what_it_counts(row: SelectiveAttention, layer: int) -> None:
+    trace, shape = row.trace, row.trace.shape
+    draw = torch.Generator().manual_seed(layer)
+    q, k, v = (torch.randn(1, heads, 1, shape.d_h, generator=draw) for heads in (shape.h, shape.h_kv, shape.h_kv))
+
+    def outcome() -> tuple[Tensor, Tensor, Entry]:
+        fork = row.fork()
+        fork.q_ahead = q
+        out = attend_group(type(fork), [fork], layer, q, k, v, trace.scales[layer], 1)[0]
+        return out, fork.store[layer].attended(), fork.store.ledger.entries[-1]
+
+    def differs_with(x: Tensor, where: Tensor) -> bool:
+        """Whether the step is another one where x has large numbers of either sign there."""
+        before = x.clone()
+        signs = torch.arange(x.shape[2]) % 2 * 2.0 - 1
+        x.copy_(torch.where(where, 8 * x.abs().max() * signs.view(1, 1, -1, 1), x))
+        out, attended, _ = outcome()
+        x.copy_(before)
+        return not (torch.equal(out, usual) and torch.equal(attended, attended_to))
+
+    usual, attended_to, entry = outcome()
+    unseen = ~attended_to[:, : trace.s_prompt].unflatten(0, (shape.h_kv, -1)).any(1)  # (h_kv, s)
+    where = unseen.view(1, shape.h_kv, -1, 1)
+    assert not differs_with(trace.values(layer), where), (
+        f"layer {layer}: the output changes with values of tokens that the step does not attend to; attend to what "
+        "resident() and select() name, and correct the output with what is counted"
+    )
+    if not differs_with(trace.keys(layer), where):
+        return
+    n_bytes = 0
+    for head, channel in product(range(shape.h_kv), range(shape.d_h)):
+        one = torch.zeros(1, shape.h_kv, 1, shape.d_h, dtype=torch.bool)
+        one[:, head, :, channel] = True
+        n_bytes += int(unseen[head].sum()) * ELEMENT_BYTES * differs_with(trace.keys(layer), where & one)
+    counted = entry.moved_meta_bytes + entry.read_meta_bytes + entry.searched_bytes
+    assert counted >= max(n_bytes, 1), (
+        f"layer {layer}: the step depends on {n_bytes} bytes of keys of tokens that it does not attend to, and counts "
+        f"{counted} as read to find them; count moved_meta_bytes"
+    )
 
 
 def repeated(tokens: Tensor) -> list[int]:
@@ -423,7 +494,9 @@ def within_budget(one: Subject, ratio: str) -> None:
         assert moved <= room, (
             f"step {step}: {moved:.0f} bytes per layer are moved to find tokens, and comm={one.comm} allows {room}"
         )
-    assert row.store.ledger.within(budget, shape, exempt)
+    assert row.store.ledger.within(budget, shape, exempt), (
+        f"skipped_layers() names {sorted(exempt)}, and the other layers, or all where there is none, exceed the budget"
+    )
 
 
 def half_more(n: int) -> float:
@@ -532,6 +605,9 @@ ONCE: dict[str, Property] = {
     "the answer is the same alone and beside others": same_beside_others,
     "the trace stays as it was": source_unaltered,
     "label and version are there": labelled,
+    "some layer is compressed": some_layer_compressed,
+    "a step depends on nothing that is not counted as read": reads_what_it_counts,
+    "what it holds beside K and V is counted": holds_what_it_counts,
 }
 AT_EACH_RATIO: dict[str, PropertyOfRatio] = {
     "each token is chosen once and counted once": chosen_once,
@@ -552,12 +628,12 @@ def judged(check: Callable[[], None], file: str) -> tuple[str, str]:
         return "refused", str(error)
     except AssertionError as error:
         return "BROKEN", str(error) or raised(error, file)
-    except Exception as error:  # whatever a method raises is a case that breaks it
+    except (Exception, SystemExit) as error:  # whatever a method raises is a case that breaks it
         return "BROKEN", raised(error, file)
     return "held", ""
 
 
-def raised(error: Exception, file: str) -> str:
+def raised(error: BaseException, file: str) -> str:
     """An exception in a line, with the method's own line that led to it."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     where = f" at line {lines[-1]} of {Path(file).name}" if lines else ""

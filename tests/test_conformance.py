@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cheats import CHEATS
 from tests.conformance import AT_EACH_RATIO, ONCE, main
 from tests.tiny_run import example_file
 
@@ -93,6 +94,12 @@ class Mine(SelectiveAttention):
     def arrange(self, layer):
         pass
 """
+LEAVES = """
+class Mine(SelectiveAttention):
+    title, drops = "Mine", True
+    def arrange(self, layer):
+        raise SystemExit(0)
+"""
 RAISES = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
@@ -132,6 +139,7 @@ def test_the_file_of_the_docs_holds_every_property(tmp_path: Path, capsys: pytes
         (AT_RANDOM, "the next time", "draw random numbers from a torch.Generator with a seed"),
         (FORGETS, "protected", "position 239 is protected, and query head 0 does not attend to it"),
         (NOT_FULL, "full attention", "at the whole budget the answer is ["),
+        (LEAVES, "exceeds the budget", "SystemExit at line 8 of mine.py: 0"),
         (RAISES, "exceeds the budget", "RuntimeError at line 8 of mine.py: selected index k out of range"),
     ],
 )
@@ -145,6 +153,48 @@ def test_what_a_method_breaks_is_said_in_words(
     (line,) = [line for what, line in said.items() if name in what]
     assert line.startswith("BROKEN")
     assert says in (line if not line.endswith("as above") else "".join(said.values())), line
+
+
+READS, HOLDS = "a step depends on nothing that", "what it holds beside"
+
+
+@pytest.mark.parametrize(
+    ("cheat", "name", "says"),
+    [
+        ("PSEUDO_TOKENS", "chosen once", "attention reads 1182 pseudo-tokens, and the books count 0"),
+        ("COUNTED_PSEUDO_TOKENS", "chosen once", "K and V of 1182 pseudo-tokens are 12608 bytes, and moved_meta_bytes"),
+        ("TOKENS_BESIDE", "chosen once", "attention reads 1446 tokens, and the store knows of 264"),
+        ("ATTENDS_LATER", READS, "the output changes with values of tokens that the step does not attend to"),
+        ("ATTENDS_LATER_TO_COPIES", HOLDS, "hold 46176 bytes, far more than it counts"),
+        ("SEARCHES_ALL_KEYS", READS, "bytes of keys of tokens that it does not attend to, and counts 0 as read"),
+        ("SEARCHES_A_COPY", HOLDS, "hold 46080 bytes, far more than it counts"),
+        ("COUNTS_A_BYTE", READS, "bytes of keys of tokens that it does not attend to, and counts 1 as read"),
+        ("SKIPS_EVERYTHING", "some layer", "skipped_layers() of Mine names all 3 layers"),
+        ("SKIPS_AFTERWARDS", "exceeds the budget", "the other layers, or all where there is none, exceed the budget"),
+    ],
+)
+def test_a_method_that_hides_what_it_does_is_caught(
+    cheat: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CHEATS[cheat])
+    code, said = verdicts(path, capsys, "--ratio", "0.15")
+    assert code == 1
+    (line,) = [line for what, line in said.items() if name in what]
+    assert line.startswith("BROKEN") and says in line, line
+
+
+def test_every_cheat_is_put_through_the_suite() -> None:
+    (marks,) = test_a_method_that_hides_what_it_does_is_caught.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks.args[1]} == set(CHEATS)
+
+
+def test_a_search_that_counts_what_it_reads_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counted = "keys = self.searched(layer)\n        self.store[layer].meter.count('searched_bytes', 2 * keys.numel())"
+    path = tmp_path / "mine.py"
+    path.write_text(CHEATS["SEARCHES_ALL_KEYS"].replace("keys = self.searched(layer)", counted))
+    code, said = verdicts(path, capsys, "--ratio", "0.15")
+    assert code == 0, said
 
 
 def test_a_budget_that_is_refused_breaks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
