@@ -347,9 +347,7 @@ class Group:
         for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
             text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
             line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, outcome)
-            if row.store.accesses:
-                with self.file_beside(cell, "accesses", sample, "npz") as path:
-                    accesses.write(path, row.store)
+            self.keep_accesses(cell, line.id, row)
             self.keep(cell, line, row)
 
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
@@ -360,7 +358,7 @@ class Group:
         timed = Timed(self.variant(cell, prompt), cell.sparsity, cell.settings.chunk)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.profile:
-            with self.file_beside(cell, "trace", sample, "json") as path:
+            with self.file_beside(cell, "trace", sample.id, "json") as path:
                 timing.record.write_chrome_trace(path)
         line = answer_line(
             sample, prompt, cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.outcome
@@ -376,7 +374,7 @@ class Group:
         with recording(self.model.device) as record:
             yield
         for cell in cells:
-            with self.file_beside(cell, "trace", sample, "json") as path:
+            with self.file_beside(cell, "trace", sample.id, "json") as path:
                 record.write_chrome_trace(path)
 
     def forced_of(self, sample: Sample, prompt: Prompt) -> ForcedContinuation | None:
@@ -396,11 +394,17 @@ class Group:
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
         self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
 
+    def keep_accesses(self, cell: Cell, line_id: str, row: SelectiveAttention, n_before: int = 0) -> None:
+        """With `accesses=true`, what the line's row fetched, the first `n_before` times in turns before."""
+        if row.store.accesses:
+            with self.file_beside(cell, "accesses", line_id, "npz") as path:
+                accesses.write(path, row.store, n_before)
+
     @contextmanager
-    def file_beside(self, cell: Cell, what: str, sample: Sample, suffix: str) -> Iterator[Path]:
-        """A file of one sample in the run's folder, there when it is whole."""
+    def file_beside(self, cell: Cell, what: str, id: str, suffix: str) -> Iterator[Path]:
+        """A file of one sample or line in the run's folder, there when it is whole."""
         with self.folders[cell.path].placing() as folder:
-            yield folder / f"{what}-{file_stem(sample.id)}.{suffix}"
+            yield folder / f"{what}-{file_stem(id)}.{suffix}"
 
     def standings(self) -> list[Standing]:
         """Scores so far, for whoever watches."""

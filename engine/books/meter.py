@@ -9,7 +9,7 @@ Not here: moving (`engine/layer.py`), what the counts mean (`engine/books/ledger
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Access:
     n_kept: int  # tokens before the first that may be fetched
     n_host: int  # tokens on the host that are complete
     idx: Sequence[Any]  # positions per KV head or query head, -1 where padded
+    is_counted: bool = True  # False: the step attended to everything, and a cache only took in what was selected
 
 
 class Read(NamedTuple):
@@ -92,6 +93,7 @@ class Meter:
         self.beside_bytes = 0  # on the device beside K and V of kept tokens, for attention
         self.host_meta_bytes = 0  # on the host beside tokens that are there alone
         self.accesses = accesses  # a list: every fetch is noted in it
+        self.has_noted = False  # a fetch of this step
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
         self.owed: Owed | None = None  # of this step
@@ -142,6 +144,8 @@ class Meter:
             counts["made_kv_bytes"] = n_host * shape.h_kv * (self.token_bytes - self.far_bytes)
         if self.owed is not None:
             self.owed.is_passed_by = True
+        if self.accesses and self.has_noted:
+            self.accesses[-1] = replace(self.accesses[-1], is_counted=False)
 
     def count_released(self, n: int) -> None:
         """`n` tokens go from the window to the host."""
@@ -210,6 +214,7 @@ class Meter:
             home = torch.empty(home.shape, dtype=home.dtype, pin_memory=True).copy_(positions, non_blocking=True)
         access = Access(step, layer, n, n_kept, n_host, list(home.numpy()))
         self.accesses.append(access)
+        self.has_noted = True
 
     def cached_bytes(self) -> int:
         """Bytes of the device cache: the room of a cache of blocks, full or not, or the recent tokens."""
@@ -233,6 +238,7 @@ class Meter:
         Of `n_seen` tokens every KV head has `n_resident` on the device and `n_host` on the host. `n_hidden` pairs of
         query head and resident token are not attended to, `n_spare` of KV head and token do not exist.
         """
+        self.has_noted = False
         attended, meta_bytes, *moved = self.counts.values()
         self.counts = self.zeros.copy()
         attended += n_resident * self.shape.h - n_hidden

@@ -3,16 +3,19 @@
     python run.py method=pqcache task=needle accesses=true out=runs/study
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
-A run with `accesses=true` writes `accesses-SAMPLE.npz` into its folder, named by `file_stem` of
-`evals/results/files.py`; a replay needs neither model nor prompt, so a sweep of policies takes seconds. It calls the
-caches that runs use (`engine/caches/`), look-up by look-up in the order of the run, each sample and layer from an empty
-cache, and gives the counts of its ledger.
+A run with `accesses=true` writes `accesses-LINE.npz` into its folder for every line of samples.jsonl: a sample, one of
+its answers where several are drawn, or one of its turns. It is named by `file_stem` of `evals/results/files.py`; a
+replay needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
+(`engine/caches/`), look-up by look-up in the order of the run, each line and layer from an empty cache, and gives the
+counts of its ledger.
 
 Format    one entry per fetch, a step of a layer. `step`, `layer`; `n`: tokens seen, the current one included; `n_kept`:
           tokens before the first that may be fetched; `n_host`: complete tokens on the host; all (entries,) int32.
           `positions` (all fetched tokens,) int32, entry by entry and head by head, `ends` (entries, heads) int64:
           where each head's part of it ends. Scalars `h_kv`, `s_prompt`, `token_bytes` (K and V of one token of one KV
-          head). Heads are KV heads, or query heads in the order of their KV heads.
+          head). Heads are KV heads, or query heads in the order of their KV heads. `n_before`: how many of the entries
+          are of turns before the line's, which fill a cache and are not counted; `counted` (entries,) bool: False for
+          tokens of a dense feed, which read past the cache. Older files lack both: every entry counts.
 
 Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens that a cache without blocks would hold.
 """
@@ -47,6 +50,7 @@ class Log:
     s_prompt: int
     token_bytes: int
     entries: list[Access]
+    n_before: int = 0  # of the entries: they fill a cache and are not counted
 
     @property
     def n_most(self) -> int:
@@ -74,8 +78,8 @@ class Saved:
         return self.warm_hits / self.warm_lookups if self.warm_lookups else None
 
 
-def write(path: Path, store: Store) -> None:
-    """Write everything that a store fetched."""
+def write(path: Path, store: Store, n_before: int = 0) -> None:
+    """Write everything that a store fetched, the first `n_before` times before the turn in question."""
     entries = store.accesses
     assert entries is not None, "the store was not asked to note its fetches"
     heads = [[head[head >= 0] for head in entry.idx] for entry in entries]
@@ -91,6 +95,8 @@ def write(path: Path, store: Store) -> None:
         path,
         positions=np.concatenate(flat).astype(np.int32) if flat else np.zeros(0, np.int32),
         ends=lengths.reshape(-1).cumsum().reshape(lengths.shape),
+        counted=np.array([entry.is_counted for entry in entries], bool),
+        n_before=n_before,
         h_kv=store.shape.h_kv,
         s_prompt=store.trace.s_prompt,
         token_bytes=store.token_bytes,
@@ -110,11 +116,13 @@ def read(path: Path) -> Log:
             *(arrays[name].tolist() for name in ("step", "layer", "n", "n_kept", "n_host")),
             strict=True,
         )
+        counted = arrays.get("counted", np.ones(len(ends), bool)).tolist()
         entries = [
-            Access(step, layer, n, n_kept, n_host, cut[i * n_heads : (i + 1) * n_heads])
+            Access(step, layer, n, n_kept, n_host, cut[i * n_heads : (i + 1) * n_heads], counted[i])
             for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
         ]
-        return Log(int(arrays["h_kv"]), int(arrays["s_prompt"]), int(arrays["token_bytes"]), entries)
+        sizes = (int(arrays[name]) for name in ("h_kv", "s_prompt", "token_bytes"))
+        return Log(*sizes, entries, int(arrays.get("n_before", 0)))
     # A damaged archive ends in any of the errors of zipfile, zlib and numpy.
     except Exception as error:
         raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None
@@ -155,8 +163,11 @@ def total(log: Log, access: Callable[[Access], tuple[int, int, int]]) -> Saved:
     """Sums over all entries; `access` gives the look-ups, hits and filled tokens of one."""
     first = {entry.layer: entry.step for entry in reversed(log.entries)}
     sums = np.zeros(6, np.int64)
-    for entry in log.entries:
+    for i, entry in enumerate(log.entries):
         lookups, hits, filled = access(entry)
+        if i < log.n_before:
+            continue
+        lookups, hits = lookups * entry.is_counted, hits * entry.is_counted
         warm = entry.step > first[entry.layer]
         moved, taken = (lookups - hits) * log.token_bytes, filled * log.token_bytes
         sums += [hits, lookups, hits * warm, lookups * warm, moved, taken]

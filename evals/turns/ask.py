@@ -36,6 +36,7 @@ class Said:
     step_s: list[float]  # of the answer's steps
     n_rows: int  # of the batch
     n_fed: int  # entries' steps that are the feed's
+    n_before: int = 0  # fetches noted before this turn
 
 
 class Asker:
@@ -84,7 +85,7 @@ class Asker:
         assert self.trace.logits is not None, "the trace has no logits"
         logits = self.trace.logits.expand(len(self.rows), -1)
         for i, feed in enumerate(self.prompt.feeds):
-            before = len(talk.clock.stretches)
+            before, fetched = len(talk.clock.stretches), [n_fetches(row) for row in talk.rows]
             if feed:
                 grown = self.grown_to(range(len(self.rows)), talk.positions, [feed] * len(self.rows))
                 logits = talk.read([feed] * len(self.rows), self.asking.feed, grown)
@@ -95,7 +96,7 @@ class Asker:
             for v, row in enumerate(fork.rows):
                 put_before(row, fed[v])
                 seconds = [*read_s, *fork.seconds()]
-                yield self.said(i, v, row, answers[v], feed, seconds, len(read_s), len(self.rows))
+                yield self.said(i, v, row, answers[v], feed, seconds, len(read_s), len(self.rows), fetched[v])
 
     def dialogue(self, which: Sequence[int]) -> Iterator[Said]:
         assert self.trace.logits is not None, "the trace has no logits"
@@ -103,7 +104,7 @@ class Asker:
         logits = self.trace.logits.expand(len(which), -1)
         answers: list[Answer] = []
         for i, feed in enumerate(self.prompt.feeds):
-            before = len(talk.clock.stretches)
+            before, fetched = len(talk.clock.stretches), [n_fetches(row) for row in talk.rows]
             feeds = [self.after(answer, feed) for answer in answers] or [feed] * len(which)
             if all(feeds):
                 logits = talk.read(feeds, self.asking.feed, self.grown_to(which, talk.positions, feeds))
@@ -112,7 +113,7 @@ class Asker:
             seconds = talk.seconds()[before:]
             for at, v in enumerate(which):
                 row = talk.rows[at]
-                yield self.said(i, v, row, answers[at], feeds[at], seconds, n_passes, len(which))
+                yield self.said(i, v, row, answers[at], feeds[at], seconds, n_passes, len(which), fetched[at])
                 take_ledger(row)
 
     def grown_to(
@@ -135,13 +136,18 @@ class Asker:
 
     def said(
         self, turn: int, variant: int, row: SelectiveAttention, answer: Answer, feed: tuple[int, ...],
-        seconds: Sequence[float], n_passes: int, n_rows: int,
+        seconds: Sequence[float], n_passes: int, n_rows: int, n_before: int = 0,
     ) -> Said:  # fmt: skip
         n_steps = len(answer.ids) - 1
         steps = [*seconds[n_passes : n_passes + n_steps]]
         return Said(
-            turn, variant, row, answer, feed, sum(seconds[:n_passes]), steps, n_rows, len(feed)
+            turn, variant, row, answer, feed, sum(seconds[:n_passes]), steps, n_rows, len(feed), n_before
         )  # fmt: skip
+
+
+def n_fetches(row: SelectiveAttention) -> int:
+    """Of those that a row notes."""
+    return len(row.store.accesses or ())
 
 
 def take_ledger(row: SelectiveAttention) -> Ledger:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.prefill import Trace
 from engine.width import room_bytes, variant_bytes
 from evals.cells import Cell
+from evals.results import SampleRow
 from evals.tasks.base import Sample
 from evals.turns.ask import Asker
 from evals.turns.encode import TalkPrompt
@@ -35,10 +36,12 @@ def converse(
         (lambda row, n: cells[row].variant(n, prompt.frame)) if grows else None,
     )  # fmt: skip
     tokenizer = group.model.tokenizer
-    lines = [
-        (cells[said.variant], *turn_line(sample, prompt, cells[said.variant], said, tokenizer, prefill_s))
-        for said in asker.ask()
-    ]
+    lines: list[tuple[Cell, SampleRow, dict[str, list[int]]]] = []
+    for said in asker.ask():
+        cell = cells[said.variant]
+        line, ledger = turn_line(sample, prompt, cell, said, tokenizer, prefill_s)
+        group.keep_accesses(cell, line.id, said.row, said.n_before)
+        lines.append((cell, line, ledger))
     for cell, line, ledger in sorted(lines, key=lambda each: each[1].fields["turn"]):
         if line.id in group.missing_lines(cell, sample):
             group.folders[cell.path].append(line, ledger)

@@ -50,6 +50,41 @@ def test_a_replay_counts_what_the_run_counted(words, method, policy, tmp_path) -
     assert saved.warm_lookups < saved.lookups and saved.warm_hits == saved.hits
 
 
+def sums_of_replays(folder: Path, replay) -> dict[str, int]:
+    found = [replay(read(file)) for file in sorted(folder.glob("accesses-*.npz"))]
+    return {
+        "cache_hits": sum(one.hits for one in found),
+        "cache_lookups": sum(one.lookups for one in found),
+        "moved_kv_bytes": sum(one.moved_bytes for one in found),
+        "filled_bytes": sum(one.filled_bytes for one in found),
+    }
+
+
+def test_every_draw_keeps_its_fetches(words, tmp_path) -> None:
+    run([*words, "method=oracle", *CACHE, "temperature=1", "n_answers=3"], tmp_path)
+    assert len([*tmp_path.glob("accesses-*.npz")]) == 3
+    assert sums_of_replays(tmp_path, lambda log: replay_blocks(log, SPEC)) == totals(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])
+@pytest.mark.parametrize("method", ["oracle", "clusterkv"])
+def test_every_turn_keeps_its_fetches_and_those_that_filled_the_cache_before(words, method, mode, tmp_path) -> None:
+    is_oracle = method == "oracle"
+    own = [*CACHE, "cache.policy=lfu"] if is_oracle else ["method.cache_steps=2"]
+    run([*words, f"method={method}", *own, "task.lengths=[620]", "task.questions=3", f"task.mode={mode}"], tmp_path)
+    assert len([*tmp_path.glob("accesses-*.npz")]) == 3
+    found = sums_of_replays(tmp_path, lambda log: replay_blocks(log, SPEC) if is_oracle else replay_recent(log, 2))
+    assert found == totals(tmp_path) and found["cache_hits"] > 0
+
+
+def test_a_dense_feed_is_no_look_up(words, tmp_path) -> None:
+    run([*words, "method=oracle", *CACHE, "task.questions=2", "task.feed=dense"], tmp_path)
+    found, counted = sums_of_replays(tmp_path, lambda log: replay_blocks(log, SPEC)), totals(tmp_path)
+    for name in ("cache_hits", "cache_lookups", "filled_bytes"):
+        assert found[name] == counted[name] > 0, name
+    assert found["moved_kv_bytes"] < counted["moved_kv_bytes"], "a feed's tokens read the whole host"
+
+
 def test_recent_selections_are_clusterkvs_cache(words, tmp_path) -> None:
     run([*words, "method=clusterkv", "method.cache_steps=2"], tmp_path)
     (file,) = tmp_path.glob("accesses-*.npz")
