@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from evals.results import RunResult
-    from evals.settings import Settings
 
     Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 
@@ -79,7 +78,6 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
 
     def job(cfgs: "DictConfig | list[DictConfig]") -> "list[tuple[Path, RunResult]]":
         """Hydra hands over one configuration; our launcher hands over all of a sweep's."""
-        cells: list[Settings] = []
         try:
             if isinstance(cfgs, list):
                 cells = [settings(cfg, cfg.hydra.runtime.choices, is_sweep=True) for cfg in cfgs]
@@ -94,11 +92,6 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
             sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
         except RunError as error:
             refuse(error)
-            sys.exit(1)
-        except SystemExit as error:  # of a method: a run never ends like this
-            from evals.outside import who_left
-
-            refuse(who_left(error, [cell.method.target for cell in cells]))
             sys.exit(1)
         done.extend(results)
         return results

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import attend_rows
-from engine.books.audit import tokens_and_pseudo
+from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
@@ -223,9 +223,7 @@ def attend_groups(
     Without a `step` each row's is that of its own newest token.
     """
     parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
-    for row, own in zip(rows, parts, strict=True):
-        if row.store.checked_for:
-            row.store.read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
+    count_parts(rows, layer, parts)
     with span("attention", layer):
         out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])
     with span("after", layer):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.audit import check_positions, corrected
+from engine.books.audit import check_kept, correct_entry
 from engine.books.ledger import Ledger
 from engine.books.meter import Access, Meter, owe
 from engine.budget import token_bytes
@@ -45,7 +45,6 @@ class Store:
         self.cache_spec = cache
         self.ledger = Ledger()
         self.checked_for = checked_for  # whom errors name; empty: the row is believed
-        self.read: dict[int, tuple[int, int]] = {}  # of rows that are checked, what attention read in this step
         self.layers: dict[int, Layer] = {}
         self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
@@ -86,7 +85,7 @@ class Store:
         if isinstance(chosen, int):
             return self._place(layer, self._part(layer, slice(chosen)), n_window, capacity)
         mask, prompt = None, self._part(layer, slice(None))
-        self._check_kept(layer, chosen, -1 if chosen.shape[1] != self.shape.h_kv else 0)
+        check_kept(self, layer, [chosen])
         if chosen.shape[1] != self.shape.h_kv:
             chosen, mask = union_of(chosen, self.shape.h_kv, self.trace.s_prompt)
         kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen), mask)
@@ -99,8 +98,7 @@ class Store:
         """
         heads, s, d_h = self.shape.h_kv, self.trace.s_prompt, self.shape.d_h
         assert len(chosen) == heads, (len(chosen), heads)
-        for positions in chosen:
-            self._check_kept(layer, positions.expand(1, heads, -1))
+        check_kept(self, layer, chosen)
         rows = torch.cat([positions + head * s for head, positions in enumerate(chosen)])
         prompt = self._part(layer, slice(None))
         k, v = (x.view(heads * s, d_h)[rows].view(1, 1, -1, d_h) for x in (prompt.k, prompt.v))
@@ -123,7 +121,7 @@ class Store:
         tokens stay on the device.
         """
         self.trace.offload(layer)
-        self._check_kept(layer, chosen)
+        check_kept(self, layer, [chosen])
         prompt = self._part(layer, slice(None))
         kept = Part(gather_tokens(prompt.k, chosen), gather_tokens(prompt.v, chosen))
         values = self.trace.host(layer)[1]
@@ -145,8 +143,7 @@ class Store:
         They are numbered as they stand in `chosen`, and generated tokens go on behind them, the current one included:
         `select` returns such numbers. They lie on the device, where a fetch moves nothing, or on the host.
         """
-        if chosen is not None:
-            self._check_kept(layer, chosen)
+        check_kept(self, layer, [chosen])
         prompt = self._part(layer, slice(None))
         far = not on_device and self.trace.device != self.trace.host_device
         if chosen is None:
@@ -167,8 +164,7 @@ class Store:
 
     def keep_coded(self, layer: int, make: Coder, chosen: Tensor | None = None) -> None:
         """Only the `chosen` positions (1, h_kv, n), ascending, stay (None: all), in the form that `make` gives them."""
-        if chosen is not None:
-            self._check_kept(layer, chosen)
+        check_kept(self, layer, [chosen])
         prompt = self._part(layer, slice(None))
         k, v = (x if chosen is None else gather_tokens(x, chosen) for x in (prompt.k, prompt.v))
         self._place_coded(layer, make(k, v, self.n_new), chosen)
@@ -188,12 +184,6 @@ class Store:
 
     def shelf_of(self, layer: int) -> Shelf:
         return self.shelves.setdefault(self.trace.device_of(layer), Shelf(self.trace.s_prompt + self.n_new, 0))
-
-    def _check_kept(self, layer: int, chosen: Tensor, lowest: int = 0) -> None:
-        """Raise `RunError` where a row that is checked keeps what is not there, or anything twice."""
-        if self.checked_for:
-            where = f"{self.checked_for}: the positions kept in layer {layer}"
-            check_positions(chosen, self.shape, lowest, self.trace.s_prompt, where)
 
     def _part(self, layer: int, tokens: slice) -> Part:
         return Part(self.trace.keys(layer)[:, :, tokens], self.trace.values(layer)[:, :, tokens])
@@ -235,8 +225,7 @@ class Store:
         self.ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
             owe(self.ledger, at.meter)
-        if (read := self.read.pop(layer, None)) is not None:
-            self.ledger.correct(lambda entry: corrected(entry, *read, self.shape))
+        correct_entry(self, layer)
 
     def attended(self, layer: int) -> Tensor:
         """Which of the tokens seen so far the last step attended to: (h, n) bool."""

@@ -22,6 +22,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.checkpoints.header import header_shape, shape_of_config
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from evals import outside
 from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, load_rules
 from evals.tasks.base import Task
 from evals.typed import build, build_params
@@ -115,7 +116,8 @@ def refuse_nothing_left(left: Collection[Any]) -> None:
 def naming(settings: Settings) -> Iterator[None]:
     """Name the method and its budget in what is refused."""
     try:
-        yield
+        with outside.staying([settings.method.target]):
+            yield
     except ConfigError as error:
         raise CellRefused(settings, error) from None
 

@@ -16,7 +16,6 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any
 
-from engine.books.audit import check_skips
 from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
@@ -31,7 +30,7 @@ from evals.asked import CellRefused, leave_out, naming
 from evals.cells import Cell, check_loaded, is_finished
 from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
 from evals.models import Models, made_with, tokenizer_of
-from evals.outside import who_left
+from evals.outside import staying
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
 from evals.results.opened import open_folders, results_of
@@ -141,7 +140,7 @@ class Group:
         return [one.sample.id for one in self.prompts or ()]
 
     def ask_all(self, waiting: Iterable[Waiting]) -> None:
-        with self.model.hooked():
+        with self.model.hooked(), staying(cell.settings.method.target for cell in self.cells):
             for one in waiting:
                 self.ask_or_leave_out(one)
 
@@ -238,8 +237,6 @@ class Group:
                 with self.profiled(sample, cells):
                     self.answer(sample, prompt, cells, thinning)
             return
-        except SystemExit as error:  # no run ends like this: run.py would say that all is done
-            raise who_left(error, [cell.settings.method.target for cell in cells]) from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -300,8 +297,6 @@ class Group:
     def row(self, cell: Cell, prompt: Prompt, trace: Trace, n_new: int) -> SelectiveAttention:
         """The cell's variant on one sample, not built yet."""
         row = self.variant(cell, prompt).row(trace, n_new)
-        with naming(cell.settings):
-            check_skips(row)
         if cell.settings.accesses:
             row.store.accesses = []
         return row
@@ -347,7 +342,7 @@ class Group:
         for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
             text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
             line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, outcome)
-            self.keep_accesses(cell, line.id, row)
+            accesses.keep(self.folders[cell.path].placing, file_stem(line.id), row.store)
             self.keep(cell, line, row)
 
     def time(self, sample: Sample, prompt: Prompt, cell: Cell) -> None:
@@ -358,7 +353,7 @@ class Group:
         timed = Timed(self.variant(cell, prompt), cell.sparsity, cell.settings.chunk)
         timing = task.measure(self.model, timed, sample, self.progress.advance)
         if cell.settings.profile:
-            with self.file_beside(cell, "trace", sample.id, "json") as path:
+            with self.file_beside(cell, "trace", sample, "json") as path:
                 timing.record.write_chrome_trace(path)
         line = answer_line(
             sample, prompt, cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.outcome
@@ -374,7 +369,7 @@ class Group:
         with recording(self.model.device) as record:
             yield
         for cell in cells:
-            with self.file_beside(cell, "trace", sample.id, "json") as path:
+            with self.file_beside(cell, "trace", sample, "json") as path:
                 record.write_chrome_trace(path)
 
     def forced_of(self, sample: Sample, prompt: Prompt) -> ForcedContinuation | None:
@@ -394,17 +389,11 @@ class Group:
     def keep(self, cell: Cell, line: SampleRow, row: SelectiveAttention | None) -> None:
         self.folders[cell.path].append(line, None if row is None else row.store.ledger.columns())
 
-    def keep_accesses(self, cell: Cell, line_id: str, row: SelectiveAttention, n_before: int = 0) -> None:
-        """With `accesses=true`, what the line's row fetched, the first `n_before` times in turns before."""
-        if row.store.accesses:
-            with self.file_beside(cell, "accesses", line_id, "npz") as path:
-                accesses.write(path, row.store, n_before)
-
     @contextmanager
-    def file_beside(self, cell: Cell, what: str, id: str, suffix: str) -> Iterator[Path]:
-        """A file of one sample or line in the run's folder, there when it is whole."""
+    def file_beside(self, cell: Cell, what: str, sample: Sample, suffix: str) -> Iterator[Path]:
+        """A file of one sample in the run's folder, there when it is whole."""
         with self.folders[cell.path].placing() as folder:
-            yield folder / f"{what}-{file_stem(id)}.{suffix}"
+            yield folder / f"{what}-{file_stem(sample.id)}.{suffix}"
 
     def standings(self) -> list[Standing]:
         """Scores so far, for whoever watches."""
@@ -441,7 +430,7 @@ def build_rows(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer:
 def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
     """Run the cells of one group: each cell's result."""
     cells = group.cells
-    with ExitStack() as stack:
+    with staying([cell.settings.method.target for cell in cells]), ExitStack() as stack:
         folders = open_folders(cells, stack, say)
         waiting = group.enter(folders)
         if group.cells:

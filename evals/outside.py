@@ -13,7 +13,8 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -119,6 +120,15 @@ def said(error: BaseException, path: Path) -> str:
         lines, error = [error.lineno], type(error)(error.msg)
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+@contextmanager
+def staying(targets: Iterable[str]) -> Iterator[None]:
+    """Where methods run, nothing ends the process: run.py would say that all is done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise who_left(error, targets) from error
 
 
 def who_left(error: SystemExit, targets: Iterable[str]) -> RunError:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.audit import checks_all
 from engine.books.spans import span
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
@@ -56,8 +55,7 @@ class SelectiveAttention(Rules, Turns, ABC):
         self.variant = variant
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
         self.trace = trace
-        checked_for = self.title if variant.is_checked or checks_all() else ""
-        self.store = Store(trace, n_new, variant.cache, checked_for)
+        self.store = Store(trace, n_new, variant.cache, variant.checked_for)
         if variant.partner is not None and not variant.is_full:
             variant.partner.join(self)
         self.setup()

@@ -6,6 +6,7 @@ Not here: the method (`methods/base.py`), what follows from a budget (`methods/r
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.books.audit import checks_all
 from engine.budget import Budget
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.rebuilt import RebuiltTrace
@@ -66,6 +67,11 @@ class Variant:
         becomes_codes = method.changes or (self.partner is not None and method.drops)
         is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
         return budget.attends_all and budget.never_evicts and is_exact
+
+    @property
+    def checked_for(self) -> str:
+        """Whom errors about what it selects name; empty where it is believed."""
+        return self.method.title if self.is_checked or checks_all() else ""
 
     @property
     def observations(self) -> tuple[Observation, ...]:

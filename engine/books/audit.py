@@ -22,6 +22,7 @@ from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
     from engine.layer import Layer
+    from engine.store import Store
     from methods.base import SelectiveAttention
 
 VARIABLE = "KVBENCH_CHECK"
@@ -51,6 +52,16 @@ def check_positions(idx: Tensor, shape: ModelShape, lowest: int, end: int, where
         found, counts = positions[positions >= 0].unique(return_counts=True)
         if twice := found[counts > 1].tolist():
             raise RunError(f"{where} hold {listed(twice)} of head {head} twice; return each once")
+
+
+def check_kept(store: "Store", layer: int, chosen: Sequence[Tensor | None]) -> None:
+    """`check_positions` for a row that is checked: (1, h_kv or h, k), or (k,) of single heads; None: all."""
+    for positions in chosen if store.checked_for else ():
+        if positions is not None:
+            idx = positions.expand(1, store.shape.h_kv, -1) if positions.ndim == 1 else positions
+            lowest = 0 if idx.shape[1:2] == (store.shape.h_kv,) else -1  # query heads may choose different numbers
+            where = f"{store.checked_for}: the positions kept in layer {layer}"
+            check_positions(idx, store.shape, lowest, store.trace.s_prompt, where)
 
 
 def check_selection(layer: "Layer", idx: Tensor, padded: bool) -> None:
@@ -101,6 +112,20 @@ def tokens_and_pseudo(parts: Iterable[Part], h: int) -> tuple[int, int]:
     for part in parts:
         found[part.is_pseudo] += tokens_of(part, h)
     return found[0], found[1]
+
+
+def count_parts(rows: "Sequence[SelectiveAttention]", layer: int, parts: Sequence[Sequence[Part]]) -> None:
+    """Keep what attention reads of rows that are checked, until their step ends."""
+    for row, own in zip(rows, parts, strict=True):
+        if row.store.checked_for:
+            check_skips(row)
+            row.store.ledger.read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
+
+
+def correct_entry(store: "Store", layer: int) -> None:
+    """Let the entry of a step have no less than attention read."""
+    if (read := store.ledger.read.pop(layer, None)) is not None:
+        store.ledger.correct(lambda entry: corrected(entry, *read, store.shape))
 
 
 def corrected(entry: Entry, n_tokens: int, n_pseudo: int, shape: ModelShape) -> Entry:

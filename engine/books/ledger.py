@@ -58,6 +58,7 @@ class Ledger:
     def __init__(self) -> None:
         self.written: list[Entry] = []
         self.debt: Debt | None = None  # counts that an accelerator still has
+        self.read: dict[int, tuple[int, int]] = {}  # by layer, in this step, of rows that are checked
         self.corrections: list[tuple[int, Callable[[Entry], Entry]]] = []  # of entries, by what the engine counted
         self.rebuilt_bytes = 0  # read and written between steps, to choose or to index tokens anew
 

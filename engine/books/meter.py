@@ -105,6 +105,11 @@ class Meter:
         assert field in self.counts, f"{field} is not counted per step"
         self.counts[field] += amount
 
+    def count_index(self, n_bytes: int) -> None:
+        """Add an index that stays on the device, all of which this step reads."""
+        self.count("resident_meta_bytes", n_bytes)
+        self.count("read_meta_bytes", n_bytes)
+
     def count_read(self, n: Tensor, element_bytes: int) -> None:
         """Add so many elements of an index, (n,) int32, that an accelerator read in this step."""
         self.read = Read(n, element_bytes)

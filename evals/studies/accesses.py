@@ -23,6 +23,7 @@ Not here: bytes over a link in seconds (`evals/studies/hardware.py`), tokens tha
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ class Saved:
         return self.warm_hits / self.warm_lookups if self.warm_lookups else None
 
 
+def keep(placing: Callable[[], AbstractContextManager[Path]], stem: str, store: Store, n_before: int = 0) -> None:
+    """Write a line's file, named by its stem, into the folder that `placing` gives, where the store noted fetches."""
+    if store.accesses:
+        with placing() as folder:
+            write(folder / f"accesses-{stem}.npz", store, n_before)
+
+
 def write(path: Path, store: Store, n_before: int = 0) -> None:
     """Write everything that a store fetched, the first `n_before` times before the turn in question."""
     entries = store.accesses
@@ -121,8 +129,8 @@ def read(path: Path) -> Log:
             Access(step, layer, n, n_kept, n_host, cut[i * n_heads : (i + 1) * n_heads], counted[i])
             for i, (step, layer, n, n_kept, n_host) in enumerate(numbers)
         ]
-        sizes = (int(arrays[name]) for name in ("h_kv", "s_prompt", "token_bytes"))
-        return Log(*sizes, entries, int(arrays.get("n_before", 0)))
+        h_kv, s_prompt, token_bytes = (int(arrays[name]) for name in ("h_kv", "s_prompt", "token_bytes"))
+        return Log(h_kv, s_prompt, token_bytes, entries, int(arrays.get("n_before", 0)))
     # A damaged archive ends in any of the errors of zipfile, zlib and numpy.
     except Exception as error:
         raise ConfigError(f"{path} is no file of fetches ({error}); make one with accesses=true") from None

@@ -10,6 +10,8 @@ from engine.prefill import Trace
 from engine.width import room_bytes, variant_bytes
 from evals.cells import Cell
 from evals.results import SampleRow
+from evals.results.files import file_stem
+from evals.studies import accesses
 from evals.tasks.base import Sample
 from evals.turns.ask import Asker
 from evals.turns.encode import TalkPrompt
@@ -40,7 +42,7 @@ def converse(
     for said in asker.ask():
         cell = cells[said.variant]
         line, ledger = turn_line(sample, prompt, cell, said, tokenizer, prefill_s)
-        group.keep_accesses(cell, line.id, said.row, said.n_before)
+        accesses.keep(group.folders[cell.path].placing, file_stem(line.id), said.row.store, said.n_before)
         lines.append((cell, line, ledger))
     for cell, line, ledger in sorted(lines, key=lambda each: each[1].fields["turn"]):
         if line.id in group.missing_lines(cell, sample):

@@ -240,7 +240,7 @@ class PQCache(PQCacheRules, SelectiveAttention):
             return None
         counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
         quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
-        self.count_centroids(layer, quantiser)
+        self.store[layer].meter.count_index(quantiser.resident.numel() * ELEMENT_BYTES)
         found = [
             pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, feed.scale, merge)
             for q, n in zip(feed.queries.split(1), counts, strict=True)
@@ -252,15 +252,10 @@ class PQCache(PQCacheRules, SelectiveAttention):
         """The layer's quantiser with codes of `n` candidates; what searching them costs goes into the books."""
         meter = self.store[layer].meter
         quantiser = self.with_codes(layer, n)
-        self.count_centroids(layer, quantiser)
+        meter.count_index(quantiser.resident.numel() * ELEMENT_BYTES)
         for name, amount in self.read_and_released(quantiser, n).items():
             meter.count(name, amount)
         return quantiser
-
-    def count_centroids(self, layer: int, quantiser: Quantiser) -> None:
-        """They stay on the device, where each step compares its query with all of them."""
-        for what in ("resident_meta_bytes", "read_meta_bytes"):
-            self.store[layer].meter.count(what, quantiser.resident.numel() * ELEMENT_BYTES)
 
     def read_and_released(self, quantiser: Quantiser, n: int) -> dict[str, int]:
         """Bytes of the codes of `n` candidates, and of the newest one's, which was coded when it left the window."""
