@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from engine.causal import Chunk
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kernels.packed.rows import CodedRows, takes_codes
 from kernels.rows.weights import soften_rows
@@ -245,3 +246,17 @@ def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
     if part.mask is None:
         return logits
     return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)
+
+
+def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, position: int) -> Tensor:
+    """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h).
+
+    The rows are at `position`; a cache that holds a chunk's number of tokens may have some of the chunk before.
+    """
+    if window is not None:
+        n_seen = window.n_seen(position) if isinstance(window, Chunk) else window
+        k, v = k[:, :, -n_seen:], v[:, :, -n_seen:]
+    n, h, _, d_h = q.shape
+    grouped = q.reshape(n, k.shape[1], -1, d_h)
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)
+    return out.reshape(n, h, 1, d_h)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.attend import attend_rows
+from engine.attend import attend_own, attend_rows
 from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
@@ -21,6 +21,7 @@ from engine.causal import Chunk
 from engine.prefill import Trace
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
+from engine.sampling.finite import marked, said
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -33,6 +34,16 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     stopped: bool = False  # by a stop token; otherwise the allowance was used up
+    is_finite: bool = True  # False: it ends where its logits were NaN or infinite
+
+    def take(self, token: int | None, stop_ids: frozenset[int]) -> None:
+        """The next token; None where the logits choose none."""
+        self.is_finite = token is not None
+        self.ids += [] if token is None else [token]
+        self.stopped = token in stop_ids
+
+    def goes_on(self, max_new_tokens: int) -> bool:
+        return self.is_finite and not self.stopped and len(self.ids) < max_new_tokens
 
 
 @dataclass
@@ -87,7 +98,7 @@ def decode(
     n_replayed = graphs.n_replayed
     logits = trace.logits.expand(len(rows), -1)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, sorted(stop_ids)))
-    fed = 0
+    fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
     while batch.rows:
         if fed < len(feed):
             ids = given[fed].expand(len(batch.rows))
@@ -103,15 +114,11 @@ def decode(
                 cue = None if cues is None or row not in cues else cues[row].token(answers[row].ids)
                 if cue is not None:
                     ids[i] = cue
-            tokens = ids.tolist()  # where a GPU works, all that a step waits for
-            for row, token in zip(batch.order, tokens, strict=True):
-                answers[row].ids.append(token)
-                answers[row].stopped = token in stop_ids
-            unfinished = [
-                i
-                for i, row in enumerate(batch.order)
-                if not answers[row].stopped and len(answers[row].ids) < max_new_tokens
-            ]
+            marks = marked(ids, logits) if doubt is None else marked(ids, logits) + doubt
+            tokens, doubt = marks.tolist(), None  # where a GPU works, all that a step waits for
+            for row, token in zip(batch.order, map(said, tokens), strict=True):
+                answers[row].take(token, stop_ids)
+            unfinished = [i for i, row in enumerate(batch.order) if answers[row].goes_on(max_new_tokens)]
             if len(unfinished) < len(tokens):
                 if not unfinished:
                     break
@@ -121,8 +128,12 @@ def decode(
         n_steps += 1
         if watch is not None:
             watch.predicted(batch.order, logits)
+        if doubt is not None:  # a feed is read, of which nothing is read back
+            doubt = marked(doubt, logits)
         if on_step is not None:
             on_step(n_steps, len(batch.rows))
+    for row, mark in zip(batch.order, [] if doubt is None else doubt.tolist(), strict=False):
+        answers[row].is_finite = said(mark) is not None
     if model.device.type != "cuda":
         return Decoded(answers, clock.seconds())
     return Decoded(answers, clock.seconds(), graphs.n_replayed - n_replayed, graphs.why_not)
@@ -245,17 +256,3 @@ def attend_group(
     """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
     out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, scale, step)
     return [out[i : i + 1] for i in range(len(rows))]
-
-
-def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, position: int) -> Tensor:
-    """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h).
-
-    The rows are at `position`; a cache that holds a chunk's number of tokens may have some of the chunk before.
-    """
-    if window is not None:
-        n_seen = window.n_seen(position) if isinstance(window, Chunk) else window
-        k, v = k[:, :, -n_seen:], v[:, :, -n_seen:]
-    n, h, _, d_h = q.shape
-    grouped = q.reshape(n, k.shape[1], -1, d_h)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)
-    return out.reshape(n, h, 1, d_h)

@@ -1,4 +1,4 @@
-"""`ConfigError`, `RunError`, and the sentence for a name that does not exist.
+"""`ConfigError`, `RunError`, `NotFiniteError`, and the sentence for a name that does not exist.
 
 Not here: errors of our own making. Those are assertions, and they print a traceback.
 """
@@ -18,6 +18,10 @@ class RunError(Exception):
 
     Ends a run with code 1; what was done stays.
     """
+
+
+class NotFiniteError(RunError):
+    """The model's numbers for a prompt are NaN or infinite: no answer to it means anything. One sentence."""
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:

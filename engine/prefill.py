@@ -7,7 +7,8 @@ asked to observe. A method whose point is to leave tokens out of the pass brings
 Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -17,9 +18,11 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import Chunk, causal
+from engine.errors import ConfigError, NotFiniteError, first_line
 from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
+from engine.sampling.finite import REMEDY, check_pass, is_cause
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from kernels.rows.rotation import Rotation, rotation_of
@@ -93,6 +96,10 @@ class Trace:
     def exact(self) -> "Trace":
         """The trace with K and V as the pass over the prompt had them."""
         return self
+
+    def held_layers(self) -> list[int]:
+        """Those whose K and V are here."""
+        return [*self._device]
 
     def keys(self, layer: int) -> Tensor:
         """(1, h_kv, s_prompt, d_h), on the model's device."""
@@ -194,7 +201,7 @@ def prefill(
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
 
     `sparsity` takes the place of exact attention in layers without a sliding window. What works token by token reads
-    `chunk` tokens at a time.
+    `chunk` tokens at a time. `NotFiniteError` where the model's numbers are none.
     """
     assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
     trace = Trace(model.shape, len(ids), model.device, model.layer_devices)
@@ -207,7 +214,7 @@ def prefill(
     start = perf_counter()  # what is known of a model is no part of reading a prompt
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)
-    with span("prefill"), in_chunks(model, chunk):
+    with span("prefill"), in_chunks(model, chunk), _explained(trace):
         if thinning is None:
             session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
@@ -217,7 +224,23 @@ def prefill(
                 trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
     synchronize(model.devices)
     trace.seconds = perf_counter() - start
+    check_pass(trace)
     return trace
+
+
+@contextmanager
+def _explained(trace: Trace) -> Iterator[None]:
+    """Say what lies behind an error of a method that was given NaN."""
+    try:
+        yield
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not is_cause(trace):
+            raise
+        raise NotFiniteError(
+            f"the model's keys or values of the prompt are NaN or infinite ({first_line(error)}); {REMEDY}"
+        ) from error
 
 
 class _Reading:

@@ -89,8 +89,8 @@ def answer_line(
     )
 
 
-def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str, cell: Cell | None = None) -> SampleRow:
-    """The line of a sample that did not fit."""
+def lost_line(sample: Sample, prompt: Prompt, status: str, reason: str, cell: Cell | None = None) -> SampleRow:
+    """The line of a sample without an answer: one that did not fit ("oom"), or whose logits were NaN ("failed")."""
     return SampleRow(
         id=sample.id if cell is None else cell.line_id(sample.id),
         prompt_sha256=sample_hash(sample, prompt),
@@ -100,7 +100,7 @@ def out_of_memory_line(sample: Sample, prompt: Prompt, reason: str, cell: Cell |
         prediction="",
         references=list(sample.references),
         score=None,
-        status="oom",
+        status=status,
         error=reason,
         prefill_s=None,
         decode_s=None,
@@ -169,6 +169,9 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         for row in rows
         if "why_no_graphs" in row.fields
     )
+    errors = [row.error for row in rows if row.status == "failed" and row.error is not None]
+    if errors:
+        notes.append(f"{len(errors)} of {len(rows)} samples have no answer: {errors[0]}")
     return RunFacts(
         method=settings.method.name,
         method_label=cell.label,

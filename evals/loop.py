@@ -20,15 +20,16 @@ from engine.books.clock import Clock
 from engine.books.spans import recording
 from engine.budget import Frame
 from engine.decode import Answer, decode
-from engine.errors import ConfigError, one_line
+from engine.errors import ConfigError, NotFiniteError, one_line
 from engine.passes.probe import probe
 from engine.prefill import Thinning, Trace, prefill
 from engine.sampling.cues import cues_of
 from engine.sampling.draws import Draws
+from engine.sampling.finite import why_lost
 from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
 from evals.asked import CellRefused, leave_out, naming
 from evals.cells import Cell, check_loaded, is_finished
-from evals.lines import answer_line, facts, out_of_memory_line, sample_hash, shortened, standing
+from evals.lines import answer_line, facts, lost_line, sample_hash, shortened, standing
 from evals.models import Models, made_with, tokenizer_of
 from evals.outside import staying
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
@@ -170,20 +171,13 @@ class Group:
         return self.variants[key]
 
     def encode(self, sample: Sample) -> Prompt:
-        settings = self.first.settings
+        asked = self.first.settings
+        by = {"chat": asked.model.chat, "system_prompt": asked.model.system_prompt}
         if sample.ids is not None:
             return Prompt(sample.ids, ())
         if sample.conversation is not None:
-            return encode_talk(
-                self.tokenizer, sample, chat=settings.model.chat, system_prompt=settings.model.system_prompt
-            )
-        return encode(
-            self.tokenizer,
-            sample,
-            chat=settings.model.chat,
-            system_prompt=settings.model.system_prompt,
-            scope=settings.scope,
-        )
+            return encode_talk(self.tokenizer, sample, **by)
+        return encode(self.tokenizer, sample, **by, scope=asked.scope)
 
     def check_sample(self, place: int, sample: Sample) -> Waiting:
         """The sample's prompt; a cell that cannot answer it is refused, or left out of its sweep."""
@@ -237,15 +231,15 @@ class Group:
                 with self.profiled(sample, cells):
                     self.answer(sample, prompt, cells, thinning)
             return
+        except NotFiniteError as error:
+            return self.lose(sample, prompt, cells, "failed", str(error))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = one_line(error)
         free_memory()
         if len(cells) == 1:
-            for id in self.missing_lines(cells[0], sample):
-                self.keep(cells[0], replace(out_of_memory_line(sample, prompt, reason, cells[0]), id=id), None)
-            return
+            return self.lose(sample, prompt, cells, "oom", reason)
         self.progress.say(
             f"{sample.id}: {len(cells)} variants at once run out of memory; asking one half and then the other"
         )
@@ -253,6 +247,12 @@ class Group:
         middle = (len(left) + 1) // 2
         for half in filter(None, (left[:middle], left[middle:])):
             self.ask_together(sample, prompt, half, thinning)
+
+    def lose(self, sample: Sample, prompt: Prompt, cells: Iterable[Cell], status: str, reason: str) -> None:
+        """Write the lines of cells that have no answer."""
+        for cell in cells:
+            for id in self.missing_lines(cell, sample):
+                self.keep(cell, replace(lost_line(sample, prompt, status, reason, cell), id=id), None)
 
     def answer(self, sample: Sample, prompt: Prompt, cells: Sequence[Cell], thinning: Thinning | None) -> None:
         """One prefill, one line per cell; one batch for all cells, or one per wave of those that fit into memory."""
@@ -338,8 +338,11 @@ class Group:
             min_new_tokens=sample.min_new_tokens, on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
         outcomes = [None] * len(rows) if watch is None else watch.outcomes()
-        answers = decoded.answers[: len(rows)]
+        answers, is_sound = decoded.answers[: len(rows)], all(one.is_finite for one in decoded.answers[len(rows) :])
         for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
+            if not (answer.is_finite and is_sound):
+                self.lose(sample, prompt, [cell], "failed", why_lost(len(answer.ids)))
+                continue
             text = answer_text(sample, self.model.tokenizer.decode(answer.ids, skip_special_tokens=True))
             line = answer_line(sample, prompt, cell, row, answer, text, decoded, prefill_s, outcome)
             accesses.keep(self.folders[cell.path].placing, file_stem(line.id), row.store)

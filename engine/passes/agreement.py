@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend_rows
+from engine.attend import Part, attend_own, attend_rows
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of
-from engine.decode import attend_own
 from engine.errors import ConfigError, one_line
 from engine.width import is_out_of_memory
 

@@ -73,7 +73,7 @@ def looked_up(shares: Tensor, ids: Tensor | None, numbers: Tensor, top_p: float)
     until = shares.double().cumsum(-1)
     if top_p < 1:
         is_in = (until - shares) < top_p  # the token that crosses the border is the last one in
-        n_in = is_in.sum(-1, keepdim=True)
+        n_in = is_in.sum(-1, keepdim=True).clamp(min=1)  # none in a row of NaN, whose token nobody takes
     else:
         n_in = torch.full((len(shares), 1), shares.shape[-1], device=shares.device)
     mass = until.gather(-1, n_in - 1)

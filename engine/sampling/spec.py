@@ -13,6 +13,8 @@ from typing import Any
 from engine.checks import whole_number
 from engine.errors import ConfigError
 
+LOWEST = 0.01  # temperature: below it the rounding of logits decides more than they do, and far below they overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,8 +26,10 @@ class Sampling:
     n_answers: int = 1  # for each prompt
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature:g} is out of range; it is 0, or more to draw answers")
+        if self.temperature and not self.temperature >= LOWEST:
+            raise ConfigError(
+                f"temperature={self.temperature:g} is out of range; it is 0 (the likeliest token) or at least {LOWEST}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p:g} is out of range; it is a probability above 0 and at most 1")
         whole_number("n_answers", self.n_answers, 1)

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine.attend import attend_own
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
-from engine.decode import Answer, attend_groups, attend_own
+from engine.decode import Answer, attend_groups
 from engine.prefill import Trace
+from engine.sampling.finite import marked, said
 from engine.turns.dense import read_dense
 from engine.turns.feed import Feed, moments
 
@@ -118,14 +120,9 @@ class Talk:
             if stop_ids and n_said < min_new_tokens:
                 logits = logits.index_fill(1, never, -torch.inf)
             ids = logits.argmax(-1)
-            for i, token in zip(speaking, ids.tolist(), strict=True):
-                answers[i].ids.append(token)
-                answers[i].stopped = token in stop_ids
-            keep = [
-                at
-                for at, i in enumerate(speaking)
-                if not answers[i].stopped and len(answers[i].ids) < max_new_tokens[i]
-            ]
+            for i, token in zip(speaking, map(said, marked(ids, logits).tolist()), strict=True):
+                answers[i].take(token, stop_ids)
+            keep = [at for at, i in enumerate(speaking) if answers[i].goes_on(max_new_tokens[i])]
             if not keep:
                 return answers
             if len(keep) < len(speaking):

@@ -25,6 +25,10 @@ SCHEMA_VERSION = 1
 EXACT = "exact"  # the prefill of every run that names no other
 LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
 
+# Of samples: answered, out of memory, or without an answer because the model's numbers were NaN. Of a run: that of its
+# samples which stands last here.
+STATUSES = ("ok", "oom", "failed")
+
 # Fields of `RunResult` and the key of a sample's ledger summary that each is the mean of. A null
 # was not measured. `within_budget`, a bool, stands beside them and must hold for every sample.
 LEDGER_MEANS = {
@@ -162,8 +166,8 @@ class SampleRow:
     generated_tokens: int
     prediction: str
     references: list[str]
-    score: float | None  # 0 to 1, or as METRICS says; null out of memory, and until the task's scorer has run
-    status: str  # "ok" or "oom"
+    score: float | None  # 0 to 1, or as METRICS says; null without an answer, and until the task's scorer has run
+    status: str  # of STATUSES
     error: str | None
     prefill_s: float | None
     decode_s: float | None
@@ -174,7 +178,7 @@ class SampleRow:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice("status", self.status, ("ok", "oom"))
+        check_choice("status", self.status, STATUSES)
         may_wait = self.status == "ok" and self.fields.get("scores_later") is True
         if (self.score is not None) != (self.status == "ok") and not may_wait:
             raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
@@ -291,6 +295,7 @@ COSTS = (
 # Keys of result.json that only some runs have, and what the others would say; they are left out there.
 OPTIONAL_KEYS: dict[str, Any] = {
     "metric": None,
+    "n_failed": 0,
     "measures": None,
     "probe_s": None,
     "pseudo_tokens_mean": None,
@@ -323,7 +328,7 @@ class RunResult(RunFacts):
     """result.json. What was measured is a mean over the samples that are ok, null without any."""
 
     schema_version: int = SCHEMA_VERSION
-    status: str  # "ok", or "oom" when any sample ran out of memory
+    status: str  # of STATUSES
     n_samples: int  # that are ok
     n_oom: int
     score: float | None  # 0 to 1, or as METRICS says
@@ -344,6 +349,7 @@ class RunResult(RunFacts):
     prefill_s: float | None
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
+    n_failed: int = 0  # samples whose answers ended in NaN
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
@@ -367,7 +373,7 @@ class RunResult(RunFacts):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice("status", self.status, ("ok", "oom"))
+        check_choice("status", self.status, STATUSES)
         if self.score_ci95 is not None and len(self.score_ci95) != 2:
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from evals.results.draws import by_prompt, pass_at_k
 from evals.results.intervals import interval
-from evals.results.schema import LEDGER_MEANS, METRICS, RunFacts, RunResult, SampleRow
+from evals.results.schema import LEDGER_MEANS, METRICS, STATUSES, RunFacts, RunResult, SampleRow
 from evals.results.scores import Scores, describe
 
 
@@ -103,9 +103,10 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
     return RunResult(
         **vars(facts),
         **means,
-        status="ok" if len(ok) == len(rows) else "oom",
+        status=max((row.status for row in rows), key=STATUSES.index, default="ok"),
         n_samples=len(ok),
-        n_oom=len(rows) - len(ok),
+        n_oom=sum(row.status == "oom" for row in rows),
+        n_failed=sum(row.status == "failed" for row in rows),
         score=combined(ok, facts.metric),
         score_ci95=combined_ci95(ok, facts.metric),
         ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
@@ -143,9 +144,9 @@ def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | N
 
 def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     """What a result says that its samples do not, or None."""
-    n_oom = sum(row.status == "oom" for row in rows)
-    counts = len(rows) - n_oom, n_oom
-    if (result.n_samples, result.n_oom) != counts:
-        return "{} samples and {} oom, samples.jsonl {} and {}".format(result.n_samples, result.n_oom, *counts)
+    counts = tuple(sum(row.status == status for row in rows) for status in STATUSES)
+    own = result.n_samples, result.n_oom, result.n_failed
+    if own != counts:
+        return "{} samples, {} oom and {} failed, samples.jsonl {}, {} and {}".format(*own, *counts)
     same = result.score == combined(rows, result.metric)
     return None if same else "another score than samples.jsonl"

@@ -82,7 +82,7 @@ def table(done: Done) -> tuple[str, Table]:
         view.add_column("\n" * missing + head, justify="right", min_width=width, no_wrap=True)
     for i, result in enumerate(results):
         label = " ".join([result.method_label, *varied(result, results)])
-        label += "" if result.status == "ok" else " (out of memory)"
+        label += {"ok": "", "oom": " (out of memory)"}.get(result.status, " (NaN)")
         view.add_row(label, *(column[i] for _, column in (*given, *values)))
     return "\n".join(" · ".join(line) for line in (words, figures) if line), view
 

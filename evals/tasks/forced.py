@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from engine.decode import Watch, decode
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NotFiniteError
 from engine.prefill import Trace, prefill
+from engine.sampling.finite import why_lost
 from evals.tasks.base import Sample, Task
 from evals.tasks.prompt import Prompt
 from methods.base import SelectiveAttention
@@ -104,6 +105,8 @@ class ForcedContinuation:
         if self.forced is None:
             rows = [self._full()]
             decoded = decode(self.model, self._plain(), rows, max_new_tokens=self.n_new, stop_ids=self.stop_ids)
+            if not decoded.answers[0].is_finite:
+                raise NotFiniteError(f"full attention, whose answer is fed: {why_lost(len(decoded.answers[0].ids))}")
             # Without the token that ended it, which says nothing of what would come next.
             self.forced = tuple(decoded.answers[0].ids)
         return [self._full()] if self.task.wants_full else []

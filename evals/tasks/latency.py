@@ -32,10 +32,11 @@ import torch
 from engine.books.clock import synchronize
 from engine.books.spans import Record, recording
 from engine.decode import Answer, Decoded, decode
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NotFiniteError
 from engine.model import Model
 from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
+from engine.sampling.finite import REMEDY
 from engine.shapes import ModelShape
 from engine.sparse import VerticalSlash
 from evals.tasks.base import Sample, Task
@@ -233,8 +234,10 @@ def run_pass(model: Model, timed: Timed, sample: Sample) -> tuple[list[Selective
     synchronize(model.devices)
     ttft_s = perf_counter() - start
     # The prefill gave the first token, so one less is fed than is got.
-    steps = decode(model, traces[0], rows, max_new_tokens=0, feed=sample.forced[:-1]).step_seconds
-    return rows, Pass(ttft_s, steps, read_peak())
+    done = decode(model, traces[0], rows, max_new_tokens=0, feed=sample.forced[:-1])
+    if not all(answer.is_finite for answer in done.answers):
+        raise NotFiniteError(f"the logits of a token that was fed are NaN or infinite; {REMEDY}")
+    return rows, Pass(ttft_s, done.step_seconds, read_peak())
 
 
 def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Trace, SelectiveAttention]:

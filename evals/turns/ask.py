@@ -109,7 +109,10 @@ class Asker:
             if all(feeds):
                 logits = talk.read(feeds, self.asking.feed, self.grown_to(which, talk.positions, feeds))
             n_passes = len(talk.clock.stretches) - before
+            lost = [at for at, answer in enumerate(answers) if not answer.is_finite]
             answers = talk.answer(logits, [self.max_new[i]] * len(which), self.stop_ids, on_step=self.on_step)
+            for at in lost:  # what would have followed is not known
+                answers[at].is_finite = False
             seconds = talk.seconds()[before:]
             for at, v in enumerate(which):
                 row = talk.rows[at]
@@ -126,6 +129,8 @@ class Asker:
 
     def after(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
         """The next feed, behind the answer's last token; the turn's end stands there once."""
+        if not answer.ids:
+            return feed
         n_end = len(self.end_ids)
         has_end = n_end > 0 and feed[:n_end] == self.end_ids
         if answer.stopped and has_end and answer.ids[-1] == self.end_ids[0]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from engine.books.ledger import Entry
 from engine.decode import Decoded
+from engine.sampling.finite import why_lost
 from evals.cells import Cell
-from evals.lines import answer_line, sample_hash
+from evals.lines import answer_line, lost_line, sample_hash
 from evals.results import SampleRow
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt, answer_text
@@ -25,10 +26,13 @@ from evals.turns.encode import TalkPrompt
 
 def turn_line(
     sample: Sample, prompt: TalkPrompt, cell: Cell, said: Said, tokenizer: Any, prefill_s: float
-) -> tuple[SampleRow, dict[str, list[int]]]:
-    """A turn's line, and its ledger as columns."""
+) -> tuple[SampleRow, dict[str, list[int]] | None]:
+    """A turn's line, and its ledger as columns where there is an answer."""
     assert sample.conversation is not None, sample.id
     own, asking = one_question(sample, said.turn), sample.conversation.asking
+    if not said.answer.is_finite:
+        line = lost_line(own, prompt, "failed", why_lost(len(said.answer.ids)), cell)
+        return replace(line, prompt_sha256=sample_hash(sample, prompt)), None
     text = answer_text(own, tokenizer.decode(said.answer.ids, skip_special_tokens=True))
     asked = Prompt(prompt.context_ids, said.feed_ids, prompt.frame)
     decoded = Decoded([said.answer] * said.n_rows, said.step_s)

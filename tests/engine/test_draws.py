@@ -107,6 +107,11 @@ def test_full_attention_stops_where_it_has_cost_as_much() -> None:
     ("given", "says"),
     [
         ({"temperature": -0.1}, "temperature=-0.1 is out of range"),
+        (
+            {"temperature": 1e-320},
+            "temperature=9.99989e-321 is out of range; it is 0 (the likeliest token) or at least 0.01",
+        ),
+        ({"temperature": float("nan")}, "temperature=nan is out of range"),
         ({"temperature": 1, "top_p": 0}, "top_p=0 is out of range; it is a probability above 0 and at most 1"),
         ({"temperature": 1, "top_p": 1.5}, "top_p=1.5 is out of range"),
         ({"temperature": 1, "top_k": 0}, "top_k=0 is out of range"),

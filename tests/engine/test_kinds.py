@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.attend import attend_own
 from engine.causal import Chunk, causal
 from engine.checkpoints import load
 from engine.checkpoints.kinds import survey
-from engine.decode import attend_own
 from engine.errors import ConfigError
 from engine.passes import agreement
 from engine.passes.rotations import unmoved

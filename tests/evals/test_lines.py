@@ -1,6 +1,6 @@
 from typing import Any
 
-from evals.lines import SHOWN, out_of_memory_line, shortened
+from evals.lines import SHOWN, lost_line, shortened
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt
 
@@ -16,7 +16,7 @@ def test_a_line_repeats_the_ends_of_what_was_asked() -> None:
     sample = Sample("one", "a" * 5000 + "the end", "What?", answer_prefix="Answer:", fields={"length": 9})
     short = shortened(sample, Prompt((1, 2), (3,)), Words())
     assert short.context == "… " + "a" * (SHOWN - 7) + "the end"
-    fields = out_of_memory_line(short, Prompt((1, 2), (3,)), "no memory").fields
+    fields = lost_line(short, Prompt((1, 2), (3,)), "oom", "no memory").fields
     assert fields == {"length": 9, "prompt_end": {"context": short.context, "question": "What?", "cue": "Answer:"}}
 
 
@@ -27,4 +27,4 @@ def test_a_prompt_that_is_given_as_tokens_is_read_back() -> None:
 
 def test_a_line_of_nothing_repeats_nothing() -> None:
     sample = shortened(Sample("three", "", ""), Prompt((), (3,)), Words())
-    assert out_of_memory_line(sample, Prompt((), (3,)), "no memory").fields == {}
+    assert lost_line(sample, Prompt((), (3,)), "oom", "no memory").fields == {}

@@ -15,7 +15,7 @@ FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "e
 FACTS |= {"model": "m", "compressed_layers": [0], "dtype": "float32", "device": "cpu", "seed": 0}
 FACTS |= {"ratio_exact": "0.2", "comm_exact": "1/64", "protocol": "full_prompt", "comm": 0.1}
 FACTS |= {"config_hash": "0123456789", "versions": {}, "peak_rss_bytes": 1}
-FACTS |= {"status": "ok", "n_samples": 40, "n_oom": 0, "score": 0.5}
+FACTS |= {"status": "ok", "n_samples": 40, "n_oom": 0, "n_failed": 0, "score": 0.5}
 
 
 def result(**changes: Any) -> RunResult:

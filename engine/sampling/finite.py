@@ -1,0 +1,48 @@
+"""Whether logits are numbers: a mark in the tokens that a step's end reads back anyway, so that nobody waits for it.
+
+A row's largest logit is NaN where any is, +inf where one is, and -inf where nothing is left to choose. So many times
+nothing is added to its token, which becomes NaN then. Checked on the logits and not on what they choose: an argmax of
+NaN is a token as any other.
+
+Not here: what happens to such a row (`engine/decode.py`), what is written of it (`evals/loop.py`).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.errors import NotFiniteError
+
+if TYPE_CHECKING:
+    from engine.prefill import Trace
+
+REMEDY = "its weights may be damaged, or too large for the dtype; check the checkpoint, or use dtype=float32"
+
+
+def marked(ids: Tensor, logits: Tensor) -> Tensor:
+    """The tokens (n,) as float64, NaN for rows whose logits (n, vocabulary) choose nothing."""
+    return torch.add(ids, logits.amax(-1).double(), alpha=0)
+
+
+def said(token: float) -> int | None:
+    """A token that was marked; None: there is none."""
+    return None if token != token else int(token)
+
+
+def why_lost(n_said: int) -> str:
+    """Why an answer ended behind so many tokens."""
+    return f"after {n_said} generated tokens the logits are NaN or infinite, so that no token can be chosen; {REMEDY}"
+
+
+def check_pass(trace: "Trace") -> None:
+    """Raise `NotFiniteError` where a pass over a prompt left logits that choose nothing."""
+    assert trace.logits is not None, "the pass has not ended"
+    if not trace.logits.amax().isfinite().item():
+        raise NotFiniteError(f"the model's logits behind the prompt are NaN or infinite; {REMEDY}")
+
+
+def is_cause(trace: "Trace") -> bool:
+    """Whether a pass that was broken off had keys or values that are no numbers, on which methods fail as they may."""
+    layers = trace.held_layers()
+    return any(not x.isfinite().all() for layer in layers for x in (trace.keys(layer), trace.values(layer)))
