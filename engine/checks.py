@@ -30,6 +30,11 @@ def word(value: Any) -> str:
     return str(value)
 
 
+def gigabytes(n_bytes: float) -> str:
+    """As a sentence says it."""
+    return f"{n_bytes / 1e9:,.0f} GB" if n_bytes >= 1e10 else f"{n_bytes / 1e9:.3g} GB"
+
+
 def each_one_of(group: str, params: object, **allowed: Collection[object]) -> None:
     """`one_of` for several fields of a dataclass."""
     for name, values in allowed.items():

@@ -37,6 +37,24 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
     return [*found, slice(start, len(n_bytes))]
 
 
+def answers_bytes(variants: Sequence["Variant"], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
+    """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
+    values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes
+    return [0 if variant.budget.counts is not None else 2 * values * n_new for variant in variants]
+
+
+def most_at_once(n_bytes: Sequence[int], limit: int | None) -> int:
+    """Bytes of the wave that takes most, where `limit` variants are decoded at once; by default each may be alone."""
+    return sum(sorted(n_bytes, reverse=True)[: limit or 1])
+
+
+def machine_bytes(device: torch.device) -> int:
+    """All memory of a device, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     budget = variant.budget

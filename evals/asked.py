@@ -37,6 +37,7 @@ DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_
 S = TypeVar("S")
 T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
+MOST_ANSWERS = 1_024  # to one prompt; papers draw up to 64, and a line of samples.jsonl is written for each
 NO_CACHE = BlockCacheSpec(0, 128, 32, "lfu")  # of a method that has no budget, whatever the others get
 
 
@@ -181,6 +182,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
     """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
     settings, rules, task = asked.settings, asked.rules, asked.task
     refuse_counts(settings, rules)
+    refuse_many(settings, shape)
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
@@ -211,6 +213,17 @@ def refuse_answers(settings: Settings, rules: type[Rules], task: Task) -> None:
         raise ConfigError(
             f"method={settings.method.name} compresses a prompt and one answer, and task={task.name} asks several "
             f"questions in turn; use another method with it"
+        )
+
+
+def refuse_many(settings: Settings, shape: ModelShape) -> None:
+    """Raise `ConfigError` for more answers to a prompt than anybody waits for."""
+    n = settings.sampling.n_answers
+    if n > MOST_ANSWERS:
+        token = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h * (4 if settings.dtype == "float32" else 2)
+        raise ConfigError(
+            f"n_answers={n} is out of range; it is at most {MOST_ANSWERS}: with model {shape.name!r} each generated "
+            f"token of so many answers takes {checks.gigabytes(n * token)} of keys and values"
         )
 
 

@@ -46,7 +46,7 @@ from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_id
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
-from evals.turns.waiting import Waiting, check_window, line_ids_of
+from evals.turns.waiting import Waiting, check_memory, check_window, line_ids_of
 from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
 from methods.variant import Variant
@@ -192,6 +192,7 @@ class Group:
                 self.cells, self.every, self.cells_asked = (
                     [one for one in cells if one is not cell] for cells in (self.cells, self.every, self.cells_asked)
                 )
+        check_memory(self.cells_asked, [self.variant(cell, prompt) for cell in self.cells_asked], sample, prompt)
         short = shortened(sample, prompt, self.tokenizer)
         return Waiting.of(place, short, sample_hash(sample, prompt), prompt)
 

@@ -4,18 +4,24 @@ Not here: who asks it (`evals/loop.py`).
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from engine.budget import Frame
+from engine.checks import gigabytes
 from engine.errors import ConfigError
 from engine.sampling.spec import draw_id
+from engine.width import answers_bytes, machine_bytes, most_at_once
 from evals.cells import Cell
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.encode import TalkPrompt
+from methods.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,28 @@ def check_window(cell: Cell, sample: Sample, prompt: Prompt) -> None:
         raise ConfigError(
             f"sample {sample.id!r} has {len(prompt)} tokens and an answer of up to {sample.max_new_tokens}, more than "
             f"the {window} of model {model!r}; use a shorter task or a longer model"
+        )
+
+
+def check_memory(cells: Sequence[Cell], variants: Sequence[Variant], sample: Sample, prompt: Prompt) -> None:
+    """Raise `ConfigError` where answers that are decoded at once have more keys and values than memory has bytes.
+
+    Without `sweep.max_variants` as few are decoded at once as memory holds. Of workers elsewhere nothing is known.
+    """
+    if not cells or cells[0].settings.pool is not None:
+        return
+    asked, shape = cells[0].settings, cells[0].shape
+    n_new = prompt.n_new if isinstance(prompt, TalkPrompt) else len(prompt.question_ids) + sample.max_new_tokens
+    each = answers_bytes(variants, shape, n_new, getattr(torch, asked.dtype).itemsize)
+    device = torch.device(asked.device)
+    n_devices = torch.cuda.device_count() if asked.device_map is not None else 1
+    needed = most_at_once(each * asked.sampling.n_answers, asked.max_variants)
+    if needed > (has := machine_bytes(device) * n_devices):
+        n = min(asked.max_variants or 1, len(each) * asked.sampling.n_answers)
+        raise ConfigError(
+            f"sample {sample.id!r}: keys and values of {n} answers of up to {n_new} tokens at once take "
+            f"{gigabytes(needed)}, and {asked.device} has {gigabytes(has)}; give shorter answers or a smaller "
+            "sweep.max_variants"
         )
 
 

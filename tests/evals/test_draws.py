@@ -108,6 +108,9 @@ def test_pass_at_k_is_without_bias() -> None:
         (["method=rkv", "budget=64", "budget_counts=most"], "use target, mean or peak"),
         (["method=full", "temperature=-1"], "temperature=-1 is out of range"),
         (["method=full", "temperature=1", "top_p=0"], "top_p=0 is out of range"),
+        (["method=full", "temperature=1", "n_answers=3000000000"], "takes 1,152 GB of keys and values"),
+        (["method=full", "temperature=1", "n_answers=100000"], "n_answers=100000 is out of range; it is at most 1024"),
+        (["method=full", "temperature=1e-320"], "temperature=9.99989e-321 is out of range"),
         (["method=full", "n_answers=2"], "n_answers=2 means nothing with temperature=0"),
         (["method=full", "task.max_new_tokens=900"], "more than the window of model0 holds with the answer"),
     ],
@@ -118,3 +121,24 @@ def test_what_is_refused_before_anything_is_made(given: list[str], says: str, mo
         run_cells([cell([*base, *given, "model=any", f"model.id={model}"], tmp_path / "run")])
     assert says in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_no_memory_holds_are_refused_before_the_model_is_loaded(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("evals.turns.waiting.machine_bytes", lambda device: 10**6)
+    many = [*words(model), "n_answers=1000", "method=full"]  # 24 tokens of 384 bytes each
+    with pytest.raises(ConfigError, match=r"of 900 answers of up to 24 tokens at once take 0\.00829 GB, and cpu has"):
+        run_cells([cell([*many, "sweep.max_variants=900"], tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    assert run_cells([cell([*many, "n_answers=3", "sweep.max_variants=900"], tmp_path / "few")])
+
+
+def test_answers_that_memory_holds_one_by_one_are_not_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.turns.waiting.machine_bytes", lambda device: 10**4)
+    ((result, rows),) = sweep(words(model), [["method=full"]], tmp_path)
+    assert (result.status, len(rows)) == ("ok", 6)
