@@ -114,9 +114,46 @@ def nth_begins(text: str, n: int, nth: int, word: str) -> bool:
 
 
 def has_postscript(text: str, marker: str) -> bool:
-    marker = marker.strip()
-    pattern = POSTSCRIPTS.get(marker, rf"\s*{marker.lower()}.*$")
-    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+    return re.search(postscript(marker), text.lower(), re.MULTILINE) is not None
+
+
+# --- regular expressions of a row ---------------------------------------------------------------
+
+
+def postscript(marker: str) -> str:
+    return POSTSCRIPTS.get(marker.strip(), rf"\s*{marker.strip().lower()}.*$")
+
+
+def section(splitter: str) -> str:
+    return rf"\s?{splitter.strip()}\s?\d+\s?"
+
+
+def forbidden(word: str) -> str:
+    return rf"\b{word}\b"
+
+
+# By kind, what a row's value holds, and the expression that its check makes of each word of it.
+PATTERNS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "detectable_format:multiple_sections": ("section_spliter", section),
+    "detectable_content:postscript": ("postscript_marker", postscript),
+    "keywords:existence": ("keywords", str),
+    "keywords:frequency": ("keyword", str.strip),
+    "keywords:forbidden_words": ("forbidden_words", forbidden),
+}
+
+
+def unreadable(kind: str, values: Values) -> str | None:
+    """Why a check of this kind would raise whatever an answer says, as the official one does; None: it would not."""
+    if kind not in PATTERNS:
+        return None
+    name, pattern_of = PATTERNS[kind]
+    value = values[name]
+    for word in value if isinstance(value, list) else [value]:
+        try:
+            re.compile(pattern_of(word), re.IGNORECASE)
+        except (re.error, OverflowError, RecursionError) as error:
+            return f"{name} has {word[:60]!r}, which is no regular expression ({error})"
+    return None
 
 
 def is_json(text: str) -> bool:
@@ -161,7 +198,7 @@ CHECKS: dict[str, Callable[[str, Values], bool]] = {
     "detectable_format:number_bullet_lists": lambda text, v: n_bullets(text) == v["num_bullets"],
     "detectable_format:constrained_response": lambda text, v: any(one in text for one in AFFIRMATIONS),
     "detectable_format:multiple_sections": lambda text, v: (
-        len(re.split(rf"\s?{v['section_spliter'].strip()}\s?\d+\s?", text)) > v["num_sections"]
+        len(re.split(section(v["section_spliter"]), text)) > v["num_sections"]
     ),
     "length_constraints:number_paragraphs": lambda text, v: has_paragraphs(text, v["num_paragraphs"]),
     "length_constraints:nth_paragraph_first_word": lambda text, v: nth_begins(
@@ -170,7 +207,7 @@ CHECKS: dict[str, Callable[[str, Values], bool]] = {
     "detectable_content:postscript": lambda text, v: has_postscript(text, v["postscript_marker"]),
     "keywords:existence": lambda text, v: all(n_found(word, text) for word in v["keywords"]),
     "keywords:frequency": lambda text, v: compares(n_found(v["keyword"].strip(), text), v["relation"], v["frequency"]),
-    "keywords:forbidden_words": lambda text, v: not any(n_found(rf"\b{word}\b", text) for word in v["forbidden_words"]),
+    "keywords:forbidden_words": lambda text, v: not any(n_found(forbidden(one), text) for one in v["forbidden_words"]),
     "keywords:letter_frequency": lambda text, v: compares(
         text.lower().count(v["letter"].strip().lower()), v["let_relation"], v["let_frequency"]
     ),

@@ -16,7 +16,6 @@ Not here: the checks (`checks.py`), the wording and the recall (`leakage.py`).
 """
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +31,7 @@ from evals.tasks import sources
 from evals.tasks.base import Sample, Task
 from evals.tasks.checks import check_choices, check_counts
 from evals.tasks.ifeval_system import checks
+from evals.tasks.ifeval_system.grade import followed
 from evals.tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
 from evals.tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from evals.tasks.texts import digest
@@ -121,11 +121,12 @@ class IfevalSystem(Task):
         if self.params.ask == "leak":
             found = leakage(sample.references[0], prediction)
             return found["rougeL_recall"], {"rouge1_recall": found["rouge1_recall"]}
-        strict, loose = followed(sample.fields, prediction)
-        return float(all(strict)), {
-            "prompt_loose": float(all(loose)),
-            "instructions_strict": sum(strict) / len(strict),
-            "instructions_loose": sum(loose) / len(loose),
+        found = followed(sample.fields["instructions"], sample.fields["values"], prediction)
+        return float(all(found.strict)), {
+            "prompt_loose": float(all(found.loose)),
+            "instructions_strict": sum(found.strict) / len(found.strict),
+            "instructions_loose": sum(found.loose) / len(found.loose),
+            "checks_stopped": float(found.n_stopped > 0),
         }
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -136,20 +137,14 @@ class IfevalSystem(Task):
         for row in rows:
             if row["score"] is None:
                 continue
-            pairs = zip(*followed(row, row["prediction"]), strict=True)
-            for kind, pair in zip(row["instructions"], pairs, strict=True):
-                flags.setdefault(kind, []).append(pair)
+            found = followed(row["instructions"], row["values"], row["prediction"])
+            for kind, strict, loose in zip(row["instructions"], found.strict, found.loose, strict=True):
+                flags.setdefault(kind, []).append((strict, loose))
         lines = (
             [kind, len(pairs), *(round(sum(pair[i] for pair in pairs) / len(pairs), 4) for i in (0, 1))]
             for kind, pairs in sorted(flags.items())
         )
         write_csv(folder / "instructions.csv", ["instruction", "n", "strict", "loose"], lines)
-
-
-def followed(fields: Mapping[str, Any], answer: str) -> tuple[list[bool], list[bool]]:
-    """Which of a sample's instructions an answer follows, strictly and loosely."""
-    kinds, values = fields["instructions"], fields["values"]
-    return checks.strict(kinds, values, answer), checks.loose(kinds, values, answer)
 
 
 def conversation(tokenizer: Any, system: str, user: str) -> tuple[str, str]:
@@ -204,8 +199,5 @@ def check_values(kind: str, values: Mapping[str, Any]) -> None:
             fits = bool(words) and is_list == isinstance(value, list) and all(isinstance(word, str) for word in words)
         if not fits or (name.endswith("relation") and value not in ("at least", "less than")):
             raise BadRow(f"field 'kwargs' has no usable {name} for {kind}")
-        if is_list or name in ("keyword", "section_spliter", "postscript_marker"):
-            try:
-                re.compile("|".join(map(str, words)))
-            except re.error as error:
-                raise BadRow(f"field 'kwargs': {name} is no regular expression ({error})") from None
+    if reason := checks.unreadable(kind, values):
+        raise BadRow(f"field 'kwargs': {reason}")

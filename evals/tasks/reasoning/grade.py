@@ -9,22 +9,15 @@ kvpress       the first box up to its first brace (AIME: the last one), compared
 Nothing a model wrote is ever evaluated as Python. Formulas are read by parsers: of the library, which hands on to
 sympy's own reader nothing but digits and operators, and `latex.py` beside this file.
 
-Each answer may take as much processor time as its limit: the kernel ends the process then, even in the middle of one
-operation and where the parent is gone. Memory is bounded too.
-
-Not here: the wall clock (`judge.py`), prompts and references (`task.py`).
+Not here: limits of time and memory (`engine/workers`), prompts and references (`task.py`).
 """
 
-import json
-import os
-import resource
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
+from engine.workers.serve import serve
+
 STOPS = ("</s>", "<|im_end|>", "<|endoftext|>", "\n题目\N{FULLWIDTH COLON}")  # R-KV's script cuts there
 Verdict = tuple[bool, str | None]
 
@@ -91,25 +84,5 @@ def warm_up() -> None:
         math_verify("\\boxed{\\frac12}", "0.5", {})
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the system counts what was never touched
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints is no verdict
-    warm_up()
-    out.write('{"ready": true}\n')
-    out.flush()
-    for line in sys.stdin:
-        question = json.loads(line)
-        # The default action of this signal ends the process, in the middle of any computation.
-        signal.setitimer(signal.ITIMER_PROF, question["limit_s"])
-        verdict = reply(question)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        out.write(json.dumps(verdict) + "\n")
-        out.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(reply, warm_up)

@@ -1,38 +1,19 @@
 """`Judge`: grades one answer at a time in a worker process that can be killed.
 
 A grader parses what a model wrote, and some of it never comes back (`5^{5^{5^{5}}}`), takes all memory or ends the
-process. So it runs in a process of its own: the answer goes in as a line of JSON, the verdict comes out as one. A
-worker that uses up its limit is killed, one that died is replaced, and either costs this answer's score and nothing
-else.
+process: it costs this answer's score and nothing else.
 
-The limit is of processor time, and the kernel holds it (`grade.py`): a score must not depend on who else computes. For
-a worker that waits instead of computing there is a limit on the clock too, some times longer. Both begin when the
-worker is ready, hence without the seconds in which it imports sympy. It ends with whoever started it: at the end of its
-input, or by the kernel's limit.
-
-Not here: what is graded and how (`grade.py`).
+Not here: the worker's life and its limits (`engine/workers`), what is graded and how (`grade.py`).
 """
 
-import json
-import os
-import selectors
-import signal
-import subprocess
 import sys
-import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engine.errors import RunError
+from engine.workers.limited import Limited
 
-ROOT = Path(__file__).resolve().parents[3]
 WORKER = "evals.tasks.reasoning.grade"
 LIMIT_S = 5.0  # of one answer, on a processor
-PATIENCE = 6  # times as long on the clock
-START_S = 120.0  # of a worker's imports: two seconds on an idle machine
-PIECE = 1 << 16
 # The parser runtime that math-verify's answers are pinned with. Hydra's configuration files need an older one, with
 # which math-verify reads no per cent sign; so this one lies beside the environment's packages, for the worker alone.
 RUNTIME = Path(sys.prefix) / "grader"
@@ -47,107 +28,13 @@ class Graded:
     status: str = "ok"  # "ok", "timeout", "died" (the worker ended) or "failed" (the grader raised)
 
 
-class Judge:
-    """One worker, started with the first answer and again whenever it is gone."""
+class Judge(Limited):
+    """One worker for all answers."""
 
     def __init__(self, limit_s: float = LIMIT_S, module: str = WORKER) -> None:
-        self.limit_s, self.module = limit_s, module
-        self.process: subprocess.Popen[bytes] | None = None
-        self._ends: weakref.finalize[..., Judge] | None = None
+        super().__init__(module, limit_s, [RUNTIME])
 
     def grade(self, grader: str, text: str, gold: str, **more: str) -> Graded:
         """The verdict on one answer; a worker that hangs or dies is a verdict too."""
-        process = self._worker()
-        question = json.dumps({"grader": grader, "text": text, "gold": gold, "limit_s": self.limit_s, **more})
-        answer = talk(process, question.encode() + b"\n", PATIENCE * self.limit_s)
-        if answer is None:
-            in_time = process.poll() not in (None, -signal.SIGPROF)
-            self.close()
-            return Graded(False, None, "died" if in_time else "timeout")
-        return Graded(**json.loads(answer))
-
-    def close(self) -> None:
-        """End the worker, whatever it does."""
-        if self._ends is not None:
-            self._ends()
-        self.process = self._ends = None
-
-    def _worker(self) -> "subprocess.Popen[bytes]":
-        """The worker, ready to grade; `RunError` where none can be started, which no answer is to blame for."""
-        if self.process is not None and self.process.poll() is None:
-            return self.process
-        for _ in range(2):  # a machine short of memory may kill the first one
-            self.close()
-            process = start(self.module)
-            self.process = process
-            self._ends = weakref.finalize(self, end, process)
-            if talk(process, b"", START_S) is not None:
-                return process
-        self.close()
-        raise RunError(f"the grader's process ({self.module}) does not start; try `python -m {self.module}` by hand")
-
-
-def start(module: str) -> "subprocess.Popen[bytes]":
-    """A worker with pipes that never block us."""
-    paths = [str(RUNTIME), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment, bufsize=0,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
-    return process
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a worker and collect it; its pipes too."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-
-
-def talk(process: "subprocess.Popen[bytes]", question: bytes, limit_s: float) -> bytes | None:
-    """Write all of `question` and read one line; None where the worker dies or the time is up before."""
-    assert process.stdin is not None and process.stdout is not None
-    deadline, answer = time.monotonic() + limit_s, b""
-    rest = memoryview(question)
-    with selectors.DefaultSelector() as pipes:
-        pipes.register(process.stdout, selectors.EVENT_READ)
-        if rest:
-            pipes.register(process.stdin, selectors.EVENT_WRITE)
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in pipes.select(left):
-                if key.fileobj is process.stdin:
-                    rest = written(process.stdin, rest)
-                    if not rest:
-                        pipes.unregister(process.stdin)
-                    continue
-                piece = process.stdout.read(PIECE)
-                if not piece:
-                    settle(process)
-                    return None
-                answer += piece
-                if answer.endswith(b"\n"):
-                    return answer
-    return None
-
-
-def written(pipe: Any, rest: memoryview) -> memoryview:
-    """What remains to be written; nothing, where nobody reads it any more."""
-    try:
-        return rest[pipe.write(rest[:PIECE]) or 0 :]
-    except BrokenPipeError:
-        return rest[:0]
-
-
-def settle(process: "subprocess.Popen[bytes]") -> None:
-    """Wait a moment for a process that closed its pipes to be gone."""
-    try:
-        process.wait(1)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        status, found = self.ask({"grader": grader, "text": text, "gold": gold, **more})
+        return Graded(False, None, status) if found is None else Graded(**found)

@@ -9,8 +9,9 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from engine.workers.limited import Limited
 from evals.tasks import sources
-from evals.tasks.ifeval_system import checks, leakage
+from evals.tasks.ifeval_system import checks, grade, leakage
 from evals.tasks.ifeval_system import task as task_file
 from evals.tasks.ifeval_system.task import IfevalSystem, check_row
 from evals.tasks.prompt import encode
@@ -146,7 +147,7 @@ def test_the_system_turn_alone_is_the_context(tokenizer, folder) -> None:
     whole = encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt").context_ids
     assert whole == prompt.context_ids + prompt.question_ids
     assert made.verdict(sample, "Rain falls, slowly\nRain") == (
-        0.0, {"prompt_loose": 1.0, "instructions_strict": 0.5, "instructions_loose": 1.0},
+        0.0, {"prompt_loose": 1.0, "instructions_strict": 0.5, "instructions_loose": 1.0, "checks_stopped": 0.0},
     )  # fmt: skip
     assert made.score(sample, "Rain falls slowly") == 1.0
 
@@ -175,6 +176,7 @@ def test_a_finished_run_has_a_line_per_type(tokenizer, folder) -> None:
         ({"instruction_id_list": ["punctuation:no_comma", ["mine"]]}, "unknown"),
         ({"kwargs": [{}, {"keywords": []}]}, "no usable keywords"),
         ({"kwargs": [{}, {"keywords": ["("]}]}, "no regular expression"),
+        ({"kwargs": [{}, {"keywords": ["(", ")"]}]}, r"keywords has '\(', which is no regular expression"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no system message"),
     ],
 )
@@ -187,6 +189,37 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, change, me
     assert len(asked(folder, tokenizer, on_bad_row="skip")[1]) == 1
 
 
+SLOW = "(a+)+c"  # takes twice as long for each further a that an answer ends with
+TEXT = "It rains, and " + "a" * 60
+
+
+def test_a_check_that_never_ends_costs_its_instruction_and_no_other(tokenizer, folder, monkeypatch) -> None:
+    worker = Limited(grade.__name__, limit_s=1)
+    monkeypatch.setattr(grade, "worker", lambda: worker)
+    kinds = ["keywords:existence", "keywords:frequency", "keywords:existence"]
+    values = [{"keywords": ["rain"]}, {"keyword": SLOW, "frequency": 1, "relation": "at least"}, {"keywords": ["sun"]}]
+    write(folder, ROW | {"instruction_id_list": kinds, "kwargs": values})
+    made, (sample,) = asked(folder, tokenizer)
+    assert made.verdict(sample, "It rains: aac, in the sun") == (
+        1.0, {"prompt_loose": 1.0, "instructions_strict": 1.0, "instructions_loose": 1.0, "checks_stopped": 0.0},
+    )  # fmt: skip
+    assert made.verdict(sample, TEXT) == (
+        0.0, {"prompt_loose": 0.0, "instructions_strict": 1 / 3, "instructions_loose": 1 / 3, "checks_stopped": 1.0},
+    )  # fmt: skip
+    made.artifacts(folder, [{"prediction": TEXT, "score": 0.0, **sample.fields}], "full")
+    lines = (folder / "instructions.csv").read_text().splitlines()
+    assert lines[1:] == ["keywords:existence,2,0.5,0.5", "keywords:frequency,1,0.0,0.0"]
+    worker.close()
+
+
+def test_what_a_check_raises_is_an_answer_that_does_not_follow(monkeypatch) -> None:
+    def broken(text: str, values: Any) -> bool:
+        raise MemoryError
+
+    monkeypatch.setitem(checks.CHECKS, "keywords:existence", broken)
+    assert grade.reply({"kind": "keywords:existence", "values": {}, "answer": "text"}) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -194,6 +227,11 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, change, me
         ("length_constraints:number_words", {"relation": "at least", "num_words": "3"}),
         ("language:response_language", {"language": 5}),
         ("keywords:frequency", {"keyword": "[", "frequency": 1, "relation": "at least"}),
+        ("keywords:frequency", {"keyword": "x{4294967297}", "frequency": 1, "relation": "at least"}),
+        ("keywords:frequency", {"keyword": "(" * 5000 + ")" * 5000, "frequency": 1, "relation": "at least"}),
+        ("keywords:forbidden_words", {"forbidden_words": ["a", "(?i)b"]}),
+        ("detectable_content:postscript", {"postscript_marker": "\\Z"}),
+        ("detectable_format:multiple_sections", {"section_spliter": "Part (", "num_sections": 2}),
     ],
 )
 def test_values_that_a_check_cannot_take_are_refused(kind, values) -> None:

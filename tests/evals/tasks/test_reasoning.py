@@ -15,6 +15,7 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from engine.shapes import ModelShape
+from engine.workers import limited
 from evals.results.draws import chance_of_one
 from evals.tasks.aime.task import Aime
 from evals.tasks.gsm8k import Gsm8k
@@ -131,8 +132,8 @@ def test_a_worker_that_never_starts_is_an_error_of_the_run_and_no_score(tmp_path
 
 
 def test_a_worker_ends_with_whoever_started_it() -> None:
-    process = judge.start(judge.WORKER)
-    assert judge.talk(process, b"", judge.START_S) is not None
+    process = limited.start(judge.WORKER, [judge.RUNTIME])
+    assert limited.talk(process, b"", limited.START_S) is not None
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(20) == 0
