@@ -92,12 +92,13 @@ def decode(
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
     stop_ids = frozenset(stop_ids)
+    stops = sorted(id for id in stop_ids if id < len(trace.logits))
     answers = [Answer() for _ in rows]
     batch = _Batch(model, trace, rows, watch)
     clock, n_steps, graphs = Clock(), 0, model.graphs
     n_replayed = graphs.n_replayed
     logits = trace.logits.expand(len(rows), -1)
-    given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, sorted(stop_ids)))
+    given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, stops))
     fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
     while batch.rows:
         if fed < len(feed):

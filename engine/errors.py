@@ -47,5 +47,10 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:150]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a tokenizer written in Rust gave up, which Python does not count among its exceptions."""
+    return type(error).__name__ == "PanicException"
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

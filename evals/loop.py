@@ -30,7 +30,7 @@ from engine.width import free_memory, is_out_of_memory, room_bytes, variant_byte
 from evals.asked import CellRefused, leave_out, naming
 from evals.cells import Cell, check_loaded, is_finished
 from evals.lines import answer_line, facts, lost_line, sample_hash, shortened, standing
-from evals.models import Models, made_with, tokenizer_of
+from evals.models import Models, made_with, tokenizer_of, vocabulary_of
 from evals.outside import staying
 from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
 from evals.results.files import file_stem
@@ -42,7 +42,7 @@ from evals.studies import accesses
 from evals.tasks.base import Sample
 from evals.tasks.forced import ForcedContinuation, ForcedTask
 from evals.tasks.latency import Latency, Timed
-from evals.tasks.prompt import Prompt, answer_text, encode, newline_ids, stop_ids, uses_chat
+from evals.tasks.prompt import Prompt, answer_text, check_ids, encode, newline_ids, stop_ids, tokenizing, uses_chat
 from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
@@ -77,13 +77,14 @@ class Group:
         """
         self.cells_asked = [cell for cell in self.cells if not is_finished(cell.path)]
         if self.cells_asked:
-            self.read_samples(tokenizer_of(self.first.settings))
-            self.prompts = [self.check_sample(i, self.samples[i]) for i in range(self.n)]
+            with tokenizing(self.first.settings.model.name):
+                self.read_samples(tokenizer_of(self.first.settings))
+                self.prompts = [self.check_sample(i, self.samples[i]) for i in range(self.n)]
             self.samples = ()  # their texts are needed no more, and other groups hold theirs
 
     def read_samples(self, tokenizer: Any) -> None:
         """Read the task's samples, in its order; the cells answer the first `n`."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.n_vocabulary = tokenizer, vocabulary_of(self.first.settings)
         self.samples = self.first.task.samples(tokenizer)  # some tasks make them one by one
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))
@@ -182,6 +183,7 @@ class Group:
     def check_sample(self, place: int, sample: Sample) -> Waiting:
         """The sample's prompt; a cell that cannot answer it is refused, or left out of its sweep."""
         prompt = self.encode(sample)
+        check_ids(prompt.every_id(sample), self.n_vocabulary, sample)
         check_window(self.first, sample, prompt)
         for cell in self.cells_asked:
             try:

@@ -117,6 +117,15 @@ def tokenizer_of(settings: Settings) -> Any:
     return load_tokenizer(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
+def vocabulary_of(settings: Settings) -> int | None:
+    """Tokens that the model has an embedding of, as its configuration says."""
+    spec = settings.model
+    if settings.weights == "random":
+        return None  # its tokens are bytes
+    config = read_config(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+
+
 def load_model(settings: Settings) -> Model:
     spec = settings.model
     where = {"dtype": settings.dtype, "device": settings.device, "device_map": settings.device_map}

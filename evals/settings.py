@@ -411,8 +411,8 @@ def partner(name: str | None) -> Choice | None:
     """The method that `compose` names, by its file in conf/method; its values are those of the file."""
     if name is None:
         return None
-    if not (METHODS / f"{name}.yaml").is_file():
-        raise unknown_name("method to compose with", name, [file.stem for file in METHODS.glob("*.yaml")])
+    if name not in (known := [file.stem for file in METHODS.glob("*.yaml")]):
+        raise unknown_name("method to compose with", name, known)
     return choice("method", name, values_of(name))
 
 

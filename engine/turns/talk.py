@@ -111,7 +111,9 @@ class Talk:
         Its last token is not read: whoever goes on with this row has it read with the next feed.
         """
         stop_ids = frozenset(stop_ids)
-        never = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
+        never = torch.tensor(
+            [id for id in sorted(stop_ids) if id < logits.shape[-1]], dtype=torch.long, device=logits.device
+        )
         answers = [Answer() for _ in self.rows]
         speaking, logits = self.order, logits[self.order]
         given = torch.zeros(len(self.rows), 1, dtype=torch.long, device=logits.device)

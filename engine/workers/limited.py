@@ -41,11 +41,14 @@ class Limited:
         self.process: subprocess.Popen[bytes] | None = None
         self._ends: weakref.finalize[..., Limited] | None = None
 
-    def ask(self, question: Mapping[str, Any]) -> tuple[str, Any]:
-        """ "ok" and the reply; None with "timeout", or "died" where the worker ended."""
-        process = self._worker()
-        line = json.dumps({**question, "limit_s": self.limit_s}).encode()
-        answer = talk(process, line + b"\n", PATIENCE * self.limit_s)
+    def ask(self, question: Mapping[str, Any], limit_s: float | None = None) -> tuple[str, Any]:
+        """The reply behind "ok"; None behind "timeout", or behind "died" where the worker ended.
+
+        One that may take longer, or less, says its own limit.
+        """
+        process, limit_s = self._worker(), limit_s or self.limit_s
+        line = json.dumps({**question, "limit_s": limit_s}).encode()
+        answer = talk(process, line + b"\n", PATIENCE * limit_s)
         if answer is None:
             in_time = process.poll() not in (None, -signal.SIGPROF)
             self.close()

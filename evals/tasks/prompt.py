@@ -7,14 +7,14 @@ them as one string, `context_only` as two.
 Not here: what a task writes into these parts, and how long a prompt may be (each task says so).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from jinja2 import TemplateError
-
 from engine.budget import NO_FRAME, Frame
-from engine.errors import ConfigError, unknown_name
+from engine.errors import ConfigError, first_line, is_panic, unknown_name
 from evals.tasks.base import Sample
 
 CHATS = ("auto", "none", "inst")
@@ -45,6 +45,10 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.question_ids)
+
+    def every_id(self, sample: Sample) -> Iterator[int]:
+        """All tokens that the model reads for a sample."""
+        return chain(self.context_ids, self.question_ids, sample.forced or ())
 
 
 def middle_truncate(tokenizer: Any, text: str, limit: int, *, odd_to_end: bool = False) -> tuple[str, int, int]:
@@ -105,22 +109,41 @@ def chat_wrapper(tokenizer: Any, system_prompt: str, thinks: bool = False) -> tu
     if system_prompt:
         turns.insert(0, {"role": "system", "content": system_prompt})
     try:
-        text = tokenizer.apply_chat_template(
+        text = render(tokenizer, turns, thinks)
+    except ConfigError as error:
+        if not system_prompt:
+            raise
+        raise ConfigError(
+            f"system_prompt={system_prompt!r} is given, but this model's chat template takes no "
+            f"system turn ({first_line(error.__cause__ or error)}); leave it empty"
+        ) from error
+    return around(text, SENTINEL)
+
+
+def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> str:
+    """A conversation by the chat template, which may raise what it likes, up to where the model is to answer."""
+    try:
+        return tokenizer.apply_chat_template(
             turns,
             tokenize=False,
             add_generation_prompt=True,
             date_string="26 Jul 2024",  # Llama 3's own default; some templates print today's date
             enable_thinking=thinks,  # most answers are 30 to 500 tokens long; Qwen 3 would think longer
         )
-    except TemplateError as error:
-        if not system_prompt:
-            raise
+    except Exception as error:
         raise ConfigError(
-            f"system_prompt={system_prompt!r} is given, but this model's chat template takes no "
-            f"system turn ({error}); leave it empty"
+            f"this model's chat template cannot be rendered ({first_line(error)}); use model.chat=none or another model"
         ) from error
-    head, found, tail = text.partition(SENTINEL)
-    assert found and SENTINEL not in tail, "the chat template changes the user's words"
+
+
+def around(text: str, words: str) -> tuple[str, str]:
+    """What stands before and behind somebody's words in a rendered conversation."""
+    head, found, tail = text.partition(words)
+    if not found or words in tail:
+        raise ConfigError(
+            "this model's chat template changes a user's words, leaves them out or repeats them; use model.chat=none "
+            "or another model"
+        )
     return head, tail
 
 
@@ -158,6 +181,29 @@ def first_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a text that opens a prompt: no second BOS where the text already begins with one."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))
+
+
+@contextmanager
+def tokenizing(model: str) -> Iterator[None]:
+    """Say whose tokenizer it is that gives up on a text, as one written in Rust does with no `Exception` of its own."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):
+            raise
+        raise ConfigError(
+            f"the tokenizer of the model {model} gives up on a text of this task ({first_line(error)}); copy or "
+            "download its files again, or give another one"
+        ) from None
+
+
+def check_ids(ids: Iterable[int], n_vocabulary: int | None, sample: Sample) -> None:
+    """Raise `ConfigError` for tokens that the model has no embedding of."""
+    if n_vocabulary is not None and (most := max(ids, default=0)) >= n_vocabulary:
+        raise ConfigError(
+            f"sample {sample.id!r} has the token {most}, and the model's embedding ends with {n_vocabulary - 1}: "
+            "tokenizer and weights are not of one model; copy or download its files again"
+        )
 
 
 def newline_ids(tokenizer: Any) -> frozenset[int]:

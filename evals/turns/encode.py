@@ -6,13 +6,24 @@ template, what stands between an answer and the next question is taken from a re
 Not here: the prompt of a single question (`evals/tasks/prompt.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from engine.budget import Frame
 from evals.tasks.base import Sample
-from evals.tasks.prompt import SENTINEL, Prompt, first_ids, n_alike, sample_wrapper, token_ids, uses_chat
+from evals.tasks.prompt import (
+    SENTINEL,
+    Prompt,
+    around,
+    first_ids,
+    n_alike,
+    render,
+    sample_wrapper,
+    token_ids,
+    uses_chat,
+)
 from evals.tasks.turns.conversation import Conversation
 
 SENTINELS = (SENTINEL, "<<what the model answers>>", "<<what the user asks then>>")
@@ -30,6 +41,9 @@ class TalkPrompt(Prompt):
     def __len__(self) -> int:
         """Tokens of context and feeds."""
         return len(self.context_ids) + sum(map(len, self.feeds))
+
+    def every_id(self, sample: Sample) -> Iterator[int]:
+        return chain(super().every_id(sample), *self.feeds)
 
     def end_ids(self, stop_ids: frozenset[int]) -> tuple[int, ...]:
         """The token that ends a turn in the chat template, where it has one that also ends an answer."""
@@ -81,7 +95,4 @@ def turn_change(tokenizer: Any, head: str, tail: str) -> str:
     """What the chat template puts between an answer and the user's next words."""
     roles = ("user", "assistant", "user")
     turns = [{"role": role, "content": text} for role, text in zip(roles, SENTINELS, strict=True)]
-    text = tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024", enable_thinking=False
-    )
-    return text.partition(SENTINELS[1])[2].partition(SENTINELS[2])[0]
+    return around(around(render(tokenizer, turns, False), SENTINELS[1])[1], SENTINELS[2])[0]

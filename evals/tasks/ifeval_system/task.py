@@ -22,9 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.shapes import ModelShape
 from evals.foreign import write_csv
 from evals.tasks import sources
@@ -153,8 +151,9 @@ def conversation(tokenizer: Any, system: str, user: str) -> tuple[str, str]:
     try:
         head = tokenizer.apply_chat_template(turns[:1], tokenize=False)
         whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ConfigError(f"this model's chat template takes no system turn ({error}); choose another model") from None
+    except Exception as error:  # a template raises what it likes
+        reason = first_line(error)
+        raise ConfigError(f"this model's chat template takes no system turn ({reason}); choose another model") from None
     if not whole.startswith(head) or not head:
         raise ConfigError("this model's chat template writes a system turn otherwise before a user's; choose another")
     return head, whole[len(head) :]

@@ -15,8 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from engine.errors import ConfigError, first_line
 from evals.tasks.prompt import SENTINEL
 
 MODES = ("independent", "golden", "dialogue")
@@ -133,9 +132,14 @@ def reference_of(task: str, turn: Mapping[str, Any]) -> Any:
 
 def user_turn(tokenizer: Any, text: str) -> str:
     """A user's turn and the opening of the answer."""
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template raises what it likes
+        raise ConfigError(
+            f"this model's chat template cannot be rendered ({first_line(error)}); choose another model"
+        ) from error
 
 
 def next_turn(tokenizer: Any, answer: str, question: str) -> str:
@@ -147,7 +151,7 @@ def next_turn(tokenizer: Any, answer: str, question: str) -> str:
                 tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
                 for turns in (before, [*before, *talk])
             ]
-        except TemplateError:
+        except Exception:
             continue  # this template wants no system turn, or a user's turn first
         if texts[1].startswith(texts[0]):
             return texts[1].removeprefix(texts[0])
