@@ -7,7 +7,7 @@ ours. CSV has a line per cell with everything that is known of it, unrounded.
     *italic*   as good as the best, as far as the samples tell (underlined in LaTeX)
     -          not run
     †          a sample's ledger was over its budget
-    (k oom)    so many samples ran out of memory; the score is of the others
+    (k oom)    so many samples ran out of memory, or failed; the score is of the others
 
 LaTeX needs the packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 

@@ -3,7 +3,7 @@
     **bold**   best of its column; of differences, one that the corrected test shows
     *italic*   as good as the best, as far as the samples tell (underlined in LaTeX)
     †          a sample's ledger was over its budget; such a run is not ranked
-    (k oom)    so many samples ran out of memory; the score is of the others
+    (k oom)    so many samples ran out of memory, or failed; the score is of the others
 
 LaTeX needs the packages booktabs and graphicx. CSV has a line per cell with everything that is known of it, unrounded.
 
