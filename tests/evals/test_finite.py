@@ -30,7 +30,7 @@ METHODS = ("full", "snapkv", "oracle", "shadowkv", "infinigen")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return words_of(save_tiny(tmp_path_factory.mktemp("model")))
+    return words_of(save_tiny(tmp_path_factory.mktemp("finite")))
 
 
 @pytest.fixture(scope="module")
