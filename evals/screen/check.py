@@ -347,11 +347,12 @@ def data() -> list[Fact]:
         return f"to get them: {upstream}, into {shown(sources.data_roots(None)[-1])}"
 
     rows, tests = longbench.FOLDER, [gsm8k.TEST, gsm8k.EXEMPLARS]
-    own, generated = "without them Python's own text", f"without them {len(infinite.SYNTHETIC)} are generated"
+    own = "without them only Python's own text (task.source=embedded)"
+    generated = f"without them only {len(infinite.SYNTHETIC)}, generated (task.source=embedded)"
     lines = {
         "longbench": found(
             [f"{rows}/{name}.jsonl" for name in lists["all21"]], "datasets",
-            "without all English ones an embedded set", fetch("longbench"),
+            "without all English ones only Python's own texts (task.source=embedded)", fetch("longbench"),
         ),
         "infinitebench": found(
             [infinite.file_of(name) for name in infinite.DATASETS], "datasets", generated, fetch("infinitebench")
@@ -369,7 +370,7 @@ def data() -> list[Fact]:
         "longbench_v2": found([v2.DATA], "files", "cannot be asked", by_hand(v2.UPSTREAM)),
         "ifeval": found([ifeval.FILE], "files", "cannot be asked", by_hand(ifeval.UPSTREAM)),
         "needle": found([needle.ESSAYS, needle.STRINGS], "files", own, by_hand(needle.UPSTREAM)),
-        "ruler": found([ruler.TEMPLATES], "files", "without them own words", by_hand(ruler.TEMPLATES_SOURCE)),
+        "ruler": found([ruler.TEMPLATES], "files", "without them own words (task.source=embedded)", by_hand(ruler.TEMPLATES_SOURCE)),
         "pg19": found([pg19.FOLDER], "folders", own, by_hand(pg19.UPSTREAM)),
     }  # fmt: skip
     return [Fact(name, text) for name, text in lines.items()]

@@ -37,6 +37,7 @@ HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"
 RECORD = "fetched.json"
 UNZIPPING = ".unzip-"  # before the names of folders that members are unpacked in
+PATIENCE = 5  # seconds until a hub that says nothing counts as unreachable
 BLOCK = 1 << 20
 
 
@@ -266,7 +267,7 @@ def download_hub(piece: Piece, folder: Path) -> tuple[Path, str | None]:
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     try:
         url = hf_hub_url(piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint)
-        stated = get_hf_file_metadata(url, endpoint=endpoint).etag
+        stated = get_hf_file_metadata(url, endpoint=endpoint, timeout=PATIENCE).etag
         file = hf_hub_download(
             piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint,
             local_dir=folder,

@@ -118,8 +118,8 @@ class PG19(ForcedTask):
         if self.params.source == "embedded":
             return ()
         files = sources.find_all(FOLDER, self.data_dir, "*.txt", "*.jsonl")
-        if not files and (self.params.source == "local" or self.data_dir is not None):
-            sources.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM)
+        if not files:
+            sources.require(f"{FOLDER}/*.txt", self.data_dir, UPSTREAM, instead="the prose of Python's help topics")
         return tuple(files)
 
     def check(self, shape: ModelShape) -> None:

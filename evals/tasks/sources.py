@@ -3,6 +3,10 @@
 Folders are searched in a fixed order; the first that holds a file wins. `obtain` downloads what none of them holds,
 where the user allows that.
 
+A benchmark is never another one in silence: where a set of our own can stand in for published rows, it is asked with
+`task.source=embedded` alone. Without the files, `auto` is then refused with a sentence that names both ways
+(`instead`), and downloads nothing, since either can be meant.
+
 Not here: the download itself (`evals/tasks/download.py`), the reading of any benchmark's format (each in its task), the
 prose that every machine has without data (`methods/calibration/prose.py`).
 """
@@ -50,13 +54,20 @@ def find_all(folder: str, data_dir: str | None, *patterns: str) -> list[Path]:
 
 
 def obtain(
-    names: Sequence[str], source: str, data_dir: str | None, upstream: str, *, only: Sequence[str] | None = None
+    names: Sequence[str],
+    source: str,
+    data_dir: str | None,
+    upstream: str,
+    *,
+    only: Sequence[str] | None = None,
+    instead: str = "",
 ) -> list[Path]:
     """The files that `task.source` asks for: found, or downloaded, or an error that names their `upstream`.
 
     hub     as upstream has them, downloaded where they are missing, into `data_dir` or the cache
     local   below a data folder
-    auto    below a data folder; else downloaded, unless `data_dir` names the folder that should hold them
+    auto    below a data folder; else downloaded, unless `data_dir` names the folder that should hold them, or a set
+            of our own could be meant `instead`
 
     A name begins with its benchmark's folder. `only` says which files to download, in place of the missing ones: some
     benchmarks need others beside them (patterns as in `download.fetch`; none: all).
@@ -64,23 +75,24 @@ def obtain(
     is_hub = source == "hub"
     paths = dict.fromkeys(names) if is_hub else {name: find(name, data_dir) for name in names}
     missing = [name for name, path in paths.items() if path is None]
-    if missing and (is_hub or (source == "auto" and data_dir is None)):
+    if missing and (is_hub or (source == "auto" and data_dir is None and not instead)):
         root = Path(data_dir).expanduser() if data_dir else download.cache_root()
         benchmark = missing[0].partition("/")[0]
         arrived = download.fetch(benchmark, root, only=missing if only is None else only)
         paths |= {name: path for name in missing for path in arrived if path.as_posix().endswith(f"/{name}")}
         data_dir = str(root)
-    return [path or require(name, data_dir, upstream) for name, path in paths.items()]
+    return [path or require(name, data_dir, upstream, instead=instead) for name, path in paths.items()]
 
 
-def require(relative: str, data_dir: str | None, source: str) -> Path:
-    """As `find`, but a missing file is an error that names its upstream `source`."""
+def require(relative: str, data_dir: str | None, source: str, *, instead: str = "") -> Path:
+    """As `find`, but a missing file is an error that names its upstream `source`, and what can be asked instead."""
     path = find(relative, data_dir)
     if path is None:
         looked = ", ".join(str(root) for root in data_roots(data_dir))
         raise ConfigError(
-            f"{relative} is missing (looked in {looked}); get it from {source} and put it into "
+            f"{relative} is missing (looked in {looked}); get it from {source}, put it into "
             "one of these folders, or name another one with data_dir=…"
+            + (f", or ask {instead} with task.source=embedded" if instead else "")
         )
     return path
 

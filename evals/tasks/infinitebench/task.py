@@ -1,9 +1,9 @@
 """InfiniteBench: twelve tasks on prompts of 44k to 200k tokens and more, cut in the middle to what a model can read.
 
 Sources     one <task>.jsonl per task in infinitebench/data/. Rows of six tasks (`SYNTHETIC`) can be generated instead,
-            at any length and without a download. `auto` generates if no file is there and all chosen tasks can be
-            generated; otherwise it takes the files and downloads single ones that are missing, unless `data_dir` names
-            a folder. Generated rows are tagged `synthetic` and never share a run with published ones.
+            at any length and without a download, with `source=embedded`. `auto` takes the files. Where one is missing
+            it is refused if all chosen tasks can be generated, since either may be meant; else it is downloaded, unless
+            `data_dir` names a folder. Generated rows are tagged `synthetic` and never share a run with published ones.
 Prompts     infinitebench/prompt_templates.json from the data folder, or for published rows the authors' prompt.py,
             which `source=hub` downloads (it lacks the sentences of generated rows). They come by family:
             `yarn_mistral` (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them the
@@ -83,7 +83,7 @@ def file_of(dataset: str) -> str:
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files if they are there, else generated rows
+    source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]  # names, or a list's: synthetic, all
     template_family: str  # auto: yarn_mistral, or our own wording without the file
     length: int  # tokens of a generated row, answer included
@@ -131,7 +131,7 @@ class InfiniteBench(Task):
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.is_synthetic = self._is_synthetic()
+        self.is_synthetic = params.source == "embedded"
         self.data_source = "hub" if params.source == "hub" else "local"
         if self.is_synthetic:
             self.data_source = "embedded"
@@ -141,14 +141,6 @@ class InfiniteBench(Task):
         self.dataset = f"{size}{listed}"
         self.rows: dict[str, Rows] = {}
         self.window = 0
-
-    def _is_synthetic(self) -> bool:
-        """Whether rows are generated."""
-        names = self.params.names
-        if self.params.source != "auto":
-            return self.params.source == "embedded"
-        has_files = any(sources.find(file_of(name), self.data_dir) for name in names)
-        return not has_files and set(names) <= set(SYNTHETIC)
 
     def _choose_words(self) -> None:
         """Templates and sentences: upstream's, or our own."""
@@ -206,7 +198,9 @@ class InfiniteBench(Task):
             return
         for name in self.params.names:
             check_room("task", name, self.params.new_tokens(name), self.params.max_prompt_tokens, shape)
-        files = sources.obtain([file_of(name) for name in self.params.names], self.params.source, self.data_dir, HUB)
+        wanted, can_generate = [file_of(name) for name in self.params.names], {*self.params.names} <= {*SYNTHETIC}
+        instead = "generated rows" if can_generate else ""
+        files = sources.obtain(wanted, self.params.source, self.data_dir, HUB, instead=instead)
         paths = dict(zip(self.params.names, files, strict=True))
         self.data_digest = digest([*self.word_files, *paths.values()])
         notes = list(self.notes)

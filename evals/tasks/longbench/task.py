@@ -1,9 +1,9 @@
 """LongBench: 21 datasets in six kinds, English, Chinese and code, each with its official metric; LongBench-E's 13.
 
 Sources     longbench/data/<dataset>.jsonl below a data folder. The hub's files are downloaded with `source=hub`, and
-            where `task.datasets` names a dataset that is missing and no `data_dir` is given. With neither names nor
-            files, the set of `embedded.py` beside this file is asked; its datasets have names of their own and never
-            share a run with published ones.
+            where `task.datasets` names a dataset that is missing and no `data_dir` is given. The set of `embedded.py`
+            beside this file is asked with `source=embedded` or by the names of its datasets; it is called "embedded
+            texts" wherever scores are shown, and never shares a run with published datasets.
 Prompts     longbench/config/dataset2prompt.json; without it wording of our own, and the result says `prompts: own`.
             Six datasets continue a text and are never wrapped into a chat template.
 Length      a prompt longer than `max_prompt_tokens` loses its middle: half of the tokens are kept from each end, before
@@ -61,6 +61,7 @@ PROMPTS = "longbench/config/dataset2prompt.json"
 MAXLEN = "longbench/config/dataset2maxlen.json"
 UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `python -m evals.fetch longbench` does it, or task.source=hub)"
 PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `python -m evals.fetch longbench` does it)"
+INSTEAD = "texts of Python's own manual and sources"
 POSITIONS = ("after", "before", "both")
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "input": str,
@@ -96,8 +97,8 @@ def check_row(dataset: str) -> Any:
 
 @dataclass(frozen=True)
 class Params(QuestionParams):
-    source: str  # auto: files if all are there, else embedded
-    datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16 or embedded
+    source: str  # auto: files, or the embedded datasets where their names are given
+    datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16, or embedded with source=embedded
     rows: int | None  # of each dataset; None: all, or six embedded ones
     prompts: str  # auto: upstream's if they are there
     question_position: str
@@ -156,8 +157,9 @@ class Params(QuestionParams):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The chosen datasets; null stands for the embedded ones here, and `LongBench` may find files instead."""
-        return chosen("embedded" if self.datasets is None else self.datasets, LISTS)
+        """The chosen datasets."""
+        usual = "embedded" if self.source == "embedded" else "en16"
+        return chosen(usual if self.datasets is None else self.datasets, LISTS)
 
 
 class LongBench(Task):
@@ -189,17 +191,14 @@ class LongBench(Task):
     def _choose(self) -> tuple[tuple[str, ...], dict[str, Path]]:
         """The datasets and their files; embedded datasets have no files."""
         params, names = self.params, self.params.names
-        if params.datasets is None and params.source != "embedded":
-            names = LISTS["en16"]
         self.data_source = "embedded"
         if names[0] in EMBEDDED:
             return names, {}
         files = [f"{FOLDER}/{name}.jsonl" for name in names]
-        if params.source == "auto" and params.datasets is None and self.data_dir is None:
-            if not all(sources.find(file, None) for file in files):
-                return LISTS["embedded"], {}
         self.data_source = "hub" if params.source == "hub" else "local"
-        paths = sources.obtain(files, params.source, self.data_dir, UPSTREAM, only=())  # the configuration too
+        instead = INSTEAD if params.datasets is None else ""
+        # The configuration too, hence all files.
+        paths = sources.obtain(files, params.source, self.data_dir, UPSTREAM, only=(), instead=instead)
         return names, dict(zip(names, paths, strict=True))
 
     def _find(self, name: str) -> Path | None:

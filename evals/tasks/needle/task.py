@@ -1,7 +1,7 @@
 """Needle in a haystack: a sentence is hidden at a known depth of a long text and asked for.
 
 Haystacks   Paul Graham's essays from the data folder, or Python's help topics, which every machine
-            has. The text is cut to a length in tokens; the needle goes in at a depth in percent,
+            has: `auto` takes them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the needle goes in at a depth in percent,
             moved left to the end of a sentence, and its real index is recorded.
 Styles      `own` needs no data: a random phone number of an office, impossible to guess
             (docs/needle.md has the measurements); `own_name`: its director's random name, an
@@ -347,8 +347,9 @@ class Needle(Task):
         self.grid = params.cells()
         self.asking = params.asking
         self.essays = self._essays()
-        # A folder that the user names must hold the data; the others may.
-        is_named = params.source == "local" or (params.source == "auto" and data_dir is not None)
+        # A folder that the user names must hold the data, and any folder those of a published style; others may.
+        is_wanted = data_dir is not None or not params.style_name.startswith("own")
+        is_named = params.source == "local" or (params.source == "auto" and is_wanted)
         is_local = is_named or bool(self.essays)
         self.data_source = "local" if is_local else "embedded"
         haystack = f"essays-{len(self.essays)}" if is_local else prose.prose_name()
@@ -361,7 +362,8 @@ class Needle(Task):
 
     def check(self, shape: ModelShape) -> None:
         if self.data_source == "local" and not self.essays:
-            sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+            instead = "haystacks of Python's help topics"
+            sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM, instead=instead)
         used = self.essays if self.data_source == "local" else []
         for essay in used:
             read_text(essay)  # a damaged one is named before a model is loaded

@@ -1,7 +1,7 @@
 """RULER: thirteen tasks that ask for what a long text hides, chains together or repeats.
 
-Sources     rows generated at any length (`synthetic.py`), or files ruler/LENGTH/TASK.jsonl from the data folder.
-            `auto` takes the files where all chosen tasks have one, and generates otherwise; the two never share a run.
+Sources     files ruler/LENGTH/TASK.jsonl from the data folder, or with `source=embedded` rows generated at any length
+            (`synthetic.py`); the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
             `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files of rows have
             it at the end of their text, where we split it off.
@@ -107,7 +107,7 @@ def split(dataset: str, row: Mapping[str, Any]) -> Row:
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files if all are there, else generated rows
+    source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]  # names, or a list's: niah, all
     length: int  # tokens of a row, answer included
     rows: int | None  # generated rows per task; None: as many as a published file has
@@ -160,9 +160,7 @@ class Ruler(Task):
         if self.params.source == "embedded":
             return {}
         files = [f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names]
-        if self.params.source == "auto" and not all(sources.find(file, self.data_dir) for file in files):
-            return {}
-        paths = sources.obtain(files, "local", self.data_dir, ROWS_SOURCE)
+        paths = sources.obtain(files, "local", self.data_dir, ROWS_SOURCE, instead="generated rows")
         return dict(zip(self.params.names, paths, strict=True))
 
     def check(self, shape: ModelShape) -> None:

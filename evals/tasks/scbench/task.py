@@ -1,7 +1,7 @@
 """SCBench: conversations on one long context, twelve tasks; six of them can be generated at any length.
 
 Sources     scbench/data/<task>.jsonl below a data folder, as the hub dataset microsoft/SCBench has them. With
-            `source=embedded`, or without files, rows are generated (`synthetic.py`), and are not comparable.
+            `source=embedded` rows are generated (`synthetic.py`), and are not comparable.
 Prompts     scbench/prompt_templates.json; without it wording of our own, and the result says `prompts: own`.
 Modes       `golden` is what the authors publish; `independent` is their multi-request mode, `dialogue` their mode
             without golden contexts. `query_aware` asks each question in a prompt of its own.
@@ -48,7 +48,7 @@ MIXED = {"scbench_summary_with_needles": {"scbench_summary": 800}, "scbench_repo
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files if they are there, else generated rows
+    source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]
     lengths: tuple[int, ...]  # tokens of a generated context
     rows: int | None  # of each dataset and length; None: all, or four generated ones
@@ -103,9 +103,7 @@ class SCBench(Task):
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
-        files = [sources.find(f"{FOLDER}/{name}.jsonl", data_dir) for name in params.names]
-        can_generate = set(params.names) <= set(synthetic.GENERATORS)
-        is_embedded = params.source == "embedded" or (params.source == "auto" and None in files and can_generate)
+        is_embedded = params.source == "embedded"
         self.data_source = "embedded" if is_embedded else "local"
         listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
         size = "+".join(map(str, params.lengths)) + "-tokens/" if is_embedded else ""
@@ -135,9 +133,9 @@ class SCBench(Task):
                 )
             return
         words = [] if path is None else [path]
-        files = [
-            sources.require(f"{FOLDER}/{name}.jsonl", self.data_dir, UPSTREAM) for name in self.params.names
-        ]  # fmt: skip
+        instead = "generated rows" if {*self.params.names} <= {*synthetic.GENERATORS} else ""
+        wanted = [f"{FOLDER}/{name}.jsonl" for name in self.params.names]
+        files = sources.obtain(wanted, "local", self.data_dir, UPSTREAM, instead=instead)
         self.data_digest = digest([*words, *files])
         for name, file in zip(self.params.names, files, strict=True):
             found = read_rows(

@@ -312,7 +312,7 @@ def test_a_function_adds_its_constant_to_the_next_ones() -> None:
 
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_generated_rows_fill_the_length_and_no_more(tokenizer, tmp_path, length: int) -> None:
-    made, found = samples(tokenizer, tmp_path, datasets="synthetic", length=length, rows=3)
+    made, found = samples(tokenizer, tmp_path, source="embedded", datasets="synthetic", length=length, rows=3)
     assert len(found) == 3 * len(SYNTHETIC) and len({sample.id for sample in found}) == len(found)
     for sample in found:
         used = n_tokens(tokenizer, sample)
@@ -332,18 +332,18 @@ def test_generated_rows_fill_the_length_and_no_more(tokenizer, tmp_path, length:
 
 def test_rows_depend_on_the_seed_and_on_nothing_else(tokenizer, tmp_path) -> None:
     def first(seed: int, names: list[str]) -> str:
-        _, found = samples(tokenizer, tmp_path, seed=seed, datasets=names, length=1024, rows=2)
+        _, found = samples(tokenizer, tmp_path, source="embedded", seed=seed, datasets=names, length=1024, rows=2)
         return next(s for s in found if s.id == "passkey-1").context
 
     assert first(0, ["passkey"]) == first(0, ["number_string", "passkey"]) != first(1, ["passkey"])
 
 
 def test_a_length_without_room_for_a_row_is_refused(tokenizer, tmp_path) -> None:
-    _, found = samples(tokenizer, tmp_path, length=100)
+    _, found = samples(tokenizer, tmp_path, source="embedded", length=100)
     with pytest.raises(ConfigError, match=r"task\.length=100 is too short for passkey"):
         found[0]
     with pytest.raises(ConfigError, match=r"task\.length=9000 is more than the 8192"):
-        samples(tokenizer, tmp_path, length=9000)
+        samples(tokenizer, tmp_path, source="embedded", length=9000)
 
 
 # --- published rows ----------------------------------------------------------------------------
@@ -505,7 +505,6 @@ def test_files_are_fetched_where_none_is_there_and_none_was_named(monkeypatch, t
         assert asked == expected
         asked.clear()
         assert len(made.samples(tokenizer)) == 1 and not asked
-    assert task(None, datasets="synthetic").data_source == "embedded"
     made = task(None, source="local", datasets=["code_debug"])
     with pytest.raises(ConfigError, match=r"evals\.fetch infinitebench"):
         made.check(shape())

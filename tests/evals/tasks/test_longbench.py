@@ -480,9 +480,9 @@ def test_the_run_scores_what_the_row_says(tokenizer, folder) -> None:
 # --- sources -----------------------------------------------------------------------------------
 
 
-def test_without_files_the_embedded_set_is_asked(tmp_path, monkeypatch, tokenizer) -> None:
+def test_the_embedded_set_is_asked_by_its_source(tmp_path, monkeypatch, tokenizer) -> None:
     monkeypatch.setattr(sources, "find", lambda relative, data_dir: None)
-    made = task(None)
+    made = task(None, source="embedded")
     made.check(shape())
     assert (made.data_source, made.dataset) == ("embedded", "embedded")
     assert any(note.startswith("embedded set ") for note in made.notes)

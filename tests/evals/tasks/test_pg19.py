@@ -181,8 +181,8 @@ def test_lengths_end_where_model_or_text_do(book: Path) -> None:
         ({"targets": 0}, "task.targets=0 is below 1"),
         ({"lengths": [50, 50]}, "different numbers"),
         ({"lengths": [1]}, "from 2"),
-        ({"lengths": [900]}, "longest that fits is 767"),
-        ({"max_length": 900}, "leaves no prefix"),
+        ({"source": "embedded", "lengths": [900]}, "longest that fits is 767"),
+        ({"source": "embedded", "max_length": 900}, "leaves no prefix"),
         ({"source": "embedded", "books": 2, "lengths": [50]}, "books=2 .* the 1 text"),
     ],
 )

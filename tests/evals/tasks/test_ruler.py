@@ -183,7 +183,7 @@ def test_documents_hold_the_answer_in_one_or_two_steps() -> None:
 
 
 def test_every_task_fills_its_length_and_no_more(tokenizer, tmp_path: Path) -> None:
-    made, found = samples(tokenizer, tmp_path, datasets="all", length=3000, rows=2)
+    made, found = samples(tokenizer, tmp_path, source="embedded", datasets="all", length=3000, rows=2)
     assert [sample.id for sample in found] == [f"{name}-{i}" for i in (0, 1) for name in DATASETS]
     for sample in found:
         prompt = encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
@@ -206,14 +206,14 @@ def test_every_task_fills_its_length_and_no_more(tokenizer, tmp_path: Path) -> N
 
 def test_rows_depend_on_the_seed_and_on_nothing_else(tokenizer, tmp_path: Path) -> None:
     def second(seed: int, names: list[str]) -> str:
-        _, found = samples(tokenizer, tmp_path, seed=seed, datasets=names, length=1500, rows=2)
+        _, found = samples(tokenizer, tmp_path, source="embedded", seed=seed, datasets=names, length=1500, rows=2)
         return next(sample for sample in found if sample.id == "vt-1").context
 
     assert second(0, ["vt"]) == second(0, ["niah_single_1", "vt"]) != second(1, ["vt"])
 
 
 def test_the_context_of_context_only_ends_before_the_question(tokenizer, tmp_path: Path) -> None:
-    _, found = samples(tokenizer, tmp_path, datasets=["qa_1"], length=1500, rows=1)
+    _, found = samples(tokenizer, tmp_path, source="embedded", datasets=["qa_1"], length=1500, rows=1)
     prompt = encode(tokenizer, found[0], chat="none", system_prompt="", scope="context_only")
     assert tokenizer.decode(prompt.context_ids) == "<s>" + found[0].context
     assert tokenizer.decode(prompt.question_ids).startswith("\n\nReply with the answer alone.")
@@ -227,28 +227,28 @@ def test_essays_and_templates_of_the_data_folder_are_used_and_named(tokenizer, t
     words = json.loads(json.dumps(OWN_TEMPLATES).replace("secret", "magic"))
     (tmp_path / "ruler" / "templates.json").write_text(json.dumps(words))
     chosen = {"datasets": ["niah_single_2"], "length": 1500, "rows": 1}
-    made, (sample,) = samples(tokenizer, tmp_path, **chosen)
+    made, (sample,) = samples(tokenizer, tmp_path, source="embedded", **chosen)
     assert "about nothing. A short essay" in sample.context and "magic number" in sample.question
     assert made.notes[0] == "prompts: official" and made.notes[3] == "haystack: essays-1"
     digest = made.data_digest
     essay.write_text("Another one. " * 9)
-    assert samples(tokenizer, tmp_path, **chosen)[0].data_digest != digest is not None
-    made, (sample,) = samples(tokenizer, tmp_path, prompts="own", haystack="embedded", **chosen)
+    assert samples(tokenizer, tmp_path, source="embedded", **chosen)[0].data_digest != digest is not None
+    made, (sample,) = samples(tokenizer, tmp_path, source="embedded", prompts="own", haystack="embedded", **chosen)
     assert "secret number" in sample.question and made.data_digest is None
     essay.unlink()
     with pytest.raises(ConfigError, match="LLMTest_NeedleInAHaystack"):
-        task(tmp_path, haystack="essays").check(shape())
+        task(tmp_path, source="embedded", haystack="essays").check(shape())
     (tmp_path / "ruler" / "templates.json").unlink()
     with pytest.raises(ConfigError, match="NVIDIA/RULER"):
-        task(tmp_path, prompts="official").check(shape())
+        task(tmp_path, source="embedded", prompts="official").check(shape())
 
 
 def test_a_length_without_room_for_a_row_is_refused(tokenizer, tmp_path: Path) -> None:
-    _, found = samples(tokenizer, tmp_path, length=200)
+    _, found = samples(tokenizer, tmp_path, source="embedded", length=200)
     with pytest.raises(ConfigError, match=r"task\.length=200 is too short for niah_single_2"):
         found[0]
     with pytest.raises(ConfigError, match=r"task\.length=9000 is more than the 8192"):
-        samples(tokenizer, tmp_path, length=9000)
+        samples(tokenizer, tmp_path, source="embedded", length=9000)
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -278,14 +278,15 @@ def test_files_of_both_releases_give_the_same_parts(tokenizer, tmp_path: Path) -
         assert (made.score(sample, "It is 7."), sample.fields["synthetic"]) == (1, False)
 
 
-def test_files_are_taken_only_if_every_chosen_task_has_one(tmp_path: Path) -> None:
+def test_every_chosen_task_needs_its_file(tmp_path: Path) -> None:
     write(tmp_path, json.dumps(OLD))
     both = ["niah_single_1", "vt"]
     assert task(tmp_path, datasets=both[:1]).data_source == "local"
-    assert task(tmp_path, datasets=both[:1], length=8192).data_source == "embedded"
-    assert task(tmp_path, datasets=both).data_source == "embedded"
-    with pytest.raises(ConfigError, match=r"ruler/4096/vt\.jsonl is missing .*NVIDIA/RULER"):
-        task(tmp_path, datasets=both, source="local")
+    for source in ("auto", "local"):
+        with pytest.raises(ConfigError, match=r"ruler/8192/niah_single_1\.jsonl is missing .* ask generated rows"):
+            task(tmp_path, datasets=both[:1], length=8192, source=source)
+        with pytest.raises(ConfigError, match=r"ruler/4096/vt\.jsonl is missing .*NVIDIA/RULER"):
+            task(tmp_path, datasets=both, source=source)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_a_finished_run_says_each_tasks_mean(tmp_path: Path) -> None:
         {"dataset": "cwe", "score": None},
         {"dataset": "fwe", "score": 1.0},
     ]
-    task(tmp_path).artifacts(tmp_path, rows, "full")
+    task(tmp_path, source="embedded").artifacts(tmp_path, rows, "full")
     lines = (tmp_path / "datasets.csv").read_text().splitlines()
     assert lines == ["dataset,rows,score_percent", "vt,2,26.67", "fwe,1,100.0"]
 

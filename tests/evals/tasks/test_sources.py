@@ -1,10 +1,14 @@
 """Where data are looked for."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from evals.typed import build_params
 from evals.tasks import download, sources
 
 
@@ -98,3 +102,52 @@ def test_a_file_that_upstream_has_no_more_is_named(no_home: Path, monkeypatch) -
     monkeypatch.setattr(download, "fetch", lambda benchmark, root, *, only: [])
     with pytest.raises(ConfigError, match=r"some/a\.txt is missing \(looked in .*get it from upstream"):
         sources.obtain(["some/a.txt"], "hub", str(no_home), "upstream")
+
+
+# --- a set of our own in place of a benchmark ----------------------------------------------------
+
+REPO = Path(__file__).resolve().parents[3]
+SHAPE = ModelShape("tiny", n_layers=2, h=4, h_kv=2, d_h=16, window=8192, attention_layers=(0, 1))
+STAND_INS = ("longbench", "infinitebench", "ruler", "scbench", "pg19")
+
+
+@pytest.fixture
+def offline(no_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data anywhere, and nothing may be fetched."""
+    monkeypatch.setattr(sources, "data_roots", lambda data_dir: [no_home])
+
+    def fetch(benchmark: str, root: Path, *, only: list[str]) -> list[Path]:
+        raise AssertionError(f"{benchmark} is fetched")
+
+    monkeypatch.setattr(download, "fetch", fetch)
+
+
+def checked(name: str, data_dir: str | None = None, **changes: object) -> str:
+    """Where a task takes its samples from, once all is checked that can be without a model."""
+    values = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
+    module, _, kind_name = values.pop("_target_").rpartition(".")
+    kind = getattr(import_module(module), kind_name)
+    made = kind(build_params(kind, values | changes, "task"), data_dir, 0)
+    made.check(SHAPE)
+    return made.data_source
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_benchmark_without_its_data_is_refused_and_both_ways_are_named(
+    offline: None, no_home: Path, name: str, is_named: bool
+) -> None:
+    with pytest.raises(ConfigError, match=r"is missing .*; get it from .*, or ask .+ with task\.source=embedded"):
+        checked(name, str(no_home) if is_named else None)
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_stands_in_for_a_benchmark_is_asked_by_its_source(offline: None, name: str) -> None:
+    assert checked(name, source="embedded") == "embedded"
+
+
+@pytest.mark.parametrize("style", ["kamradt", "data_engineering", "magic_number"])
+def test_a_published_needle_lies_in_published_text(offline: None, no_home: Path, style: str) -> None:
+    with pytest.raises(ConfigError, match=r"PaulGrahamEssays.* or ask .+ with task\.source=embedded"):
+        checked("needle", style=style)
+    assert checked("needle") == "embedded"  # a needle of our own is no benchmark's
