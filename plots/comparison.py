@@ -26,7 +26,7 @@ from plots.run_sets import asked
 from plots.stats import Corrected, Paired, corrected, paired
 from plots.style import Sheet
 
-NAMES = {"longbench": "LongBench", "needle": "needles", "shared": "shared context"}
+NAMES = {"longbench": "LongBench", "needle": "needles", "shared_context": "shared context"}
 STAR = "*"  # a difference that the test shows
 
 
@@ -36,7 +36,7 @@ class Row:
 
     label: str
     method: str
-    runs: dict[str, Run]
+    runs: dict[str, Run]  # by task, as readers call it
     against: dict[str, Corrected]  # by task; without those of full attention itself
 
     def device_share(self, full: "Row") -> float | None:
@@ -62,12 +62,12 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """The runs in these folders; full attention is among them for each task, and each method once."""
     runs = sorted((read_one(folder) for folder in folders), key=lambda run: not run.is_full)
-    full = {run.result.task: run for run in runs if run.is_full}
+    full = {run.result.shown_task: run for run in runs if run.is_full}
     budgets = {asked(run) for run in runs if not run.is_full}
     by_label: dict[str, dict[str, Run]] = {}
     pairs: dict[tuple[str, str], Paired] = {}
     for run in runs:
-        label, task = run.result.method_label, run.result.task
+        label, task = run.result.method_label, run.result.shown_task
         if len(budgets) > 1 and not run.is_full:
             label = f"{label} {asked(run)}"
         by_label.setdefault(label, {})[task] = run
@@ -78,17 +78,18 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for label, own in by_label.items():
         here = {task: found for (name, task), found in tested.items() if name == label}
         rows.append(Row(label, next(iter(own.values())).method, own, here))
-    return Comparison(list(dict.fromkeys(run.result.task for run in runs)), rows)
+    return Comparison(list(dict.fromkeys(run.result.shown_task for run in runs)), rows)
 
 
 def is_comparable(results: Sequence[RunResult]) -> bool:
     """Whether one table can hold them: alike but for task, method and budget, full attention and another per task."""
     shared = {(r.model, r.dtype, r.device, r.seed, r.prefill) for r in results}
-    protocols = {(r.task, r.protocol) for r in results}
-    variants = [(r.task, r.method_label, r.ratio_exact, r.budget, r.memory_exact) for r in results]
-    with_full = {r.task for r in results if r.method == "full"}
-    is_alike = len(shared) == 1 and len(protocols) == len({r.task for r in results})
-    return is_alike and len(set(variants)) == len(variants) and with_full == {r.task for r in results}
+    tasks = {r.shown_task for r in results}
+    protocols = {(r.shown_task, r.protocol) for r in results}
+    variants = [(r.shown_task, r.method_label, r.ratio_exact, r.budget, r.memory_exact) for r in results]
+    with_full = {r.shown_task for r in results if r.method == "full"}
+    is_alike = len(shared) == 1 and len(protocols) == len(tasks)
+    return is_alike and len(set(variants)) == len(variants) and with_full == tasks
 
 
 def against(run: Run, full: Run) -> Paired | None:
@@ -129,12 +130,16 @@ def ratio_of(row: Row, full: Row, key: str) -> float | None:
 def table(found: Comparison) -> Table:
     """A row per method, a block of columns per task, and what it costs."""
     view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    heads = ["\nmethod"]
+    heads = ["method"]
     for task in found.tasks:
-        heads += [f"{name_of(task)}\nscore", f"n {n_of(found, task)}\nless Full"]
-        heads += ["\n95 % of that"] if has_intervals(found, task) else []
-    for i, head in enumerate([*heads, "KV on\ndevice", "moved\n/step"]):
-        view.add_column(head, justify="right" if i else "left", no_wrap=True)
+        # A word a line: names are wider than scores.
+        heads += ["\n".join([*name_of(task).split(), "score"]), f"n {n_of(found, task)}\nless Full"]
+        heads += ["95 % of that"] if has_intervals(found, task) else []
+    heads += ["KV on\ndevice", "moved\n/step"]
+    height = max(head.count("\n") for head in heads)
+    for i, head in enumerate(heads):
+        above = "\n" * (height - head.count("\n"))
+        view.add_column(above + head, justify="right" if i else "left", no_wrap=True)
     for row in found.rows:
         cells = [cell for task in found.tasks for cell in cells_of(row, task)[: 2 + has_intervals(found, task)]]
         view.add_row(row.label, *cells, percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
@@ -170,7 +175,7 @@ def n_of(found: Comparison, task: str) -> int:
 
 
 def name_of(task: str) -> str:
-    return NAMES.get(task.partition("_")[0], task)
+    return NAMES.get(task, task)
 
 
 def about(found: Comparison) -> str:

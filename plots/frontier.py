@@ -99,7 +99,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
             at, share = found.setdefault(run.result.method_label, {}), Fraction(run.result.memory_exact)
             if share in at:
                 raise ValueError(
-                    f"{run_set.task} has several runs of {run.result.method_label} at memory {share}; give a folder "
+                    f"{run_set.name} has several runs of {run.result.method_label} at memory {share}; give a folder "
                     "with one of them"
                 )
             at[share] = run
@@ -123,7 +123,7 @@ def part(runs: Sequence[Run], names: Sequence[str]) -> str:
         n = max(len(run.rows) for of in table.runs.values() for run in of.values())
         better = "lower is better" if table.height.falls else "in %"
         parts += [
-            f"### {table.run_set.task}: {table.height.label}",
+            f"### {table.run_set.name}: {table.height.label}",
             f"{table.run_set.about} · n = {n} · {better}",
             f"![{table.height.label} against bytes]({name}.svg)",
             table.scores(),

@@ -34,7 +34,7 @@ class Measure:
     """A column of the page's figures and a pair of its tables."""
 
     title: str
-    task: str
+    task: str  # as readers see it
     of: Callable[[SampleRow], float | None] = score
     params: Mapping[str, str] | None = None  # of the task
     ylabel: str = "score"
@@ -48,7 +48,7 @@ class Measure:
 
     def has(self, run: Run) -> bool:
         wanted = self.params or {}
-        return run.result.task == self.task and all(run.task_param(key) == value for key, value in wanted.items())
+        return run.result.shown_task == self.task and all(run.task_param(key) == value for key, value in wanted.items())
 
 
 @dataclass(frozen=True)

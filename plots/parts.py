@@ -69,7 +69,7 @@ def groups(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     for run in runs:
         if parts_of(run) and (run.is_full or run.result.ratio_exact is not None):
             result = run.result
-            title = f"{result.task} {result.dataset} ({result.data_source} data), {run.model}, {result.protocol}"
+            title = f"{result.shown_dataset} ({result.data_source} data), {run.model}, {result.protocol}"
             found.setdefault(f"{title}, seed {result.seed}", {}).setdefault(result.method_label, []).append(run)
     for title, methods in found.items():
         full = [run for each in methods.values() for run in each if run.is_full]

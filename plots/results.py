@@ -19,12 +19,14 @@ from pathlib import Path
 import matplotlib
 
 from evals.results.intervals import Interval
+from evals.results.names import STAND_INS
 from plots import frontier, style
 from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
 from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
 from plots.looks import told_apart
 from plots.read import Run, over_budget
+from plots.run_sets import dataset_words
 from plots.stats import LEVEL, corrected
 from plots.tables.formats import ABSENT, pipes
 
@@ -32,7 +34,7 @@ NAME = "results"
 RUNS = Path("runs/results")
 
 SCORES = (
-    Measure("Embedded LongBench", "longbench"),
+    Measure("Embedded texts", STAND_INS["longbench"]),
     Measure("Needle, seven digits", "needle", params={"style": "own"}),
     Measure("Needle, a name", "needle", params={"style": "own_name"}),
 )
@@ -246,7 +248,9 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
 def section(grid: Grid) -> str:
     n = max(cell.n for cells in grid.cells.values() for cell in cells.values())
     better = "" if grid.measure.better == "higher" else " · lower is better"
-    parts = [f"## {grid.measure.title}", f"{grid.about} · n = {n}{better}", score_table(grid)]
+    names = dataset_words(grid.runs)
+    which = f" · {names}" if names else ""
+    parts = [f"## {grid.measure.title}", f"{grid.about}{which} · n = {n}{better}", score_table(grid)]
     if found := difference_table(grid):
         parts += ["Less full attention's, on the same samples:", found]
     return "\n\n".join(parts) + "\n"

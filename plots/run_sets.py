@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from evals.results import METRICS, SampleRow, combined, combined_ci95
+from evals.results.names import shown_task
 from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, per_prompt, score
 from plots.stats import front
 
@@ -20,6 +21,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 # Parameters that say which rows a task takes, not how it makes prompts of them.
 CHOOSES_ROWS = {"source", "datasets", "rows", "on_bad_row"}
+MOST_NAMES = 8  # of datasets that a line names
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,28 @@ class RunSet:
     runs: list[Run]
 
     @property
+    def name(self) -> str:
+        """The task as readers see it."""
+        return shown_task(self.task, self.where.data_source)
+
+    @property
     def about(self) -> str:
         label = "EMBEDDED DATA · " if self.where.data_source == "embedded" else ""
-        return f"{label}{self.task} · {str(self.where).replace('no comm · ', '')}"
+        return f"{label}{self.name} · {str(self.where).replace('no comm · ', '')}"
 
     def datasets(self) -> list[str]:
         return list(dict.fromkeys(name for run in self.runs for name in run.datasets()))
 
     def only(self, keep: Callable[[Run], bool]) -> "RunSet":
         return replace(self, runs=[run for run in self.runs if keep(run)])
+
+
+def dataset_words(runs: Iterable[Run]) -> str:
+    """Which datasets the samples are of, where they say so: the same name of a set may stand for different choices."""
+    names = dict.fromkeys(str(row.fields["dataset"]) for run in runs for row in run.rows if "dataset" in row.fields)
+    if len(names) > MOST_NAMES:
+        return f"{len(names)} datasets"
+    return ", ".join(names)
 
 
 def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[RunSet]:

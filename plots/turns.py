@@ -101,7 +101,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         result = run.result
-        title = f"{result.task} {result.dataset} ({result.data_source} data), {run.model}"
+        title = f"{result.shown_dataset} ({result.data_source} data), {run.model}"
         found.setdefault(f"{title}, seed {result.seed}", []).append(run)
     return found
 

@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import CONF, config_groups, default_groups
+from evals.results.names import STAND_INS
 from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
 from plots.looks import known
@@ -21,6 +22,9 @@ def composed(*words: str) -> Settings:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", list(words), return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
+
+
+EXPERIMENTS = sorted((CONF / "experiment").glob("*.yaml"))
 
 
 def task_of(name: str) -> str:
@@ -96,3 +100,13 @@ def test_hydra_makes_no_folders_of_its_own() -> None:
     assert hydra.run.dir == "."
     assert hydra.job.chdir is False
     assert hydra.launcher._target_ == "hydra_plugins.kvbench_launcher.FusedLauncher"
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_says_whether_it_asks_a_benchmark_or_what_stands_in_for_it(path: Path) -> None:
+    text = path.read_text()
+    for name in re.findall(r"^      task: ([\w,]+)$", text, re.MULTILINE)[0].split(","):
+        preset = (CONF / "task" / f"{name}.yaml").read_text()
+        says = r"^      task\.(source|path): " if task_of(name) == name else r"^source: (?!auto)"
+        if task_of(name) in STAND_INS:
+            assert re.search(says, text if task_of(name) == name else preset, re.MULTILINE), name

@@ -10,10 +10,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import check_overrides
+from evals.results.names import STAND_INS
 from evals.settings import settings
 from tests.tiny_run import example_file
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def tasks_of(command: str) -> list[str]:
+    """The tasks that a command line names."""
+    return [name for words in re.findall(r" task=(\S+)", command) for name in words.split(",")]
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "README.md"]
 COMMANDS = sorted({
     line.strip().split("#")[0].strip()
@@ -33,6 +41,11 @@ def test_every_command_of_the_docs_composes(command: str, tmp_path: Path, monkey
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", first, return_hydra_config=True)
     settings(cfg, cfg.hydra.runtime.choices)
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if set(tasks_of(line)) & STAND_INS.keys()])
+def test_a_benchmark_in_a_command_says_where_its_rows_come_from(command: str) -> None:
+    assert re.search(r"task\.source=|task\.path=|data_dir=", command)  # without, it would be refused on most machines
 
 
 def test_there_are_commands_to_check() -> None:

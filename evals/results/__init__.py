@@ -7,6 +7,7 @@
     config.py    config.yaml, the hash and the name of a run
     read.py      finished runs: read_run, read_runs, read_samples
     folder.py    RunFolder, the only writer
+    names.py     what readers call a task
     ledger.py    ledger.parquet and its parts
     lock.py      one process at a time
     files.py     how files are written, sealed and told from those of others

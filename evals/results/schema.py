@@ -20,6 +20,7 @@ from typing import Any, Self, cast, get_args, get_origin
 
 from evals.results.files import parse_json, unsealed
 from evals.results.intervals import Bounds
+from evals.results.names import shown_task
 
 SCHEMA_VERSION = 1
 EXACT = "exact"  # the prefill of every run that names no other
@@ -378,6 +379,17 @@ class RunResult(RunFacts):
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:
             check_choice("metric", self.metric, tuple(METRICS))
+
+    @property
+    def shown_task(self) -> str:
+        """The task as readers see it; see `names.py`."""
+        return shown_task(self.task, self.data_source)
+
+    @property
+    def shown_dataset(self) -> str:
+        """The task and what of it was asked, as readers see them."""
+        parts = (word for word in self.dataset.split() if word not in (self.task, self.data_source))
+        return " ".join([self.shown_task, *parts])
 
     @property
     def asked(self) -> str:

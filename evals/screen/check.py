@@ -348,6 +348,7 @@ def data() -> list[Fact]:
 
     rows, tests = longbench.FOLDER, [gsm8k.TEST, gsm8k.EXEMPLARS]
     own = "without them only Python's own text (task.source=embedded)"
+    own_words = "without them own words (task.source=embedded)"
     generated = f"without them only {len(infinite.SYNTHETIC)}, generated (task.source=embedded)"
     lines = {
         "longbench": found(
@@ -370,7 +371,7 @@ def data() -> list[Fact]:
         "longbench_v2": found([v2.DATA], "files", "cannot be asked", by_hand(v2.UPSTREAM)),
         "ifeval": found([ifeval.FILE], "files", "cannot be asked", by_hand(ifeval.UPSTREAM)),
         "needle": found([needle.ESSAYS, needle.STRINGS], "files", own, by_hand(needle.UPSTREAM)),
-        "ruler": found([ruler.TEMPLATES], "files", "without them own words (task.source=embedded)", by_hand(ruler.TEMPLATES_SOURCE)),
+        "ruler": found([ruler.TEMPLATES], "files", own_words, by_hand(ruler.TEMPLATES_SOURCE)),
         "pg19": found([pg19.FOLDER], "folders", own, by_hand(pg19.UPSTREAM)),
     }  # fmt: skip
     return [Fact(name, text) for name, text in lines.items()]

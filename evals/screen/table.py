@@ -155,14 +155,13 @@ def parameters(result: RunResult) -> dict[str, Any]:
 
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
-    task = " ".join(dict.fromkeys([result.task, *result.dataset.split()]))
     budget = result.asked
     comm = f"comm {shown_fraction(result.comm_exact)}"
     if attends_all(result):
         budget, comm = NO_MATTER, NO_MATTER
     return (
         result.model,
-        f"{task} ({result.data_source} data)",
+        f"{result.shown_dataset} ({result.data_source} data)",
         budget,
         comm,
         result.protocol,
@@ -242,7 +241,7 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         f"{result.method_label}: {note}" for result in results for note in result.notes if note not in common
     ]
     is_mixed = len({result.metric for result in results}) > 1
-    for name, task in {(result.metric or "score", result.task): None for result in results}:
+    for name, task in {(result.metric or "score", result.shown_task): None for result in results}:
         if is_mixed and name != "score":
             lines.append(f"the score of {task} is its {name}")
         if METRICS[name].better == "lower":

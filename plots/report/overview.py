@@ -82,7 +82,7 @@ def group_of(run: Run) -> str:
 
 def task_of(run: Run) -> str:
     """A run's task, and what of its settings makes other prompts than the defaults do."""
-    return " ".join(filter(None, [run.result.task, prompt_settings(run)]))
+    return " ".join(filter(None, [run.result.shown_task, prompt_settings(run)]))
 
 
 def benchmark(run: Run) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 from evals.results import METRICS, SampleRow, combined, combined_ci95
 from evals.results.intervals import ANYWHERE
 from plots.read import Run, over_budget, per_prompt, prefill_words, score, scores
-from plots.run_sets import prompt_settings, scores_by_dataset
+from plots.run_sets import dataset_words, prompt_settings, scores_by_dataset
 from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
 from plots.tables.values import VALUES, measures_of, of_one, value_named
 
@@ -55,7 +55,7 @@ def budget_words(run: Run) -> str:
 
 
 KEYS: dict[str, Callable[[Run], str]] = {
-    "task": lambda run: run.result.task,
+    "task": lambda run: run.result.shown_task,
     "model": lambda run: run.model,
     "budget": budget_words,
     "ratio": lambda run: budget_words(run).removeprefix("ratio "),
@@ -142,8 +142,8 @@ def sheets(
     parts = [part for run in runs for part in parts_of(run, asked)]
     for key, wanted in keep.items():
         there = sorted({part.of[key] for part in parts} - {ANY})
-        parts = [part for part in parts if part.of[key] in (wanted, ANY)]
-        if not any(part.of[key] == wanted for part in parts):
+        parts = [part for part in parts if {wanted, ANY} & called(part, key)]
+        if not any(wanted in called(part, key) for part in parts):
             raise WrongKey(f"no run has {key}={wanted}; there is {', '.join(there) or 'none'}")
     if not parts:
         return []
@@ -154,6 +154,11 @@ def sheets(
         raise WrongKey(f"no run is of {against!r}; there is {', '.join(labels)}{near(str(against), labels)}")
     made = [sheet_of(group, tuple(rows), tuple(columns), value, against) for group in split(parts, {*rows, *columns})]
     return sorted(made, key=lambda sheet: (-len(sheet.cells), str(sheet.where)))
+
+
+def called(part: Part, key: str) -> set[str]:
+    """What a filter may call a part's value: a task by its own name too, where tables show another."""
+    return {part.of[key]} | ({part.run.result.task} if key == "task" else set())
 
 
 def check_words(value: str, keys: Sequence[str], measures: Mapping[str, None]) -> None:
@@ -285,6 +290,8 @@ def sheet_of(
     elif value == "score":
         cells = marked(cells, notes)
     shared = {key: values.pop() for key in KEYS if len(values := {part.of[key] for part in parts} - {ANY}) == 1}
+    if "dataset" not in (*rows, *columns) and (names := dataset_words(part.run for part in parts)):
+        shared = {"task": shared.pop("task", ""), "datasets": names} | shared
     if {"ratio", "budget"} & {*rows, *columns}:
         shared = {key: word for key, word in shared.items() if key not in ("ratio", "budget")}
     return Sheet(

@@ -21,7 +21,7 @@ def folders(tmp_path: Path) -> list[Path]:
         ("full", 1.0, "1", "0"),
         ("snapkv", 0.0, "1/10", "1/64"),
     ):
-        for task, n in (("needle_short", N), ("longbench_short", 2)):
+        for task, n in (("needle", N), ("longbench", 2)):
             rows = [{"score": hit}] * n
             made.append(write(tmp_path, method, task, rows, ratio=ratio, comm=comm)[0])
     return made
@@ -32,10 +32,10 @@ def test_a_method_is_compared_with_full_attention_on_the_same_samples(folders: l
     assert [row.label for row in found.rows] == ["Full", "PQCache", "SnapKV (C)"]
     assert found.full.against == {}
     by_label = {row.label: row.against for row in found.rows}
-    assert by_label["PQCache"]["needle_short"].paired.mean == 0
-    snapkv = by_label["SnapKV (C)"]["needle_short"]
+    assert by_label["PQCache"]["needle"].paired.mean == 0
+    snapkv = by_label["SnapKV (C)"]["needle"]
     assert (snapkv.paired.mean, snapkv.paired.losses, snapkv.sign, snapkv.family) == (-1, N, -1, 2)
-    assert by_label["SnapKV (C)"]["longbench_short"].sign == 0  # of two samples nothing follows
+    assert by_label["SnapKV (C)"]["embedded texts"].sign == 0  # of two samples nothing follows
 
 
 def test_the_table_says_what_so_few_samples_cannot_show(
@@ -47,7 +47,7 @@ def test_the_table_says_what_so_few_samples_cannot_show(
     snapkv = next(line for line in shown.splitlines() if line.startswith("SnapKV"))
     assert snapkv.count("-1.000") == 2 and snapkv.count("*") == 1
     assert "ratio 1/10" in about(found)
-    assert any(line.startswith("LongBench: 2 samples show no difference") for line in remarks(found))
+    assert any(line.startswith("embedded texts: 2 samples show no difference") for line in remarks(found))
     assert max(map(len, shown.splitlines()[: 3 + len(found.rows)])) <= 100
 
 
@@ -58,11 +58,11 @@ def test_turns_of_one_sample_are_one_sample_without_an_interval(
     for method, hit in (("full", 1.0), ("snapkv", 0.0)):
         rows = [{"score": hit, "fields": {"sample": "a", "turn": turn}} for turn in range(3)]
         made.append(write(tmp_path, method, "shared_context", rows, ratio="1/10")[0])
-        made.append(write(tmp_path, method, "needle_short", [{"score": hit}] * N, ratio="1/10")[0])
+        made.append(write(tmp_path, method, "needle", [{"score": hit}] * N, ratio="1/10")[0])
     print_comparison(compare(made))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split().count("n") == 2 and f"n {N}" in lines[1] and "n 3" not in lines[1]
-    assert lines[2].count("95 % of that") == 1
+    assert lines[2].split().count("n") == 2 and f"n {N}" in lines[2] and "n 3" not in lines[2]
+    assert lines[3].count("95 % of that") == 1
 
 
 def test_the_picture_is_the_same_when_it_is_made_again(folders: list[Path], tmp_path: Path) -> None:

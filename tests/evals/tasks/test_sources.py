@@ -8,8 +8,8 @@ import yaml
 
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.typed import build_params
 from evals.tasks import download, sources
+from evals.typed import build_params
 
 
 @pytest.fixture

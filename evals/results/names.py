@@ -1,0 +1,21 @@
+"""What readers call a task: its own name, or another one where a set of ours stands in for a published benchmark.
+
+Scores of a stand-in say nothing about the benchmark, so no table, figure or page shows them under the benchmark's name.
+Commands and files go on saying `task=longbench`, with `task.source=embedded` beside it.
+
+Not here: which set is asked (each task's `source`).
+"""
+
+EMBEDDED = "embedded"  # what `data_source` says of a set of ours
+STAND_INS = {
+    "longbench": "embedded texts",
+    "infinitebench": "rows like InfiniteBench's",
+    "ruler": "rows like RULER's",
+    "scbench": "conversations like SCBench's",
+    "pg19": "embedded prose",
+}
+
+
+def shown_task(task: str, data_source: str) -> str:
+    """The name of what was asked."""
+    return STAND_INS.get(task, task) if data_source == EMBEDDED else task

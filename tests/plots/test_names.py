@@ -1,0 +1,76 @@
+"""A set of ours that stands in for a benchmark has a name of its own wherever its scores are shown."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from evals.results import RunResult
+from evals.results.names import STAND_INS
+from evals.screen.table import print_table
+from plots.comparison import compare, print_comparison
+from plots.frontier import tables as frontiers
+from plots.read import Run, load
+from plots.report.overview import task_of
+from plots.run_sets import run_sets
+from plots.table import text
+from plots.tables.generic import sheets
+from plots.turns import groups
+from tests.plots.made_runs import write
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def made(root: Path, task: str, source: str) -> list[tuple[Path, RunResult]]:
+    return [
+        write(root, method, task, [{"score": hit, "fields": {"dataset": "a"}}] * 3, source=source, ratio=ratio)
+        for method, hit, ratio in (("full", 1.0, "1"), ("snapkv", 0.0, "1/10"))
+    ]
+
+
+def shown(pairs: list[tuple[Path, RunResult]], runs: list[Run], capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What each place that shows scores says of these runs."""
+    print_table(pairs)
+    terminal = capsys.readouterr().out
+    print_comparison(compare([folder for folder, _ in pairs]))
+    return {
+        "the terminal's table": terminal,
+        "the comparison": capsys.readouterr().out,
+        "plots.table": text(sheets(runs), "markdown"),
+        "figures": run_sets(runs)[0].about,
+        "the report": task_of(runs[0]),
+        "docs/turns.md": next(iter(groups(runs))),
+        "docs/byte-budget.md": " ".join(table.run_set.name for table in frontiers(runs)) or run_sets(runs)[0].name,
+    }
+
+
+@pytest.mark.parametrize("task", STAND_INS)
+def test_no_place_calls_a_stand_in_by_the_benchmarks_name(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for where, words in shown(made(tmp_path, task, "embedded"), load(tmp_path), capsys).items():
+        said = words.partition("\nfolders")[0]  # which are named by the key of the command line
+        assert STAND_INS[task] in said, where
+        assert not re.search(rf"\b({task}|LongBench)\b", said), where
+
+
+@pytest.mark.parametrize("task", STAND_INS)
+def test_published_rows_keep_the_benchmarks_name(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for where, words in shown(made(tmp_path, task, "local"), load(tmp_path), capsys).items():
+        assert task in words.lower() and STAND_INS[task] not in words, where
+
+
+def test_a_table_says_which_datasets_it_is_of_and_is_found_by_either_name(tmp_path: Path) -> None:
+    made(tmp_path, "longbench", "embedded")
+    runs = load(tmp_path)
+    for name in ("longbench", "embedded texts"):
+        assert "embedded texts · datasets a · " in text(sheets(runs, keep={"task": name}), "markdown")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_no_page_gives_embedded_texts_the_name_of_longbench(page: Path) -> None:
+    names = "|".join(STAND_INS)
+    assert not re.search(rf"embedded longbench|EMBEDDED DATA · ({names})", page.read_text(), re.IGNORECASE)
