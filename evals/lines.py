@@ -30,6 +30,7 @@ from evals.tasks.prompt import Prompt
 from methods.base import SelectiveAttention
 
 SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
+AROUND = 150  # characters before and behind a part that holds the answer
 SHOWN_TOKENS = 200  # of a prompt that has no texts
 
 
@@ -112,21 +113,33 @@ def lost_line(sample: Sample, prompt: Prompt, status: str, reason: str, cell: Ce
 
 
 def shortened(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
-    """The sample with no more of its texts than a line repeats: their ends."""
+    """The sample with no more of its texts than a line repeats: their ends, and what stands around the evidence."""
     context = sample.context
     if not context and prompt.context_ids:
         context = tokenizer.decode(prompt.context_ids[-SHOWN_TOKENS:])
-    return replace(sample, context=end_of(context), question=end_of(sample.question))
+    around = tuple(piece for part in sample.evidence if (piece := around_of(part.strip(), context)))
+    return replace(sample, context=end_of(context), question=end_of(sample.question), evidence=around)
 
 
 def end_of(text: str) -> str:
     return text if len(text) <= SHOWN else "… " + text[-SHOWN:]
 
 
+def around_of(part: str, text: str) -> str:
+    """A part of a text on one line, with as much before it as behind it; "" where the text has no such part."""
+    at = text.find(part)
+    if at < 0 or not part:
+        return ""
+    start, stop = max(0, at - AROUND), at + len(part) + AROUND
+    words = " ".join(text[start:stop].split())
+    return f"{'… ' if start else ''}{words}{' …' if stop < len(text) else ''}"
+
+
 def own_columns(sample: Sample) -> dict[str, Any]:
     """The task's columns, and the end of what was asked, which `shortened` left."""
     columns = {key: value for key, value in sample.fields.items() if key != "original_prompt_tokens"}
-    texts = {"context": sample.context, "question": sample.question, "cue": sample.answer_prefix}
+    evidence = "\n".join(sample.evidence)
+    texts = {"evidence": evidence, "context": sample.context, "question": sample.question, "cue": sample.answer_prefix}
     shown = {key: text for key, text in texts.items() if text}
     return columns | ({"prompt_end": shown} if shown else {})
 

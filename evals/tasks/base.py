@@ -36,6 +36,7 @@ class Sample:
     system_prompt: str = ""  # the task's own system turn; one that the user sets for the model takes its place
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
     thinks: bool = False  # whether a chat template that can switch thinking on does so
+    evidence: tuple[str, ...] = ()  # parts of the context that hold the answer, which a report shows
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
     conversation: Conversation | None = None  # several turns on the context, in place of one question

@@ -21,6 +21,7 @@ LARGEST = 17_000_000  # bytes that the samples may take on a page of 20 MB
 PIECE = 1_500_000  # characters of JSON that are unpacked at a time
 PROBED = 40  # runs that the size of all is judged by
 OWN = ("dataset", "metric", "method_report", "prompt_end", "attended_bins")  # columns that have places of their own
+FEWEST = 120  # characters of a line of evidence
 LEVELS = 63  # of a strip's brightness
 
 
@@ -147,7 +148,18 @@ def prompt_end(row: SampleRow, n: int) -> dict[str, str]:
     end = row.fields.get("prompt_end")
     if not isinstance(end, dict):
         return {}
-    return {key: last(text, n) for key, text in end.items() if isinstance(text, str) and text}
+    cuts = {"evidence": middles}
+    return {key: cuts.get(key, last)(text, n) for key, text in end.items() if isinstance(text, str) and text}
+
+
+def middles(text: str, n: int) -> str:
+    """The middle of each line: what was looked for, with less around it."""
+    lines = text.split("\n")[: max(1, n // FEWEST)]
+    most = max(FEWEST, n // len(lines))
+    return "\n".join(
+        line if len(line) <= most else f"… {line[(start := (len(line) - most) // 2) : start + most]} …"
+        for line in lines
+    )
 
 
 def columns(run: Run, asked: Asked, detail: Detail) -> dict[str, Any]:

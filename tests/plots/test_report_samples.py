@@ -11,7 +11,8 @@ from evals.overrides import CONF, check_overrides
 from evals.settings import settings
 from plots.read import Run, load
 from plots.report.origin import provenance, words
-from plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, strip, unpacked
+from plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
+from tests.evals.results.made_rows import ok_row
 from tests.plots.report_runs import write_run
 
 END = {"context": "… the end of the context", "question": "What is it?", "cue": "Answer:"}
@@ -39,6 +40,15 @@ def test_each_prompt_stands_once_with_the_end_of_what_was_asked(tmp_path: Path) 
     assert quest["report"][2] == {"pages": [1, 2, 2]}
     assert quest["fields"][0] == {"length": 500, "depth": 0.0}, "what has a place of its own stands once"
     assert found.cut == ""
+
+
+def test_the_needle_is_shown_however_little_of_a_text_is() -> None:
+    needle = "The number of the office in Rome is 4123082."
+    line = f"… {'a' * 150} {needle} {'b' * 150} …"
+    row = ok_row(fields={"prompt_end": END | {"evidence": f"{line}\n{line}"}})
+    for detail in DETAILS:
+        shown = prompt_end(row, detail.characters)["evidence"]
+        assert needle in shown and len(shown) <= 2 * len(line) + 1
 
 
 def test_a_run_of_earlier_code_has_neither_and_is_shown(tmp_path: Path) -> None:

@@ -484,6 +484,7 @@ class Cells(LazySamples):
             stop_at_newline=params.kind.stop_at_newline,
             use_chat=params.kind.use_chat,
             system_prompt=ask.system,
+            evidence=ask.needles,
             fields={
                 "length": length,
                 "depth": depth,

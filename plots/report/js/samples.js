@@ -113,7 +113,7 @@ function detail(about, ...sides) {
     el("div", { class: "titled" }, el("h3", {}, about.id), button("copy link", (event) => copy(here(), event.currentTarget))),
     el("p", { class: "hint" }, `${about.dataset} · prompt of ${about.tokens} tokens${length}, ${about.sha}`),
     ...(end.context || end.question || end.cue ? [el("strong", {}, "What was asked"),
-      el("pre", { class: "prompt" }, el("span", { class: "context" }, end.context || ""), el("b", {}, end.question || ""), el("i", {}, end.cue || ""))]
+      el("pre", { class: "prompt" }, end.evidence ? el("mark", {}, `${end.evidence}\n\n`) : "", el("span", { class: "context" }, end.context || ""), el("b", {}, end.question || ""), el("i", {}, end.cue || ""))]
       : [el("p", { class: "hint" }, "This run was made before prompts were written beside the answers.")]),
     el("strong", {}, about.references.length > 1 ? "References" : "Reference"),
     ...(about.references.length ? about.references.map((text) => el("pre", {}, text)) : [none("none")]),

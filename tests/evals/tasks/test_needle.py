@@ -126,6 +126,7 @@ def test_the_recorded_index_is_where_the_needle_starts(tokenizer, depth: int) ->
     assert sample.references[0] in tokenizer.decode(ids[start : start + n])
     assert sample.context.removeprefix(head).startswith("\nThe phone") == (depth == 0)
     assert sample.context.endswith(f"{sample.references[0]}.\n") == (depth == 100)
+    assert all(needle.strip() in sample.context for needle in sample.evidence) and len(sample.evidence) == 1
 
 
 def test_a_needle_stands_behind_a_full_stop_unless_told_otherwise(tokenizer) -> None:
