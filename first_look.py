@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import run
 from engine.machine import arithmetic, cpu_multiplies_bfloat16
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from evals.results import RunResult
@@ -30,11 +31,11 @@ def main(argv: Sequence[str]) -> int:
     if "out" not in given:
         words.append(f"out={OUT}")
     if "task" not in given and (why := slow(given.get("dtype", "auto"))):
-        print(f"{why}: fewer and shorter samples, task={BRIEF}", file=sys.stderr)
+        say(f"{why}: fewer and shorter samples, task={BRIEF}", file=sys.stderr)
         words.append(f"task={BRIEF}")
     code = run.main(words, lambda done: show(done, Path(given.get("out", OUT))))
     if code == 0:
-        print(f"took {cpu_seconds():.0f} s of CPU time, {time.monotonic() - STARTED:.0f} s of wall time")
+        say(f"took {cpu_seconds():.0f} s of CPU time, {time.monotonic() - STARTED:.0f} s of wall time")
     return code
 
 
@@ -61,8 +62,8 @@ def show(done: "Sequence[tuple[Path, RunResult]]", out: Path) -> None:
     print_comparison(found)
     first = done[0][1]
     for line in made_otherwise(found, arithmetic(first.dtype, first.device)):
-        print(line)
-    print(f"picture: {draw(found, out)}")
+        say(line)
+    say(f"picture: {draw(found, out)}")
     report([str(out)])
     return None
 

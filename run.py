@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, RunError
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -104,7 +105,7 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
 def refuse(error: Exception) -> int:
     """Wrong input: one sentence, no traceback."""
     words = (w if len(w) <= LONGEST else f"{w[:LONGEST]}…" for w in str(error).split())
-    print("run.py:", " ".join(words), file=sys.stderr)
+    say("run.py:", " ".join(words), file=sys.stderr)
     return 2
 
 
@@ -127,7 +128,7 @@ def stop_at_signals() -> None:
 def main(argv: list[str], show: "Show | None" = None) -> int:
     """Run a command line; `show` prints what was run in place of the table."""
     if {"-h", "--help"} & set(argv):
-        print(help_text())
+        say(help_text())
         return 0
     if "--check" in argv:
         from evals.screen.check import main as check
@@ -136,7 +137,7 @@ def main(argv: list[str], show: "Show | None" = None) -> int:
     try:
         return answer(argv, show)
     except KeyboardInterrupt as stop:
-        print("run.py: stopped; the same command goes on from here", file=sys.stderr)
+        say("run.py: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
 
 

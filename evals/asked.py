@@ -22,6 +22,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.checkpoints.header import header_shape, shape_of_config
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from engine.terminal import say
 from evals import outside
 from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, load_rules
 from evals.tasks.base import Task
@@ -93,7 +94,7 @@ def leave_out(settings: Settings, error: ConfigError, check: Callable[[S], objec
     Where the same `check` does not refuse all others, what is raised says how to run these.
     """
     if settings.skips_refused:
-        sys.stderr.write(f"left out: {error}\n")
+        say(f"left out: {error}", file=sys.stderr)
     elif settings.is_sweep and any(passes(check, one) for one in others):
         raise ConfigError(f"{error}; sweep.refused=skip runs the other cells without this one") from None
     else:

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.terminal import say
 from evals.tasks.download import SOURCES, cache_root, fetch
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
             files = fetch(name, root, only=given.only, say=say)
             say(f"{name}: {len(files)} files in {root}")
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        say(error, file=sys.stderr)
         return 2
     return 0
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.errors import ConfigError
+from engine.terminal import printable
 
 LONGEST_LINE = 32 << 20  # bytes
 LARGEST_FILE = 32 << 20  # bytes
@@ -233,11 +234,6 @@ def one_line(text: str, most: int = 500) -> str:
     """A text for a terminal: what cannot be printed is escaped, and what is too long is cut."""
     shown = text if len(text) <= most else f"{text[:most]}…"
     return printable(" ".join(shown.split()))
-
-
-def printable(text: str) -> str:
-    """A text in which what cannot be printed is escaped: control characters, halves of pairs, changes of direction."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def write_csv(path: Path, header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError, RunError
-from evals.foreign import printable
+from engine.terminal import printable, say
 from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
 from evals.results.scores import Score, Scores, crc_of_answer
 from evals.screen.progress import Progress
@@ -49,7 +49,7 @@ def write_scores(folder: Path) -> Pairs:
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     with RunFolder.open(folder, config, text, on_wait=waiting(folder)) as run:
         for note in run.notes:
-            say(note)
+            say(note, file=sys.stderr)
         if run.finished is None:
             raise ConfigError(f"{folder} is not finished; give its own command again, and score its answers then")
         pairs: Pairs = []
@@ -139,14 +139,9 @@ def title(result: RunResult) -> str:
 
 def waiting(folder: Path) -> Callable[[Holder], None]:
     def on_wait(holder: Holder) -> None:
-        say(f"{folder} is in use by {holder}; waiting for it to end")
+        say(f"{folder} is in use by {holder}; waiting for it to end", file=sys.stderr)
 
     return on_wait
-
-
-def say(line: str) -> None:
-    """A line on standard error."""
-    sys.stderr.write(printable(line) + "\n")
 
 
 def report(folder: Path, pairs: Pairs) -> int:
@@ -154,9 +149,9 @@ def report(folder: Path, pairs: Pairs) -> int:
     changed = [(row, score.score) for row, score in pairs if score.score != row.score]
     for row, score in changed:
         was = "without a score" if row.score is None else row.score
-        sys.stdout.write(f"{folder}: {printable(row.id)} {was} is now {score}\n")
+        say(f"{folder}: {printable(row.id)} {was} is now {score}")
     mean = fsum(score.score for _, score in pairs) / len(pairs) if pairs else float("nan")
-    sys.stdout.write(f"{folder}: {mean:.6f} over {len(pairs)}, {len(changed)} differ\n")
+    say(f"{folder}: {mean:.6f} over {len(pairs)}, {len(changed)} differ")
     return len(changed)
 
 
@@ -164,14 +159,14 @@ def main(arguments: Sequence[str]) -> int:
     writes = "--write" in arguments
     folders = [Path(word) for word in arguments if word != "--write"]
     if not folders or any(str(folder).startswith("--") for folder in folders):
-        sys.stderr.write("usage: python -m evals.rescore [--write] RUN..., folders of runs\n")
+        say("usage: python -m evals.rescore [--write] RUN..., folders of runs", file=sys.stderr)
         return 2
     n_changed = 0
     try:
         for folder in folders:
             n_changed += report(folder, write_scores(folder) if writes else new_scores(folder))
     except (ConfigError, RunError) as error:
-        sys.stderr.write(f"{error}\n")
+        say(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return int(n_changed > 0 and not writes)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from engine.checks import whole_number
 from engine.errors import ConfigError, first_line
+from engine.terminal import say
 from evals.foreign import read_text
 from evals.models import load_model, resolve_hardware
 from evals.settings import from_words
@@ -42,9 +43,9 @@ OF_A_RUN = ("model", "device", "dtype")
 
 def main(words: Sequence[str]) -> int:
     try:
-        print(written(words))  # noqa: T201
+        say(written(words))
     except ConfigError as error:
-        print("calibrate:", " ".join(str(error).split()), file=sys.stderr)  # noqa: T201
+        say("calibrate:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.terminal import say
 from plots.read import Run, default_root, load
 
 
@@ -35,9 +36,9 @@ class Page:
         if not paths:
             return self.refuse(self.nothing.format(options.runs))
         for path in paths:
-            print(path)
+            say(path)
         return 0
 
     def refuse(self, sentence: str) -> int:
-        print(f"{self.prog}: {sentence}", file=sys.stderr)
+        say(f"{self.prog}: {sentence}", file=sys.stderr)
         return 2

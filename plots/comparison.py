@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from engine import terminal
 from evals.results import METRICS, RunResult, combined_ci95, few_samples
 from evals.results.intervals import Interval
 from plots import style
@@ -224,7 +224,7 @@ def made_otherwise(found: Comparison, here: Mapping[str, Any]) -> list[str]:
 
 def print_comparison(found: Comparison) -> None:
     """To standard output."""
-    console, view = Console(markup=False, emoji=False, highlight=False), table(found)
+    console, view = terminal.console(highlight=False), table(found)
     needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
     console.width = max(console.width, needed)
     console.print(about(found), soft_wrap=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.terminal import say
 from evals.foreign import CsvWriter
 from evals.results import SampleRow
 from plots.read import Run, default_root, load
@@ -164,17 +165,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         paths = write(options.out, load(options.runs))
     except (ValueError, OSError) as error:
-        print(f"plots.costs: {error}", file=sys.stderr)
+        say(f"plots.costs: {error}", file=sys.stderr)
         return 2
     if not paths:
-        print(
+        say(
             f"plots.costs: {options.runs} has no runs of task=latency; make some with\n"
             "    python run.py -m method=full,snapkv,pqcache task=latency budget=512",
             file=sys.stderr,
         )
         return 2
-    print(paths[0].read_text(encoding="utf-8"))
-    print(", ".join(str(path) for path in paths))
+    say(paths[0].read_text(encoding="utf-8"))
+    say(", ".join(str(path) for path in paths))
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from engine.terminal import say
 from plots.read import default_root
 
 # A panel is a class of wandb_workspaces.reports.v2 and its arguments.
@@ -157,10 +158,10 @@ def main(argv: Sequence[str]) -> int:
             given.out.write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             return refuse(f"{given.out} cannot be written ({error.strerror}); choose another file with --out")
-        print(f"{given.out}: the workspace's specification, since {said}")
+        say(f"{given.out}: the workspace's specification, since {said}")
         return 0
     try:
-        print(workspace(spec, given.entity, given.project).save().url)
+        say(workspace(spec, given.entity, given.project).save().url)
     except Exception as error:  # of the network or of W&B's server, as many kinds as both have
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return refuse(f"W&B did not take the workspace for {given.entity}/{given.project} ({reason})", 1)
@@ -168,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse(sentence: str, code: int = 2) -> int:
-    print("dashboard:", " ".join(sentence.split()), file=sys.stderr)
+    say("dashboard:", " ".join(sentence.split()), file=sys.stderr)
     return code
 
 

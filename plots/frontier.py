@@ -21,7 +21,7 @@ from plots.looks import LOOKS, told_apart
 from plots.read import Run, measured, over_budget
 from plots.run_sets import Estimate, RunSet
 from plots.style import Picture, Sheet
-from plots.tables.formats import ABSENT, pipes
+from plots.tables.formats import ABSENT, pipes, plain_markdown
 
 NAME = "frontier"
 HEAD = """\
@@ -123,8 +123,8 @@ def part(runs: Sequence[Run], names: Sequence[str]) -> str:
         n = max(len(run.rows) for of in table.runs.values() for run in of.values())
         better = "lower is better" if table.height.falls else "in %"
         parts += [
-            f"### {table.run_set.name}: {table.height.label}",
-            f"{table.run_set.about} · n = {n} · {better}",
+            f"### {plain_markdown(table.run_set.name)}: {table.height.label}",
+            f"{plain_markdown(table.run_set.about)} · n = {n} · {better}",
             f"![{table.height.label} against bytes]({name}.svg)",
             table.scores(),
             table.costs(),

@@ -23,6 +23,7 @@ from pathlib import Path
 import matplotlib
 
 from engine.errors import ConfigError
+from engine.terminal import say
 from evals.foreign import read_text, write_csv
 from evals.results import share_interval
 from plots import style
@@ -141,14 +142,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         runs = load(options.runs)
         if not groups(runs):
-            print(
-                f"plots.parts: no run below {options.runs} has a table of parts ({', '.join(TABLES)})", file=sys.stderr
-            )
+            say(f"plots.parts: no run below {options.runs} has a table of parts ({', '.join(TABLES)})", file=sys.stderr)
             return 2
         for path in write(runs, options.out):
-            print(path)
+            say(path)
     except (ValueError, OSError) as error:
-        print(f"plots.parts: {error}", file=sys.stderr)
+        say(f"plots.parts: {error}", file=sys.stderr)
         return 2
     return 0
 

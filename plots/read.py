@@ -18,6 +18,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from engine.terminal import say
 from evals.foreign import one_line, refuse_depth
 from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run, shown_fraction
 from plots.looks import known
@@ -146,7 +147,7 @@ class Run:
         """The columns of ledger.parquet; {} where the file was lost, or is damaged, which standard error says."""
         columns = read_ledger(self.folder, self.result)
         if not columns and (self.folder / "ledger.parquet").exists():
-            print(one_line(f"left out: {self.folder / 'ledger.parquet'} is damaged"), file=sys.stderr)
+            say(one_line(f"left out: {self.folder / 'ledger.parquet'} is damaged"), file=sys.stderr)
         return columns
 
 
@@ -154,7 +155,7 @@ def load(root: Path) -> list[Run]:
     """Every finished run below `root` that can be read; the others are named on standard error, a line for each."""
     found, damaged = read_all(root)
     for sentence in damaged:
-        print(f"left out: {sentence}", file=sys.stderr)
+        say(f"left out: {sentence}", file=sys.stderr)
     return found
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import matplotlib
 
+from engine.terminal import printable
 from evals.results.intervals import Interval
 from evals.results.names import STAND_INS
 from plots import frontier, style
@@ -28,7 +29,7 @@ from plots.looks import told_apart
 from plots.read import Run, over_budget
 from plots.run_sets import dataset_words
 from plots.stats import LEVEL, corrected
-from plots.tables.formats import ABSENT, pipes
+from plots.tables.formats import ABSENT, pipes, plain_markdown
 
 NAME = "results"
 RUNS = Path("runs/results")
@@ -118,7 +119,7 @@ def moved_table(grid: Grid) -> str:
     moving = [name for name in grid.methods if any(moved_bytes(cell) for cell in grid.cells[name].values())]
     still = ["Full", *(grid.labels[name] for name in grid.methods if name not in moving)]
     found = table(grid, lambda method, ratio, cell: scaled(moved_bytes(cell), 1e-3), methods=moving)
-    return f"{found}\n\nNothing moves in {', '.join(still)}."
+    return f"{found}\n\nNothing moves in {plain_markdown(', '.join(still))}."
 
 
 def scaled(n_bytes: float | None, by: float) -> str:
@@ -227,7 +228,13 @@ was stopped had some of its work done before. Wall times include waiting for wha
 
 
 def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]) -> str:
-    presets = sorted({f"{run.result.method_label} those of `{run.result.method}`" for run in runs if run.is_preset})
+    presets = sorted(
+        {
+            f"{plain_markdown(run.result.method_label)} those of `{printable(run.result.method).replace('`', '')}`"
+            for run in runs
+            if run.is_preset
+        }
+    )
     n_ratios = max(len(grid.ratios) for grid in grids)
     parts = [HEAD.format(n_ratios=n_ratios, level=LEVEL, presets=f", {', '.join(presets)}" if presets else "")]
     parts += [f"![{words}]({NAME}/{name}.svg)\n" for name, words in pictures.items()]
@@ -236,12 +243,12 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
     parts.append(
         BYTES.format(
             title=first.measure.title,
-            about=first.about,
+            about=plain_markdown(first.about),
             device=device_table(first),
             moved=moved_table(first),
         )
     )
-    parts.append(TIMES.format(times=times(grids, runs), machine=machine(runs)))
+    parts.append(TIMES.format(times=times(grids, runs), machine=plain_markdown(machine(runs))))
     return "\n".join(parts)
 
 
@@ -250,7 +257,7 @@ def section(grid: Grid) -> str:
     better = "" if grid.measure.better == "higher" else " · lower is better"
     names = dataset_words(grid.runs)
     which = f" · {names}" if names else ""
-    parts = [f"## {grid.measure.title}", f"{grid.about}{which} · n = {n}{better}", score_table(grid)]
+    parts = [f"## {grid.measure.title}", f"{plain_markdown(grid.about + which)} · n = {n}{better}", score_table(grid)]
     if found := difference_table(grid):
         parts += ["Less full attention's, on the same samples:", found]
     return "\n\n".join(parts) + "\n"

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from evals.foreign import printable
+from engine.terminal import printable
 from plots import looks
 from plots.looks import DASHES as DASHES
 from plots.looks import HEAT as HEAT

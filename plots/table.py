@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from engine.terminal import say
 from plots.read import default_root, load
 from plots.tables.generic import Sheet, WrongKey, sheets
 from plots.tables.texts import as_csv, latex, markdown
@@ -58,14 +59,14 @@ def main(arguments: list[str]) -> int:
     if not made:
         return refuse(f"no finished run below {options.runs}; make some with `python run.py`, or name another folder")
     if options.out is None:
-        sys.stdout.write(text(made, options.format, options.caption))
+        say(text(made, options.format, options.caption), end="")
         return 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for kind, suffix in zip(FORMATS, ("md", "tex", "csv"), strict=True):
             path = options.out / f"table.{suffix}"
             path.write_text(text(made, kind, options.caption), encoding="utf-8", errors="replace")
-            print(path)
+            say(path)
     except OSError as error:
         return refuse(f"{options.out}: {error.strerror}; choose another --out")
     return 0
@@ -83,7 +84,7 @@ def pair(word: str) -> tuple[str, str]:
 
 
 def refuse(why: str) -> int:
-    print(f"plots.table: {why}", file=sys.stderr)
+    say(f"plots.table: {why}", file=sys.stderr)
     return 2
 
 

@@ -27,6 +27,7 @@ from plots.command import Page
 from plots.looks import told_apart
 from plots.read import Run
 from plots.style import Sheet
+from plots.tables.formats import pipes, plain_markdown
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
@@ -111,7 +112,7 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
     full = {run.result.protocol: run for run in runs if run.is_full}
     head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
     head += ["turn 1 less Full", "later turns less Full"]
-    lines = [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for run in runs:
         found, spread = by_turn(run), combined_ci95(run.rows, run.result.metric)
         ends = "-" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
@@ -120,8 +121,8 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
         cells = [f"{found[turn][0]:.3f}" if turn in found else "-" for turn in turns]
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
         words += [in_words(less_full(run, full.get(run.result.protocol), is_first)) for is_first in (True, False)]
-        lines.append("| " + " | ".join(words) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(words)
+    return "\n".join([f"## {plain_markdown(title)}", "", *pipes(head, lines), ""])
 
 
 def in_words(point: Point | None) -> str:

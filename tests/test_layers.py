@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
     "methods.calibrate": {"engine", "methods", "evals"},  # a command, as `run` is
-    "evals.results": {"engine.errors", "evals.results", "evals.foreign"},
+    "evals.results": {"engine.errors", "engine.terminal", "evals.results", "evals.foreign"},
     "evals.tasks": {"engine", "methods", "evals.tasks", "evals.foreign"},
     "evals.studies": {
         *("engine", "methods", "evals.studies", "evals.foreign"),
@@ -27,11 +27,11 @@ MAY_IMPORT = {
     "evals": {"engine", "methods", "evals"},
     "plots": {
         *("plots", "evals.results", "evals.tasks.needle.heatmap", "evals.foreign"),
-        *("engine.errors", "engine.checkpoints.digests"),
+        *("engine.errors", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": set[str](),
-    "run": {"engine.errors", "evals"},
-    "first_look": {"run", "engine.machine", "evals.results", "evals.screen.table", "plots"},
+    "run": {"engine.errors", "engine.terminal", "evals"},
+    "first_look": {"run", "engine.machine", "engine.terminal", "evals.results", "evals.screen.table", "plots"},
 }
 LARGEST_SHARE = 1 / 4  # of the code that a room may hold
 LONGEST_FILE = 500  # lines; a longer one says "Long because" in its docstring

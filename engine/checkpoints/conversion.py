@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
 from engine.errors import ConfigError, first_line
+from engine.terminal import say
 
 NO_ROOM = ("No space left", "quota exceeded", "File too large", "Read-only file system")  # as safetensors words it
 MAKING = ".making"  # behind the name of a folder that is not complete
@@ -65,7 +66,7 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
             errno.ENOSPC,
             f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
         )
-    print(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)  # noqa: T201
+    say(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)
     work = Path(f"{folder}{MAKING}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -99,7 +100,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"Another process converts {folder.name}; waiting for it to end", file=sys.stderr)  # noqa: T201
+        say(f"Another process converts {folder.name}; waiting for it to end", file=sys.stderr)
         lock.acquire()
     try:
         yield

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from engine.checkpoints.files import files_beside, files_of
 from engine.errors import ConfigError
+from engine.terminal import say
 
 END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
 FIRST_SUFFIXES = (".safetensors", ".bin", ".json")
@@ -159,7 +160,7 @@ def whole_hashes(files: Sequence[Path]) -> list[str]:
     known = [read_note(note_of(file, notes), file) for file in files]
     n_bytes = sum(file.stat().st_size for file, hash in zip(files, known, strict=True) if hash is None)
     if n_bytes > LONG:
-        print(  # noqa: T201
+        say(
             f"Hashing {files[0].parent}, {n_bytes / 1e9:.1f} GB, once: the whole checkpoint names a run",
             file=sys.stderr,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.errors import ConfigError
-from evals.foreign import printable
+from engine.terminal import printable
 from evals.results.files import REMEDY, read_yaml
 
 KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result

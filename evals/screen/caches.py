@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from engine.checkpoints.conversion import MAKING
 from engine.checkpoints.digests import cache_home
+from engine.terminal import say
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,21 @@ def main(arguments: Sequence[str]) -> int:
     home = cache_home()
     items = list(found(home))
     for line in [f"The cache folder is {home}", *listed(items)]:
-        print(line)  # noqa: T201
+        say(line)
     downloads = home / "data"
     if downloads.is_dir():
-        print(f"Not freed: {size(weigh(downloads))} of data in {downloads}; remove what you do not need by hand")  # noqa: T201
+        say(f"Not freed: {size(weigh(downloads))} of data in {downloads}; remove what you do not need by hand")
     if not items:
         return 0
     if not is_sure:
-        print("Nothing was freed; to free it: make clean-cache ARGS=--yes")  # noqa: T201
+        say("Nothing was freed; to free it: make clean-cache ARGS=--yes")
         return 0
     left = [item for item in items if not free(item)]
     freed = sum(item.n_bytes for item in items) - sum(item.n_bytes for item in left)
-    print(f"Freed {size(freed)}")  # noqa: T201
+    say(f"Freed {size(freed)}")
     for item in left:
         why = "another process makes it" if item.in_use else "it cannot be removed; are its folder's permissions yours?"
-        print(f"Left {item.path}: {why}", file=sys.stderr)  # noqa: T201
+        say(f"Left {item.path}: {why}", file=sys.stderr)
     return int(any(not item.in_use for item in left))
 
 

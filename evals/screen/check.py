@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from engine import terminal
 from engine.checkpoints import header
 from engine.errors import ConfigError
 from evals.results.machine import cpu_model
@@ -57,7 +57,7 @@ class Fact:
 
 def main() -> int:
     """Print the screen: 0 where the main job would work, else 1."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = terminal.console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     facts = machine()

@@ -15,13 +15,14 @@ from types import TracebackType
 from typing import Self
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from evals.foreign import printable
+from engine import terminal
+from engine.terminal import printable
 from evals.screen.estimate import ANSWERING, PART, READING, Estimate, Load
 
 LONGEST_ID = 80  # characters of a sample's id
@@ -83,13 +84,13 @@ class Progress:
         self.title, self.n_samples, self.n_done, self.n_before = title, n_samples, n_done, n_done
         self.standings = standings
         self.estimate = estimate or Estimate([Load(1, 0)] * (n_samples - n_done))
-        self.console = Console(stderr=True, markup=False, emoji=False)
+        self.console = terminal.console(stderr=True)
         self.live: Live | None = None
         self.bars = Bars(
             TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self.console,
         )  # fmt: skip
-        self.samples = self.bars.add_task(title, total=1.0, count="", left="")
+        self.samples = self.bars.add_task(printable(title), total=1.0, count="", left="")
         self.inner = self.bars.add_task("", total=1, visible=False, count="", left="")
         self.started = monotonic()
         self.estimate.begin(self.started)
@@ -146,11 +147,11 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line above the view, or in the log; what it names may hold any character."""
-        line = printable(line)
+        line = printable(line)  # on one line: a sample's id may hold newlines
         if self.live is not None:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
+            terminal.say(line, file=sys.stderr)
 
     def reading(self, id: str, n_tokens: int, n_layers: int) -> None:
         """The present sample begins to read its prompt."""

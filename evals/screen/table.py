@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from engine import terminal
 from evals.results import METRICS, RunResult, few_samples, shown_fraction
 
 WIDTH = 100  # columns, where no terminal says how many there are
@@ -47,7 +47,7 @@ Done = Sequence[tuple[Path, RunResult]]
 
 def print_table(done: Done) -> None:
     """To standard output, as wide as it has to be."""
-    console = Console(markup=False, emoji=False, highlight=False)  # paths may look like either
+    console = terminal.console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     shared, view = table(done)

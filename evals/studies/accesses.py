@@ -30,14 +30,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from engine import terminal
 from engine.books.meter import Access
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
 from engine.errors import ConfigError
 from engine.store import Store
+from engine.terminal import say
 from evals.foreign import write_csv
 
 BLOCK_LEN = 128
@@ -245,7 +246,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         rows = list(study(files_of(options.runs), options))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        say(f"error: {error}", file=sys.stderr)
         return 2
     view = Table(box=None, pad_edge=False)
     for name in ("run", "cache"):
@@ -256,7 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
         rates = ["-" if line[key] is None else f"{line[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
         sizes = [f"{line[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
         view.add_row(line["run"], line["cache"], *rates, *sizes)
-    console = Console(markup=False, emoji=False)  # names may look like either
+    console = terminal.console()
     console.width = max(console.width, 120)
     console.print(view, markup=False)
     if options.csv is not None:

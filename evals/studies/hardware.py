@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import terminal
 from engine.books.ledger import Entry
 from engine.budget import BudgetRequest, parse_fraction
 from engine.checkpoints.load import shape_of
@@ -46,6 +46,7 @@ from engine.errors import ConfigError, unknown_name
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.terminal import say
 from evals.foreign import write_csv
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
@@ -437,9 +438,9 @@ def main(words: Sequence[str] | None = None) -> int:
         question, file = parse(words)
         rows = answer(question)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        say(f"error: {error}", file=sys.stderr)
         return 2
-    console = Console(markup=False, emoji=False)  # names may look like either
+    console = terminal.console()
     console.width = max(console.width, 120)
     console.print(show(rows), markup=False)
     if file is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.model import Model
 from engine.observe import Known, ModelFact
+from engine.terminal import say
 from methods.calibration import files
 from methods.calibration.files import Calibration
 from methods.calibration.kinds import kind_of
@@ -74,7 +75,7 @@ def obtain(model: Model, kind: str, file: Path | None = None, makes: bool = True
 def make(model: Model, kind: str) -> Calibration:
     """A calibration on the embedded prose."""
     n = kind_of(kind).n_tokens
-    print(f"Calibrating {model.shape.name} ({kind}) on {n:,} tokens, once", file=sys.stderr)  # noqa: T201
+    say(f"Calibrating {model.shape.name} ({kind}) on {n:,} tokens, once", file=sys.stderr)
     return calibrate(model, kind, last_tokens(model, embedded_prose(), n), prose_name())
 
 

@@ -41,6 +41,7 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import Observation, QueryStatistics, at_once
 from engine.prefill import prefill
+from engine.terminal import say
 from methods.rules.dropping.expected_attention import TENSORS, ExpectedAttentionRules
 from methods.scoring import ScoringMethod
 
@@ -203,9 +204,10 @@ def main(arguments: Sequence[str], n_sink: int = 4) -> int:
     from engine.checkpoints.load import load
 
     if len(arguments) != 3 or not Path(arguments[1]).is_file():
-        sys.stderr.write(
+        say(
             "usage: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or "
-            "embedded, TEXTS a text file\n"
+            "embedded, TEXTS a text file",
+            file=sys.stderr,
         )
         return 2
     name, texts, file = arguments[0], Path(arguments[1]), Path(arguments[2])
@@ -213,11 +215,11 @@ def main(arguments: Sequence[str], n_sink: int = 4) -> int:
         model = load(name, name, dtype="float32")
         n, found = text_statistics(model, [*pieces(texts.read_text())], n_sink)
     except (ConfigError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        say(" ".join(str(error).split()), file=sys.stderr)
         return 2
     tensors: dict[str, Any] = {TENSORS[0]: found[:, :, 0].contiguous(), TENSORS[1]: found[:, :, 1:].contiguous()}
     save_file(tensors, file, {"model_digest": model.digest, "n_queries": str(n), "n_sink": str(n_sink)})
-    sys.stdout.write(f"{file}: statistics of {n} queries of {name}, digest {model.digest}\n")
+    say(f"{file}: statistics of {n} queries of {name}, digest {model.digest}")
     return 0
 
 

@@ -47,6 +47,7 @@ from torch import Tensor
 from engine.budget import exact
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
+from engine.terminal import say
 from methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
 from methods.rules.dropping.xkv import XKVRules
 from methods.scorers import layer_vector, pool_scores, reduce_group, window_votes
@@ -173,8 +174,9 @@ def main(arguments: list[str]) -> int:
     """Print the averaged shares of a finished exact run, as `method.shares` takes them."""
     path = Path(arguments[0]) / "samples.jsonl" if arguments else None
     if path is None or not path.is_file() or not all(word.isdecimal() for word in arguments[1:2]):
-        sys.stderr.write(
-            "usage: python -m methods.dropping.xkv RUN [SEED], the folder of a finished run of method=xkv\n"
+        say(
+            "usage: python -m methods.dropping.xkv RUN [SEED], the folder of a finished run of method=xkv",
+            file=sys.stderr,
         )
         return 2
     samples = [json.loads(line) for line in path.read_text().splitlines()]
@@ -182,9 +184,9 @@ def main(arguments: list[str]) -> int:
     try:
         shares = average_shares(reports, seed=int((arguments[1:2] or ["0"])[0]))
     except (ConfigError, KeyError) as error:
-        sys.stderr.write(f"{path}: {error}\n")
+        say(f"{path}: {error}", file=sys.stderr)
         return 1
-    sys.stdout.write(f"[{','.join(map(repr, shares))}]\n")
+    say(f"[{','.join(map(repr, shares))}]")
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import matplotlib
 
+from engine.terminal import say
 from plots import style
 from plots.figures import answers as answer_figures
 from plots.figures import costs as cost_figures
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
         loaded = load(options.runs)
         runs = of_methods(loaded, options.methods)
     except ValueError as error:
-        print(f"plots.figures: {error}", file=sys.stderr)
+        say(f"plots.figures: {error}", file=sys.stderr)
         return 2
     sheet = Sheet(options.width, not options.no_title, options.axis)
     drawn: dict[str, manifest.Entry] = {}
@@ -179,10 +180,10 @@ def main(arguments: Sequence[str]) -> int:
                 found = draw(drawing, runs, options.out, sheet, options.format)
                 drawn |= found
                 first = [str(options.out / entry["files"][0]) for entry in found.values()]
-                print(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)
+                say(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)
         if drawn:
-            print(manifest.write(options.out, drawn))
+            say(manifest.write(options.out, drawn))
     except OSError as error:
-        print(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
+        say(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 2
     return 0 if drawn else 2

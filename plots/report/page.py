@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.terminal import say
 from evals.foreign import one_line
 from plots.read import Run, default_root, load
 from plots.report.charts import heatmap_chart, score_chart, vega_script
@@ -61,12 +62,12 @@ def main(argv: Sequence[str]) -> int:
         out.write_text(page(runs, given.runs), encoding="utf-8", errors="replace")
     except OSError as error:
         return refuse(f"{out} cannot be written ({error.strerror}); choose another file with --out")
-    print(f"{one_line(str(out))}: {len(runs)} runs, {out.stat().st_size / 1e6:.1f} MB")
+    say(f"{one_line(str(out))}: {len(runs)} runs, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
 def refuse(sentence: str) -> int:
-    print("report:", one_line(sentence), file=sys.stderr)
+    say("report:", one_line(sentence), file=sys.stderr)
     return 2
 
 

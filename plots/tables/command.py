@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.terminal import say
 from plots import costs, scopes
 from plots.read import Run, default_root, load
 from plots.tables.cells import Table, build, build_efficiency
@@ -50,12 +51,12 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         return cannot_write(options.out, error)
     if timed:
-        print(f"What variants cost: {', '.join(str(path) for path in timed)}")
+        say(f"What variants cost: {', '.join(str(path) for path in timed)}")
     if scoped:
-        print(f"Methods with the question and without it: {', '.join(str(path) for path in scoped)}")
+        say(f"Methods with the question and without it: {', '.join(str(path) for path in scoped)}")
     if not any(tables.values()):
         for paper_table in (*PAPER_TABLES, EFFICIENCY):
-            print(missing(paper_table, len(runs)), file=sys.stderr)
+            say(missing(paper_table, len(runs)), file=sys.stderr)
         return 2
     for paper_table in (*PAPER_TABLES, EFFICIENCY):
         if tables[paper_table.name]:
@@ -63,12 +64,12 @@ def main(arguments: list[str]) -> int:
                 paths = write(options.out, paper_table, tables[paper_table.name])
             except OSError as error:
                 return cannot_write(options.out, error)
-            print(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")
+            say(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")
         else:
-            print(missing(paper_table, len(runs)))
+            say(missing(paper_table, len(runs)))
     return 0
 
 
 def cannot_write(out: Path, error: OSError) -> int:
-    print(f"plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
+    say(f"plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
     return 2

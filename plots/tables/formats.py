@@ -20,6 +20,7 @@ from dataclasses import fields
 from math import fsum
 from pathlib import Path
 
+from engine.terminal import printable
 from evals.foreign import CsvWriter
 from plots.tables.cells import Cost, Table, TableCell
 from plots.tables.papers import PaperTable
@@ -39,7 +40,8 @@ def write(folder: Path, paper_table: PaperTable, tables: Sequence[Table]) -> lis
     """Write all of a paper's table that the runs give into one file per format."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
-        "md": f"# {paper_title(paper_table, tables)}\n\n" + "\n".join(markdown(table) for table in tables),
+        "md": f"# {plain_markdown(paper_title(paper_table, tables))}\n\n"
+        + "\n".join(markdown(table) for table in tables),
         "tex": "\n".join(latex(table, number) for number, table in enumerate(tables, 1)),
         "csv": as_csv(tables),
     }
@@ -193,13 +195,13 @@ def starred(text: str, mark: str) -> str:
 
 
 def markdown(table: Table) -> str:
-    lines = [f"## {heading(table)}", ""]
+    lines = [f"## {plain_markdown(heading(table))}", ""]
     for budget in table.budgets:
         if title := block_title(table, budget):
-            lines += [f"### {title}", ""]
+            lines += [f"### {plain_markdown(title)}", ""]
         lines += pipes(["dataset", "n", *table.methods], markdown_rows(table, budget))
         lines.append("")
-    lines += [f"- {sentence}" for sentence in explanation(table)]
+    lines += [f"- {plain_markdown(sentence)}" for sentence in explanation(table)]
     lines += ["", *pipes(COSTS, costs(table)), ""]
     return "\n".join(lines)
 
@@ -218,8 +220,8 @@ def markdown_rows(table: Table, budget: str) -> list[tuple[str, ...]]:
 
 
 def plain_markdown(text: str) -> str:
-    """A text that can stand in one cell: it ends no cell, opens no element and no link."""
-    words = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
+    """A text that can stand anywhere on a page: it ends no cell, opens no element and no link, and hides nothing."""
+    words = printable(" ".join(text.split())).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
     return words.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from evals.foreign import CsvWriter
-from plots.tables.formats import ABSENT, pipes, plain, tex
+from plots.tables.formats import ABSENT, pipes, plain, plain_markdown, tex
 from plots.tables.generic import ANY, FULL, Cell, Sheet
 from plots.tables.values import VALUES, value_named
 
@@ -100,10 +100,9 @@ def markdown(sheet: Sheet) -> str:
         for row in sheet.rows
     ]
     across = f", columns {' · '.join(sheet.column_keys)}"
-    head = [f"## {title(sheet)}{across}", "", where(sheet), ""]
-    return "\n".join(
-        [*head, *pipes(header(sheet), lines), "", *(f"- {line}" for line in [*explanation(sheet), *sheet.left_out]), ""]
-    )
+    head = [f"## {plain_markdown(title(sheet) + across)}", "", plain_markdown(where(sheet)), ""]
+    below = [f"- {plain_markdown(line)}" for line in [*explanation(sheet), *sheet.left_out]]
+    return "\n".join([*head, *pipes(header(sheet), lines), "", *below, ""])
 
 
 # LaTeX.

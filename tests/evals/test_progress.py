@@ -33,7 +33,7 @@ def test_a_log_has_a_line_per_sample_with_every_score_and_what_is_left(
 def on_terminal(monkeypatch: pytest.MonkeyPatch, height: int = 30, width: int = 100) -> io.StringIO:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=width, height=height, legacy_windows=False)
-    monkeypatch.setattr(progress, "Console", lambda **_: console)
+    monkeypatch.setattr(progress.terminal, "console", lambda **_: console)
     return written
 
 

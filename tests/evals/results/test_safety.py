@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import run as run_py
 from engine.errors import ConfigError, RunError
-from evals.foreign import printable
+from engine.terminal import printable
 from evals.results import RunResult, SampleRow, read_ledger, read_runs, read_samples, summarise
 from evals.results import folder as results
 from evals.results.files import file_stem, sealed, temporary

@@ -1,0 +1,49 @@
+"""The only way to the terminal: whatever a text holds, it is shown and not obeyed.
+
+Names, answers and messages come from files of others: a result, a method's title, a chat template. An escape sequence
+among them could clear the screen or write a line that was never printed. `say` prints lines, `console` gives rich's
+console for tables; both escape every character that cannot be printed, before it is measured. A test holds that no
+other module prints.
+
+Not here: Markdown (`plots/tables/formats.py`), CSV and JSON (`evals/foreign.py`), HTML (the report's scripts set text).
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def printable(text: str) -> str:
+    """A text in which what cannot be printed is escaped: control characters, halves of pairs, changes of direction."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def lines_of(text: str) -> str:
+    """As `printable`, of a text of several lines, whose ends and tabs stay."""
+
+    def line(words: str) -> str:
+        end = "\r" if words.endswith("\r") else ""
+        return "\t".join(map(printable, words.removesuffix(end).split("\t"))) + end
+
+    *whole, last = text.split("\n")
+    return "\n".join([*map(line, whole), "\t".join(map(printable, last.split("\t")))])
+
+
+def say(*words: object, file: TextIO | None = None, end: str = "\n") -> None:
+    """As `print`: to standard output, or another stream."""
+    stream = sys.stdout if file is None else file
+    print(lines_of(" ".join(map(str, words))), file=stream, end=end, flush=stream is sys.stderr)
+
+
+def console(**options: Any) -> "Console":
+    """rich's console, which takes texts as they are: names may look like its markup, and hold anything."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Shown(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(lines_of(text), **options)
+
+    return Shown(markup=False, emoji=False, **options)
