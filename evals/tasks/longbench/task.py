@@ -272,6 +272,23 @@ class LongBench(Task):
             rows = read_rows(self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name))
             self.notes += rows.notes
             self.rows[name] = tuple(row for _, row in rows.rows)
+        if self.asking is not None:
+            self._check_contexts()
+
+    def _check_contexts(self) -> None:
+        """Refuse more questions than any context has, and note where contexts have fewer."""
+        asked_for = self.params.questions
+        counts = [len(group) for name in self.names for group in self.contexts(name)[: self.n_rows(name)]]
+        if max(counts, default=0) < asked_for:
+            raise ConfigError(
+                f"task.questions={asked_for} is more than any context of {', '.join(self.names)} has; give "
+                f"{max(counts, default=0)} or fewer"
+            )
+        if min(counts) < asked_for:
+            fewer = sum(n < asked_for for n in counts)
+            self.notes.append(
+                f"questions: {fewer} of {len(counts)} contexts have fewer than {asked_for}, the least {min(counts)}"
+            )
 
     # -- samples --
 

@@ -1,8 +1,8 @@
 """Needle in a haystack: a sentence is hidden at a known depth of a long text and asked for.
 
 Haystacks   Paul Graham's essays from the data folder, or Python's help topics, which every machine has: `auto` takes
-            them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the needle
-            goes in at a depth in percent, moved left to the end of a sentence, and its real index is recorded.
+            them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the
+            needle goes in at a depth in percent, moved left to a sentence's end, and its real index is recorded.
 Styles      `own` needs no data: a random phone number of an office, impossible to guess
             (docs/needle.md has the measurements); `own_name`: its director's random name, an
             answer of two words instead of seven digits. The others read needle/strings.json:

@@ -477,6 +477,17 @@ def test_the_run_scores_what_the_row_says(tokenizer, folder) -> None:
     assert made.score(replace(first, references=("x = 1",)), "   x = 1\n") < 1
 
 
+def test_more_questions_than_a_context_has_are_refused_or_said(folder) -> None:
+    with pytest.raises(ConfigError, match=r"task\.questions=10000 is more than any context of docs_qa .* give \d+ or"):
+        task(None, source="embedded", datasets=["docs_qa"], questions=10_000).check(shape())
+    some = task(None, source="embedded", datasets=["docs_qa"], questions=34)
+    some.check(shape())
+    assert any(note.startswith("questions: ") and "contexts have fewer than 34" in note for note in some.notes)
+    few = task(None, source="embedded", datasets=["docs_qa"], questions=4)
+    few.check(shape())
+    assert not any(note.startswith("questions: ") for note in few.notes)
+
+
 # --- sources -----------------------------------------------------------------------------------
 
 
