@@ -17,6 +17,9 @@ from plots.read import Run, measured, per_prompt, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.stats import Paired, macro_interval, paired_over_datasets
 
+# Times the budget's bytes: generated tokens and what compensates for comm lie below, an index or whole layers above.
+MORE = 1.25
+
 
 def measure(name: str) -> Callable[[SampleRow], float | None]:
     """One of the task's other figures."""
@@ -132,6 +135,12 @@ class Grid:
     def retrieves(self, method: str) -> bool:
         """Whether its ledgers have tokens on the host."""
         return any(cell.kept("bytes_resident_host") for cell in self.cells[method].values())
+
+    def holds_more(self, method: str, ratio: float) -> bool:
+        """Whether a variant has more bytes on the device than its share of the full cache; False where not measured."""
+        full = None if self.full is None else device_bytes(self.full)
+        held = device_bytes(self.cells[method][ratio])
+        return full is not None and held is not None and held > MORE * ratio * full
 
     def lines(self, x: Callable[[float, Cell], float | None], methods: Sequence[str]) -> list[Line]:
         """A line per method; `x` gets ratio and cell."""

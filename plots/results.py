@@ -24,11 +24,11 @@ from evals.results.names import STAND_INS
 from plots import frontier, style
 from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
-from plots.grids import Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from plots.grids import MORE, Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
 from plots.looks import told_apart
 from plots.read import Run, over_budget
 from plots.run_sets import dataset_words
-from plots.stats import LEVEL, corrected
+from plots.stats import LEVEL, corrected, small_n
 from plots.tables.formats import ABSENT, pipes, plain_markdown
 
 NAME = "results"
@@ -81,7 +81,8 @@ def score_table(grid: Grid) -> str:
     form = ".3f" if grid.measure.better == "lower" else ".2f"
 
     def said(method: str, ratio: float, cell: Cell) -> str:
-        return spanned(cell.mean, cell.interval, form) + (" †" if over_budget(cell.rows) else "")
+        more = " ‡" if grid.holds_more(method, ratio) else ""
+        return spanned(cell.mean, cell.interval, form) + (" †" if over_budget(cell.rows) else "") + more
 
     full = grid.full if grid.measure.against_full else None
     return table(grid, said, None if full is None else spanned(full.mean, full.interval, form))
@@ -106,7 +107,8 @@ def difference_table(grid: Grid) -> str:
             return ABSENT
         return spanned(one.paired.mean, one.paired.difference, "+.2f") + (" *" if one.sign else "")
 
-    return table(grid, said)
+    few = small_n(max((one.paired.n for one in found.values()), default=0), len(found)) if found else ""
+    return table(grid, said) + (f"\n\nNo * can stand here: {few}, with {len(found)} comparisons." if few else "")
 
 
 def device_table(grid: Grid) -> str:
@@ -199,8 +201,10 @@ makes the runs and then the page, in these steps:
 A ratio is the share of the prompt's tokens that a query head may attend to at a decode step. Methods with "(C)" drop
 tokens for good and get more of them in return ([fair budgets](fair-budgets.md)). In parentheses: 95 % intervals over
 samples. Differences to full attention are paired, sample by sample; * marks those that are shown (p below {level:.0%}
-after Holm's correction over the table), † a run whose ledger exceeded its budget, - what was not run. Every method has
-its default settings{presets}.
+after Holm's correction over the table), and a table with too few samples for any says so. † marks a run whose ledger
+exceeded its budget, ‡ one that holds more than {more:g} times the ratio's share of the full cache's bytes on the
+device: an index, what a first stage keeps, or layers left whole; - stands for what was not run. A ratio counts tokens;
+the first figure compares methods by what they hold and move. Every method has its default settings{presets}.
 """
 BYTES = """\
 ## Bytes
@@ -236,7 +240,9 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
         }
     )
     n_ratios = max(len(grid.ratios) for grid in grids)
-    parts = [HEAD.format(n_ratios=n_ratios, level=LEVEL, presets=f", {', '.join(presets)}" if presets else "")]
+    parts = [
+        HEAD.format(n_ratios=n_ratios, level=LEVEL, more=MORE, presets=f", {', '.join(presets)}" if presets else "")
+    ]
     parts += [f"![{words}]({NAME}/{name}.svg)\n" for name, words in pictures.items()]
     parts += [section(grid) for grid in grids]
     first = grids[0]
@@ -272,9 +278,9 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
     folder = out / NAME
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
-        "budget": (by_budget, "Score against budget", scores),
         "bytes": (against_bytes, "Score against measured bytes", scores),
-        "fidelity": (by_budget, "Distance from full attention against budget", fidelity),
+        "budget": (by_budget, "Score against budget in tokens", scores),
+        "fidelity": (by_budget, "Distance from full attention against budget in tokens", fidelity),
     }
     pictures = {name: title for name, (_, title, some) in drawn.items() if some}
     with matplotlib.rc_context({**style.RC, **SVG}), told_apart(run.method for run in runs):

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from plots import style
-from plots.grids import Grid, device_bytes, moved_bytes
-from plots.run_sets import Line
+from plots.grids import MORE, Grid, device_bytes, moved_bytes
 from plots.style import Picture, Sheet
 
 LONG = re.compile(r"(\.\d\d)\d+")
@@ -26,15 +25,19 @@ SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the
 def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against the ratio; methods that retrieve above, those that drop below."""
     picture = Sheet().new(title, about(grids), (), style.PAGE, tall(grids, 4.4), **layout(grids))
+    ringed: set[str] = set()
     for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, retrieves in zip(column, (True, False), strict=True):
             methods = [name for name in grid.methods if grid.retrieves(name) == retrieves]
-            draw_spread(ax, grid.lines(lambda ratio, cell: ratio, methods), grid.ratios)
+            ringed |= draw_spread(ax, grid, methods)
             draw_full(ax, grid)
             ax.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
             ax.set(ylabel=grid.measure.ylabel)
         column[0].set_title(f"{grid.measure.title}\nmethods that retrieve")
         column[1].set(title="methods that drop", xlabel="ratio")
+    if ringed:
+        names = ", ".join(sorted(ringed, key=str.lower))
+        picture.note(f"Ringed: holds more than {MORE:g} times the ratio's share of the full cache's bytes: {names}")
     return picture.finish(columns=5)
 
 
@@ -57,9 +60,13 @@ def against_bytes(title: str, grids: Sequence[Grid]) -> Picture:
     return picture.finish(columns=5)
 
 
-def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> None:
-    """Lines with their intervals, side by side where they would hide each other."""
-    gap = min((b - a for a, b in pairwise(ratios)), default=1.0) / (2 * max(1, len(lines)))
+def draw_spread(ax: Axes, grid: Grid, methods: Sequence[str]) -> set[str]:
+    """Lines with their intervals, side by side where they would hide each other.
+
+    A ring is around what holds more bytes than its ratio says, in which tokens do not count all: whose these are.
+    """
+    lines, ringed = grid.lines(lambda ratio, cell: ratio, methods), set[str]()
+    gap = min((b - a for a, b in pairwise(grid.ratios)), default=1.0) / (2 * max(1, len(lines)))
     for i, line in enumerate(lines):
         looks = style.look(line.method)
         xs = [point.x + (i - (len(lines) - 1) / 2) * gap for point in line.points]
@@ -67,6 +74,11 @@ def draw_spread(ax: Axes, lines: Sequence[Line], ratios: Sequence[float]) -> Non
         ends = [(x, p.y.low, p.y.high) for x, p in zip(xs, line.points, strict=True) if p.y.low is not None]
         low, high = ([float(end[i] or 0) for end in ends] for i in (1, 2))
         ax.vlines([end[0] for end in ends], low, high, color=looks["color"], alpha=0.5, linewidth=0.7)
+        more = [(x, p.y.mean) for x, p in zip(xs, line.points, strict=True) if grid.holds_more(line.method, p.x)]
+        if more:
+            ringed.add(line.label)
+            ax.plot(*zip(*more, strict=True), "o", markersize=7, fillstyle="none", color=looks["color"], linewidth=0)
+    return ringed
 
 
 def layout(grids: Sequence[Grid]) -> dict[str, Any]:

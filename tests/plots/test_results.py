@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,30 @@ def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page:
     assert found["SnapKV (C)"][0].startswith(f"{one.mean:+.2f} (")
     marked = [cell for cells in found.values() for cell in cells if cell.endswith("*")]
     assert not marked  # eight samples show nothing once twelve comparisons were made
+    assert "No * can stand here: 8 samples show no difference, whatever the scores: it takes 9, " in page.read_text()
     values = {str(i): 1.0 for i in range(20)}
     good, bad = (Cell([], Measure("nothing", "needle")) for _ in range(2))
     good.__dict__["values"], bad.__dict__["values"] = {"": values}, {"": dict.fromkeys(values, 0.0)}
     better = results.Grid(SCORES[0], "", good, {"snapkv": {0.1: bad, 0.2: good}}, {"snapkv": "SnapKV"})
     (line,) = results.difference_table(better).splitlines()[2:]
     assert re.fullmatch(r"\| SnapKV \| -1\.00 \(.*\) \* \| \+0\.00.* \|", line) and line.count("*") == 1
+
+
+def test_what_holds_more_bytes_than_its_ratio_is_marked_and_ringed(root: Path, tmp_path: Path) -> None:
+    """A method that leaves layers whole has as many tokens as others and more bytes."""
+    runs = []
+    for run in load(root):
+        if (run.result.method, run.result.ratio_exact) == ("snapkv", "0.2") and run.result.task != "fidelity":
+            held = {"bytes_resident_device": 4e6}  # of 10 MB, where the ratio says 2
+            run = replace(run, rows=tuple(replace(row, ledger=dict(row.ledger) | held) for row in run.rows))
+        runs.append(run)
+    (path, first, second, *_) = write(tmp_path, runs)
+    assert (first.name, second.name) == ("bytes.svg", "budget.svg"), "bytes come first"
+    found = table_below(path.read_text(), f"## {SCORES[0].title}")
+    assert [cell.endswith("‡") for cell in found["SnapKV (C)"]] == [False, True, False]
+    assert not any("‡" in cell for name, cells in found.items() for cell in cells if name != "SnapKV (C)")
+    note = "than 1.25 times the ratio"
+    assert note in second.read_text() and note not in (tmp_path / "results" / "fidelity.svg").read_text()
 
 
 def test_full_attention_may_have_run_once_or_at_each_ratio(root: Path, page: Path, tmp_path: Path) -> None:
@@ -142,7 +161,7 @@ def test_bytes_and_times_are_what_the_runs_recorded(page: Path) -> None:
 
 def test_the_same_runs_make_the_same_small_files(root: Path, page: Path, tmp_path: Path) -> None:
     again = write(tmp_path, load(root))
-    names = ["results.md", "budget.svg", "bytes.svg", "fidelity.svg"]
+    names = ["results.md", "bytes.svg", "budget.svg", "fidelity.svg"]
     assert [path.name for path in again] == names
     for path in again:
         assert path.read_bytes() == (page.parent / path.relative_to(tmp_path)).read_bytes()
