@@ -26,7 +26,7 @@ def test_a_line_repeats_what_stands_around_a_needle_that_its_end_has_not() -> No
     short = shortened(
         Sample("one", context, "Which?", evidence=(f" {needle} ", "not there")), Prompt((1,), (3,)), Words()
     )
-    end = out_of_memory_line(short, Prompt((1,), (3,)), "no memory").fields["prompt_end"]
+    end = lost_line(short, Prompt((1,), (3,)), "oom", "no memory").fields["prompt_end"]
     assert needle not in end["context"] and end["question"] == "Which?"
     assert end["evidence"].count(needle) == 1 and "\n" not in end["evidence"]
     before, behind = end["evidence"].split(needle)
