@@ -36,7 +36,7 @@ from evals.results import RunFolder, RunResult, SampleRow, environment, summaris
 from evals.results.files import file_stem
 from evals.results.opened import open_folders, results_of
 from evals.screen.estimate import Estimate, bends_of
-from evals.screen.expect import expect, is_worth_while
+from evals.screen.expect import expect, is_worth_while, words
 from evals.screen.progress import Progress, Standing, say
 from evals.studies import accesses
 from evals.tasks.base import Sample
@@ -126,15 +126,11 @@ class Group:
     def say_what_follows(self, waiting: Sequence[Waiting]) -> None:
         """How many samples there are, and how long they will take, where that is long."""
         loads = [one.load for one in waiting]
-        if self.first.task.is_timed or not is_worth_while(loads):
-            return
-        with self.model.hooked():
-            ids = waiting[0].prompt.context_ids
-            expected = expect(self.model, ids, loads, bends_of(self.first.shape), len(self.cells))
-        left = f"{len(waiting)} samples" if len(waiting) == self.n else f"{len(waiting)} of {self.n} samples left"
-        limit = self.first.settings.limit
-        fewer = "limit=N asks fewer" if limit is None else f"limit={limit}"
-        say(f"{self.title()}: {left} ({fewer}), {expected}")
+        if not self.first.task.is_timed and is_worth_while(loads):
+            expected = expect(
+                self.model, waiting[0].prompt.context_ids, loads, bends_of(self.first.shape), len(self.cells)
+            )
+            say(f"{self.title()}: {words(len(waiting), self.n, self.first.settings.limit)}, {expected}")
 
     @property
     def ids(self) -> list[str]:
@@ -161,8 +157,7 @@ class Group:
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))
-        methods = ",".join(names) if len(names) <= 3 else f"{len(self.cells)} variants"
-        return f"{self.first.task.name} {methods}"
+        return f"{self.first.task.name} {','.join(names) if len(names) <= 3 else f'{len(self.cells)} variants'}"
 
     def variant(self, cell: Cell, prompt: Prompt) -> Variant:
         """What the cell is on prompts of this length and frame, made once."""
@@ -442,11 +437,3 @@ def run_group(group: Group, models: Models) -> dict[Path, RunResult]:
         if group.cells:
             group.run(models, waiting)
         return results_of(cells, folders)
-
-
-def refuse_folders(groups: Iterable[Group]) -> None:
-    """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
-    for group in groups:
-        for cell in group.cells:
-            shas = {id: one.sha for one in group.prompts or () for id in line_ids_of(one, cell)}
-            RunFolder.refuse(cell.path, cell.config, shas)

@@ -19,6 +19,7 @@ from pathlib import Path
 import matplotlib
 
 from engine.terminal import printable
+from evals.results import few_samples
 from evals.results.intervals import Interval
 from evals.results.names import STAND_INS
 from plots import frontier, style
@@ -28,7 +29,7 @@ from plots.grids import MORE, Cell, Grid, Measure, device_bytes, grid_of, measur
 from plots.looks import told_apart
 from plots.read import Run, over_budget
 from plots.run_sets import dataset_words
-from plots.stats import LEVEL, corrected, small_n
+from plots.stats import LEVEL, corrected
 from plots.tables.formats import ABSENT, pipes, plain_markdown
 
 NAME = "results"
@@ -107,7 +108,7 @@ def difference_table(grid: Grid) -> str:
             return ABSENT
         return spanned(one.paired.mean, one.paired.difference, "+.2f") + (" *" if one.sign else "")
 
-    few = small_n(max((one.paired.n for one in found.values()), default=0), len(found)) if found else ""
+    few = few_samples(max((one.paired.n for one in found.values()), default=0), len(found)) if found else ""
     return table(grid, said) + (f"\n\nNo * can stand here: {few}, with {len(found)} comparisons." if few else "")
 
 

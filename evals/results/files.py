@@ -253,3 +253,10 @@ def going_on(folder: Path) -> Generator[None]:
             f"{where} cannot be written ({why}); {remedy} and give the same command again, which goes on with what "
             "was done"
         ) from None
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    where = error.filename or path
+    return ConfigError(
+        f"the run's folder {path} cannot be used ({where}: {error.strerror or error}); choose another one with out=DIR"
+    )

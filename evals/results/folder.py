@@ -49,6 +49,7 @@ from evals.results.files import (
     sealed,
     sync_folder,
     temporary,
+    unusable,
     write,
     write_whole,
 )
@@ -63,9 +64,8 @@ from evals.results.summary import disagreement, with_scores
 class RunFolder:
     """One run's folder, held exclusively from `open` to `close`; a context manager.
 
-    `append` each sample as it ends, then `finish`. After `open`, `rows` are the samples that
-    earlier processes completed, `finished` is the result if nothing is left to do, and `notes` say
-    what was found damaged and repaired (for the log: a result is the same with and without).
+    `append` each sample as it ends, then `finish`. After `open`, `rows` are the samples that earlier processes completed,
+    `finished` is the result if nothing is left to do, and `notes` say what was found damaged and repaired, for the log.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], lock: FileLock) -> None:
@@ -498,10 +498,3 @@ def refuse_other_prompt(path: Path, row: SampleRow, sha256: str) -> None:
             f"sample {row.id!r} has another prompt now than when {path} was begun (the data, the tokenizer or Python's "
             "version changed); choose another folder with out=DIR or delete this one"
         )
-
-
-def unusable(path: Path, error: OSError) -> ConfigError:
-    where = error.filename or path
-    return ConfigError(
-        f"the run's folder {path} cannot be used ({where}: {error.strerror or error}); choose another one with out=DIR"
-    )

@@ -38,16 +38,22 @@ def is_worth_while(loads: Sequence[Load]) -> bool:
     return len(loads) > 1 and sum(load.n_read for load in loads) >= LEAST_PROBES * PROBE
 
 
+def words(n_left: int, n: int, limit: int | None) -> str:
+    """How many samples there are, and how others are asked."""
+    left = f"{n_left} samples" if n_left == n else f"{n_left} of {n} samples left"
+    return f"{left} ({'limit=N asks fewer' if limit is None else f'limit={limit}'})"
+
+
 def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> Expected:
     """What the samples will take, from the first tokens of a prompt."""
-    n = min(PROBE, len(ids))
-    prefill(model, ids[:WARM_UP])
-    trace = prefill(model, ids[:n])
-    few = min(n_rows, MOST_ROWS)
-    step = step_of(model, trace, few)
-    if n_rows > few:  # a further row costs what it does among few
-        step += (n_rows - few) * max(0.0, step - step_of(model, trace, 1)) / (few - 1)
-    trace.settle()
+    n, few = min(PROBE, len(ids)), min(n_rows, MOST_ROWS)
+    with model.hooked():
+        prefill(model, ids[:WARM_UP])
+        trace = prefill(model, ids[:n])
+        step = step_of(model, trace, few)
+        if n_rows > few:  # a further row costs what it does among few
+            step += (n_rows - few) * max(0.0, step - step_of(model, trace, 1)) / (few - 1)
+        trace.settle()
     estimate, probe = Estimate(loads, bends), Load(n, 0)
     estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
     estimate.step.add(*estimate.step_parts(probe), step)

@@ -4,7 +4,7 @@ Not here: who asks it (`evals/loop.py`).
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.sampling.spec import draw_id
 from engine.width import answers_bytes, machine_bytes, most_at_once
 from evals.cells import Cell
+from evals.results import RunFolder
 from evals.screen.estimate import Load
 from evals.tasks.base import Sample
 from evals.tasks.prompt import Prompt
@@ -110,3 +111,11 @@ def check_memory(cells: Sequence[Cell], variants: Sequence[Variant], sample: Sam
 def line_ids_of(one: Waiting, cell: Cell) -> list[str]:
     """What the lines of a sample are called: one, or one for each turn, for each draw."""
     return [draw_id(id, draw) for id in one.line_ids for draw in cell.settings.sampling.draws()]
+
+
+def refuse_folders(asked: Iterable[tuple[Sequence[Cell], Sequence[Waiting]]]) -> None:
+    """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
+    for cells, samples in asked:
+        for cell in cells:
+            shas = {id: one.sha for one in samples for id in line_ids_of(one, cell)}
+            RunFolder.refuse(cell.path, cell.config, shas)
