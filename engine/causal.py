@@ -37,7 +37,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | 
     """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h)."""
     s = q.shape[2]
     if isinstance(window, Chunk):
-        parts = [causal(*each, scale) for each in zip(*(x.split(window.n, 2) for x in (q, k, v)), strict=True)]
+        chunks = zip(q.split(window.n, 2), k.split(window.n, 2), v.split(window.n, 2), strict=True)
+        parts = [causal(q_c, k_c, v_c, scale) for q_c, k_c, v_c in chunks]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
     if window is not None and window >= s:

@@ -71,7 +71,7 @@ def fork(cache: Any, n: int) -> Any:
     if n > 1:
         chosen = torch.zeros(n, dtype=torch.long)
         for layer in forked.layers:
-            layer.reorder_cache(chosen)
+            layer.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]  # says LongTensor
     return forked
 
 

@@ -64,8 +64,8 @@ from evals.results.summary import disagreement, with_scores
 class RunFolder:
     """One run's folder, held exclusively from `open` to `close`; a context manager.
 
+    `append` each sample as it ends, then `finish`. After `open`, `rows` are the samples that were completed earlier,
     `finished` is the result if nothing is left to do, and `notes` say what was found damaged and mended (for the log).
-    `finished` is the result if nothing is left to do, and `notes` say what was found damaged and repaired, for the log.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], lock: FileLock) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.causal import causal
+from engine.causal import Chunk, causal
 from engine.errors import ConfigError
 from engine.model import Model
 
@@ -96,7 +96,7 @@ class _Watched:
         self.model, self.look = model, look
         self.compressed = frozenset(model.shape.attention_layers)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         if layer in self.compressed:
             self.look(layer, Seen(q.float(), k.float(), self.turned_back(layer, q), self.turned_back(layer, k)))
         return causal(q, k, v, scale, window)[0]

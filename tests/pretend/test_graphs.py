@@ -16,6 +16,7 @@ from benchmarks.pretend.cuda import Machine
 from benchmarks.pretend.graphs import Tape
 from engine.books.ledger import Entry
 from engine.budget import BudgetRequest
+from engine.causal import Chunk
 from engine.decode import Decoded, decode
 from engine.model import Model
 from engine.passes import graphs
@@ -81,7 +82,7 @@ class Keeper:
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         self.kept += [q, k, v]
         return q * (1 + layer)
 

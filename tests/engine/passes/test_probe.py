@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Frame
-from engine.causal import causal
+from engine.causal import Chunk, causal
 from engine.model import Model
 from engine.passes.probe import Pass, Probe, joined, probe
 from engine.passes.repetition import Repetition, largest_weights
@@ -47,7 +47,7 @@ class Noted:
         self.q: dict[int, Tensor] = {}
         self.k: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         self.q[layer], self.k[layer] = q, k
         return causal(q, k, v, scale)[0]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import BudgetRequest, key_bytes
+from engine.causal import Chunk
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Call, Model
@@ -162,7 +163,7 @@ class Checking:
         self.true: dict[int, Tensor] = {}
         self.foretold: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         call = self.calls[layer]
         self.true[layer] = q[self.rows]
         self.foretold[layer] = self.model.speculate(layer, call.x[self.rows], call.beside)
