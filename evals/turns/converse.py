@@ -38,7 +38,7 @@ def converse(
         (lambda row, n: cells[row].variant(n, prompt.frame)) if grows else None,
     )  # fmt: skip
     tokenizer = group.model.tokenizer
-    lines: list[tuple[Cell, SampleRow, dict[str, list[int]]]] = []
+    lines: list[tuple[Cell, SampleRow, dict[str, list[int]] | None]] = []
     for said in asker.ask():
         cell = cells[said.variant]
         line, ledger = turn_line(sample, prompt, cell, said, tokenizer, prefill_s)

@@ -59,5 +59,5 @@ def test_what_comm_does_not_price_breaks_no_budget_and_stands_in_the_summary() -
     assert summary["within_budget"] is True
     assert summary["bytes_comm_per_step"] == find_bytes(shape, row.budget) * n_layers
     assert summary["bytes_index_read_per_step"] == sum(e.read_meta_bytes for e in entries) / n_steps
-    assert summary["bytes_index_read_per_step"] > summary["bytes_comm_per_step"]
+    assert float(summary["bytes_index_read_per_step"] or 0) > find_bytes(shape, row.budget) * n_layers
     assert variant(ours("infllm"), RATIO).plan == row.plan, "comm sets the index as ever"
