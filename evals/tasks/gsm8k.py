@@ -246,7 +246,7 @@ class Gsm8k(Task):
     """One sample per row of the test file, in its order."""
 
     name = "gsm8k"
-    version = 1
+    version = 2
     Params = Params
     tokenizer: Any = None  # until `samples`; `evals.rescore` has none
 

@@ -1,8 +1,9 @@
 """A reader of LaTeX formulas for the `rkv` grader: a text to a sympy expression, by recursive descent.
 
 It takes the longest beginning that is a formula, as sympy's own reader does, on which the script relies: `3,5,7+1` is
-3, and `52_8` is 52. Inside of brackets everything must be read, else `Unreadable` is raised. An unknown command is a
-symbol of its name, and so is `\\pi`.
+3, `52_8` is 52, and `4+(3,5)` is 4. Where no beginning is one `Unreadable` is raised, and also where the reader meets a
+character that no formula has, such as a lone backslash: `14\\` is not 14. An unknown command is a symbol of its name,
+and so is `\\pi`.
 
 `read_expression` takes the plain notation `2*x**2`. Python's own parser makes a tree of it and only the nodes named
 here are built: nothing is called or looked up.
@@ -18,10 +19,17 @@ from typing import Any
 import sympy
 
 DEEPEST = 100
-TOKEN = re.compile(
-    r"(?:\s|\\[,!;:> ]|\\(?:left|right|quad|qquad|thinspace|displaystyle)(?![a-zA-Z]))*"
-    r"(?P<token>\d+(?:,\d{3})*(?:\.\d+)?|d\s*(?:[a-zA-Z]|\\[a-zA-Z]+)|\\[a-zA-Z]+|\\[{}|]|'+|[a-zA-Z]|[^\s])"
+# The signs of a formula as sympy's reader has them, and what it steps over, also between the digits of a number. No
+# formula has any other character, and no backslash that begins none of these.
+SKIP = (
+    r"(?:[ \t\r\n]|\\[,:;!*\-./\"(=]|\\(?:left|right)(?![a-zA-Z|])|\\(?:q?quad|(?:neg)?(?:thin|med|thick)space|vrule"
+    r"|vcenter|vbox|vskip|vspace|hfil)(?![a-zA-Z]))"
 )
+TOKEN = re.compile(
+    rf"{SKIP}*(?P<token>d[ \t\r\n]*(?:[a-zA-Z]|\\[a-zA-Z]+)|\\(?:left|right)\||\\[a-zA-Z]+|\\[{{}}]|'+"
+    r"|&[ \t\r\n]*=|[-+*/(){}\[\]|_^:=<>!,.a-zA-Z0-9]|$|(?P<stranger>[\s\S]))"
+)
+STRANGER = "\0"  # stands for a character that no formula has
 CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 FRACTIONS = ("\\frac", "\\dfrac", "\\tfrac")
 BINOMIALS = ("\\binom", "\\dbinom", "\\tbinom")
@@ -37,7 +45,9 @@ RELATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("\\ge", "\\geq", "\\geqq", "\\geqslant"), sympy.Ge),
 }
 STARTS = re.compile(r"[\d(\[{|a-zA-Z]|\\(?:\{|[a-zA-Z])")  # of a factor
-NO_FACTOR = {*TIMES, *OVER, *RELATIONS, "\\}", "\\|"}
+ARROWS = ("\\to", "\\rightarrow", "\\Rightarrow", "\\longrightarrow", "\\Longrightarrow")
+CLOSES = ("\\}", "\\rfloor", "\\rceil", "\\rangle", "\\left|", "\\right|")
+NO_FACTOR = {*TIMES, *OVER, *RELATIONS, *ARROWS, *CLOSES}
 DELIMITED = {"\\lfloor": ("\\rfloor", sympy.floor), "\\lceil": ("\\rceil", sympy.ceiling)}
 
 
@@ -45,21 +55,51 @@ class Unreadable(ValueError):
     """Why a text is no formula."""
 
 
+class Ends(Unreadable):
+    """Why a formula does not go on here: what stands before may be one."""
+
+
 def read_latex(text: str) -> Any:
     """The formula at the beginning of a text."""
     return Reader(text).relation()
+
+
+def read_first_line(text: str) -> Any:
+    r"""The formula at the beginning of a text's first line or cell: `\\` or `&` ends it, `~` and `$` mean nothing."""
+    return read_latex(re.split(r"\\\\|&", text)[0].translate({ord("~"): " ", ord("$"): " "}))
+
+
+def tokens_of(text: str) -> list[str]:
+    """A text's tokens; digits stand alone, since a fraction takes one of them."""
+    found = [STRANGER if match["stranger"] else match["token"] for match in TOKEN.finditer(text.strip())]
+    return ["=" if "=" in token else token for token in found if token]
 
 
 class Reader:
     """A text's tokens, and how far they are read."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = [found["token"] for found in TOKEN.finditer(text.strip())]
+        self.tokens = tokens_of(text)
         self.at = self.depth = 0
         self.bars = 0  # that are open: the next one closes
+        self.sums: dict[tuple[int, bool], tuple[Any, int]] = {}  # that were read once: each its value, and its end
 
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+    def peek(self, ahead: int = 0) -> str:
+        """The next token, or one behind it; "" at the end."""
+        at = self.at + ahead
+        token = self.tokens[at] if at < len(self.tokens) else ""
+        if token == STRANGER:
+            raise Unreadable("a character that no formula has")
+        return token
+
+    def attempt(self, read: Callable[[], Any]) -> Any:
+        """What can be read here; None where the formula ends, and then nothing is stepped over."""
+        back = self.at, self.depth, self.bars
+        try:
+            return read()
+        except Ends:
+            self.at, self.depth, self.bars = back
+            return None
 
     def take(self, *wanted: str) -> bool:
         """Step over the next token where it is one of these."""
@@ -69,7 +109,7 @@ class Reader:
 
     def need(self, wanted: str) -> None:
         if not self.take(wanted):
-            raise Unreadable(f"{wanted} is missing before {self.peek()!r}")
+            raise Ends(f"{wanted} is missing before {self.peek()!r}")
 
     # -- from loose to tight --
 
@@ -81,26 +121,45 @@ class Reader:
         return left
 
     def sum(self) -> Any:
+        """Each is read once, though what stands before it may be tried in two ways: else brackets cost 2**depth."""
+        key = self.at, self.bars > 0
+        if key not in self.sums:
+            self.sums[key] = self.attempt(self.terms), self.at
+        value, self.at = self.sums[key]
+        if value is None:
+            raise Ends(f"no formula begins with {self.peek()!r}")
+        return value
+
+    def terms(self) -> Any:
         self.depth += 1
         if self.depth > DEEPEST:
             raise Unreadable(f"more than {DEEPEST} brackets in each other")
         total = self.product(True)
-        while self.peek() in ("+", "-"):
-            sign = -1 if self.peek() == "-" else 1
-            self.at += 1
-            total = total + sign * self.product(True)
+        while self.peek() in ("+", "-") and (term := self.attempt(self.term)) is not None:
+            total = total + term
         self.depth -= 1
         return total
+
+    def term(self) -> Any:
+        sign = -1 if self.take("-") else 1
+        self.take("+")
+        return sign * self.product(True)
 
     def product(self, functions: bool) -> Any:
         """Factors with signs between; without `functions`, only the first factor of each may be one."""
         value = self.signed(functions)
         while self.peek() in TIMES or self.peek() in OVER:
             divides = self.peek() in OVER
-            self.at += 1
-            factor = self.signed(functions)
+            factor = self.attempt(lambda: self.divisor(functions))
+            if factor is None:
+                break
             value = value / factor if divides else value * factor
         return value
+
+    def divisor(self, functions: bool) -> Any:
+        """What stands behind a sign of a product."""
+        self.at += 1
+        return self.signed(functions)
 
     def signed(self, functions: bool) -> Any:
         negative = False
@@ -109,7 +168,10 @@ class Reader:
             self.at += 1
         factors = [self.power()]
         while self.starts_factor() and (functions or not self.starts_function()):
-            factors.append(self.power())
+            factor = self.attempt(self.power)
+            if factor is None:
+                break
+            factors.append(factor)
         value = sympy.Integer(1)
         for i, factor in enumerate(factors):
             if 0 < i < len(factors) - 1 and str(factor) == "x" and is_number(factors[i - 1], factors[i + 1]):
@@ -121,7 +183,7 @@ class Reader:
         token = self.peek()
         if token == "|" and self.bars:
             return False
-        return STARTS.match(token) is not None and token not in NO_FACTOR and token not in ("\\rfloor", "\\rceil")
+        return STARTS.match(token) is not None and token not in NO_FACTOR
 
     def starts_function(self) -> bool:
         return self.peek() in FUNCTIONS or self.peek() in (*LOGS, "\\sqrt", "\\overline")
@@ -132,16 +194,23 @@ class Reader:
             if self.take("!"):
                 value = sympy.factorial(value)
                 continue
-            back = self.at
-            self.at += 1
-            if not self.starts_factor():
-                self.at = back  # what follows is no exponent: the formula ends before the sign
+            exponent = self.attempt(self.exponent)
+            if exponent is None:
                 break
-            value = sympy.Pow(value, self.script())
+            value = sympy.Pow(value, exponent)
         return value
 
-    def script(self) -> Any:
-        """What stands behind ^ or _: one token, or a formula in braces."""
+    def exponent(self) -> Any:
+        self.need("^")
+        value = self.script()
+        if self.take("_"):
+            self.script()  # means nothing
+        return value
+
+    def script(self, most: int | None = None) -> Any:
+        """What stands behind ^ or _: one atom, or a formula in braces; of a number no more than so many digits."""
+        if self.peek().isdecimal():
+            return self.number(most)
         return self.bracketed() if self.peek() == "{" else self.atom()
 
     def bracketed(self) -> Any:
@@ -180,12 +249,23 @@ class Reader:
             return self.root()
         if name == "\\overline":
             return sympy.conjugate(self.braced())
+        n_digits = 0
+        while self.peek(1 + n_digits).isdecimal():
+            n_digits += 1
+        for most in range(n_digits, -1, -1):  # of `\log_28` one digit is the base, since an argument has to be left
+            value = self.attempt(lambda most=most: self.applied(name, most))
+            if value is not None:
+                return value
+        raise Ends(f"{name} has no argument")
+
+    def applied(self, name: str, most: int) -> Any:
+        """A function's scripts, of which a number has so many digits at most, and its argument."""
         base = exponent = None
         for _ in range(2):
             if self.take("_"):
-                base = self.script()
+                base = self.script(most)
             elif self.take("^"):
-                exponent = self.script()
+                exponent = self.script(most)
         if self.take("("):
             argument = self.arguments()[0]
         else:
@@ -206,7 +286,7 @@ class Reader:
 
     def braced(self) -> Any:
         if self.peek() != "{":
-            raise Unreadable(f"{{ is missing before {self.peek()!r}")
+            raise Ends(f"{{ is missing before {self.peek()!r}")
         return self.bracketed()
 
     def arguments(self) -> list[Any]:
@@ -220,9 +300,8 @@ class Reader:
 
     def atom(self) -> Any:
         token = self.peek()
-        if token[:1].isdecimal():
-            self.at += 1
-            return sympy.Number(token.replace(",", ""))
+        if token.isdecimal():
+            return self.number()
         if token in FRACTIONS:
             self.at += 1
             above, below = self.part(), self.part()
@@ -231,7 +310,7 @@ class Reader:
             self.at += 1
             return sympy.binomial(self.braced(), self.braced())
         if not re.fullmatch(r"[a-zA-Z]|d\s*\\?[a-zA-Z]+|\\[a-zA-Z]+", token) or token in NO_FACTOR:
-            raise Unreadable(f"{token!r} begins no formula")
+            raise Ends(f"{token!r} begins no formula")
         self.at += 1
         if token == "\\infty":
             return sympy.oo
@@ -239,28 +318,47 @@ class Reader:
         if self.take("_"):
             name += f"_{{{self.script()}}}"
         if self.peek().startswith("'"):
-            name += self.peek()
+            name += self.peek() if token.isalpha() else ""  # a prime behind a command is lost
             self.at += 1
         return self.called(name) if self.peek() == "(" else sympy.Symbol(name)
 
+    def number(self, most: int | None = None) -> Any:
+        """Digits, groups of three behind a comma each, and digits behind a point; `most`: so many digits alone."""
+        digits = self.digits(most)
+        if most is not None:
+            return sympy.Number(digits)
+        while self.peek() == "," and all(self.peek(i).isdecimal() for i in (1, 2, 3)):
+            digits += "".join(self.tokens[self.at + 1 : self.at + 4])
+            self.at += 4
+        if self.take("."):
+            if not self.peek().isdecimal():
+                raise Unreadable("a point without digits behind it")
+            digits += f".{self.digits()}"
+        return sympy.Number(digits)
+
+    def digits(self, most: int | None = None) -> str:
+        first = self.at
+        while self.peek().isdecimal() and (most is None or self.at - first < most):
+            self.at += 1
+        if self.at == first:
+            raise Ends(f"a digit is missing before {self.peek()!r}")
+        return "".join(self.tokens[first : self.at])
+
     def part(self) -> Any:
         """A numerator or denominator: in braces, or one digit."""
-        token = self.peek()
-        if token[:1].isdecimal():
-            self.tokens[self.at : self.at + 1] = filter(None, (token[0], token[1:].lstrip(",")))
+        if self.peek().isdecimal():
             self.at += 1
-            return sympy.Number(token[0])
+            return sympy.Number(self.tokens[self.at - 1])
         return self.braced()
 
     def called(self, name: str) -> Any:
         """`f(x)`; brackets that hold no arguments are a factor of their own."""
-        back = self.at
-        self.at += 1
-        try:
-            return sympy.Function(name)(*self.arguments())
-        except Unreadable:
-            self.at = back
-            return sympy.Symbol(name)
+        found = self.attempt(self.bracketed_arguments)
+        return sympy.Symbol(name) if found is None else sympy.Function(name)(*found)
+
+    def bracketed_arguments(self) -> list[Any]:
+        self.need("(")
+        return self.arguments()
 
 
 def is_number(*values: Any) -> bool:

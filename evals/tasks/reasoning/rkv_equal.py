@@ -5,7 +5,7 @@ hundredfold of the reference (73 and 7300); where both are numbers nothing else 
 they can be, so that what follows a comma or a closing bracket is not compared.
 
 The script reads formulas with three readers in turn, one of which evaluates them as Python. Ours are those of
-`latex.py`; equality of the results is sympy's.
+`latex.py`, which agree with them on how far a broken answer can be read; equality of the results is sympy's.
 
 Not here: extraction and clean-up (`rkv_extract.py`), the time limit (`judge.py`).
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from evals.tasks.reasoning.latex import read_expression, read_latex
+from evals.tasks.reasoning.latex import read_expression, read_first_line, read_latex
 
 OPEN, CLOSE = "\\begin{pmatrix}", "\\end{pmatrix}"
 LIST = re.compile(r"(\(|\[).+(\)|\])")
@@ -162,7 +162,7 @@ def holds(test: Callable[[], Any]) -> bool:
 
 def read(text: str) -> Any:
     """A text as a formula by the first reader that can, else as it is."""
-    for reader in (read_latex, read_expression):
+    for reader in (read_latex, read_expression, read_first_line):
         for form in (text.replace("\\\\", "\\"), text):
             try:
                 return reader(form)

@@ -62,7 +62,7 @@ class Reasoning(Task):
     """Rows of one file, each a question with one answer."""
 
     Params: ClassVar[Any] = Params
-    version = 1
+    version = 2
     usual_tokens: ClassVar[int]  # the longest answer where none is given
     upstream: ClassVar[str]
 

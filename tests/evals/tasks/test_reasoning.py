@@ -24,7 +24,7 @@ from evals.tasks.prompt import encode
 from evals.tasks.reasoning import answers, grade, judge, rkv_equal, rkv_extract
 from evals.tasks.reasoning.answers import Grading, Room
 from evals.tasks.reasoning.judge import Judge
-from evals.tasks.reasoning.latex import Unreadable, read_expression, read_latex
+from evals.tasks.reasoning.latex import Unreadable, read_expression, read_first_line, read_latex
 from evals.typed import build_params
 from tests.golden_metrics import metrics_folder
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
@@ -219,6 +219,14 @@ def test_an_answer_is_cleaned(text: str, found: str) -> None:
         ("3,5,7", 3),  # as far as it is one formula
         ("2x3", 6),  # a cross between numbers
         ("5^", 5),
+        ("4+(3,5)", 4),
+        ("4-\\frac{1}", 4),
+        ("4x_", 4),
+        ("10\\,000", 10000),
+        ("14)\\", 14),  # nobody looks behind the bracket
+        ("\\log_28", 3),  # an argument has to be left
+        ("(" * 60 + "7" + ")" * 60, 7),
+        ("2" + "(" * 60, 2),
     ],
 )
 def test_formulas_are_read(text: str, value: float) -> None:
@@ -226,6 +234,26 @@ def test_formulas_are_read(text: str, value: float) -> None:
         read_latex("(1,2")
     found = read_latex(text)
     assert not found.free_symbols and math.isclose(float(found), value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["14\\", "14\\ ", "1\\4", "3,\\", "3,45#", "4+(3#", "14~", "5\\%", "14;", "1.", "14\\)", "\\to3", ".5", "(3"],
+)
+def test_where_sympys_reader_gives_up_so_does_ours(text: str) -> None:
+    """Its answers, by version 1.13.3: an error for each."""
+    with pytest.raises(Unreadable):
+        read_latex(text)
+
+
+@pytest.mark.parametrize(("text", "is_read"), [("14\\\\", True), ("14~", True), ("14&3", True), ("14\\", False)])
+def test_the_last_reader_takes_the_first_line_or_cell(text: str, is_read: bool) -> None:
+    """As latex2sympy2 1.9.0 answers."""
+    if is_read:
+        assert read_first_line(text) == 14
+    else:
+        with pytest.raises(Unreadable):
+            read_first_line(text)
 
 
 def test_only_formulas_are_read_in_pythons_notation() -> None:
@@ -238,6 +266,8 @@ def test_only_formulas_are_read_in_pythons_notation() -> None:
 @pytest.mark.parametrize(
     ("predicted", "reference", "equal"),
     [
+        ("14\\", "14", False),  # R-KV's own scripts call it wrong
+        ("14\\\\", "14", True),
         ("50", "0.5", True),
         ("0.33333", "\\frac{1}{3}", True),
         ("x+1=2", "x=1", True),
