@@ -7,7 +7,7 @@ view of the trace and slots for the window alone. All other tokens are gone, or 
 are fetched. Without an accelerator both tiers are the same RAM, and the accounting is the same.
 
 Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
-`spans` says where. Heads that `roll` hold the latest tokens alone, while the others of the layer grow.
+`spans` says where. Heads that `roll` hold their first and latest tokens alone, while the others of the layer grow.
 
 What is kept need not be tokens of the trace: a method may put K and V of its own making there, each with a `bias` that
 is added to its logits. The host may have values alone; then the keys of what is fetched are the method's to make.
@@ -139,9 +139,10 @@ class Layer:
             self.n_window += 1
         elif self.host is not None:
             self.meter.count_released(1)
-        if self.rolling is not None and self.n_window > 1:
-            self.n_spare += self.rolling.n_heads
-            self.n_hidden += self.rolling.n_heads * self.meter.shape.g
+        if self.rolling is not None:
+            n_losing = self.rolling.n_losing(self.n_window)
+            self.n_spare += n_losing
+            self.n_hidden += n_losing * self.meter.shape.g
         return slot
 
     def resident(self) -> list[Part]:
@@ -155,8 +156,9 @@ class Layer:
         slots = Part(self.k[:, :, :stop], self.v[:, :, :stop], mask)
         if self.rolling is not None:
             assert self.view is not None and self.view.spans is not None, f"layer {self.index} has no spans"
-            kept, slots.spans = self.rolling.spans(self.view.spans, self.n_window)
-            return [replace(self.view, spans=kept), slots]
+            kept, late, slots.spans = self.rolling.spans(self.view.spans, self.n_window)
+            first = [] if late is None else [Part(slots.k, slots.v, spans=late)]
+            return [replace(self.view, spans=kept), *first, slots]
         return [slots] if self.view is None else [self.view, slots]
 
     def kept_and_window(self) -> tuple[Part, Part]:
@@ -196,14 +198,17 @@ class Layer:
 
     # Dropping, for methods that evict while they decode.
 
-    def roll(self, n_recent: Tensor) -> None:
-        """From now on KV heads with a number of 0 or more hold as many tokens as now, and those below 0 grow.
+    def roll(self, n_recent: Sequence[int], room: Sequence[int], n_late: int = 0) -> None:
+        """From now on KV heads with a number of 0 or more drop their oldest tokens, and those below 0 grow.
 
-        `n_recent` (h_kv,) int64 says how many of a head's first rows hold its latest tokens, oldest first: as a token
-        comes, the oldest leaves, after the step that could still attend to it. Rows behind them stay.
+        `n_recent` says how many of a head's first rows hold its latest tokens, oldest first, and `room` how many
+        tokens it takes in before the first of them leaves: after that each new token costs the oldest its place, after
+        the step that could still attend to it. Rows behind them stay, and the `n_late` next tokens to come.
         """
         assert self.n_seen == self.s_prompt and self.view is not None and self.view.spans is not None, self.index
-        self.rolling = Rolling(n_recent, int((n_recent >= 0).sum()))
+        recent, rooms = (torch.tensor([*x], device=self.k.device) for x in (n_recent, room))
+        rolling = tuple(more for n, more in zip(n_recent, room, strict=True) if n >= 0)
+        self.rolling = Rolling(recent, rooms, rolling, n_late)
 
     def evict(self, slots: Tensor) -> None:
         """After attention, drop for good the tokens in these slots, (1, h_kv, n) in any order, for each head its own.

@@ -9,7 +9,8 @@ Per step  moved: nothing; resident: F full heads of s + t tokens and the others'
           as many while the answer grows, 4 * d_h bytes each, and 4 * (h_kv + 1) bytes of offsets per layer.
 Budget    F is the largest number of full heads whose mean over all heads is within the budget; tokens that are left
           over widen the streaming heads' windows. Layers differ, so only the mean over layers is within.
-          `sparsity` fixes the share of streaming heads instead, as published, whatever the budget.
+          `sparsity` fixes the share of streaming heads instead, as published, whatever the budget: their windows are
+          as large behind a short prompt too, and streaming heads grow until theirs are full.
 Differs   - the prompt is read in one exact pass, as in the authors' evaluation with a chunk as long as the prompt.
           - equal numbers in a table are ordered by layer and head; the authors add noise to them, and kvpress leaves
             the order to the sort. In one of the authors' tables 110 of 256 heads are exactly 1.
@@ -34,18 +35,25 @@ class DuoAttention(DuoAttentionRules, SelectiveAttention):
     plan: DuoAttentionRules.Plan
 
     def arrange(self, layer: int) -> None:
-        recent = [self.plan.recent.get((layer, head), -1) for head in range(self.trace.shape.h_kv)]
-        if max(recent) < 0:
+        s, heads = self.trace.s_prompt, range(self.trace.shape.h_kv)
+        windows = [self.plan.recent.get((layer, head), -1) for head in heads]
+        if max(windows) < 0:
             self.store.keep_all(layer)
             return
+        recent = [self.n_recent(n) for n in windows]
         self.store.keep_ragged(layer, [self.kept(layer, n) for n in recent])
         if self.params.evict == "always":
-            self.store[layer].roll(torch.tensor(recent, device=self.trace.device_of(layer)))
+            room = [max(0, self.plan.n_sink + n - s) for n in windows]
+            self.store[layer].roll(recent, room, max(0, self.plan.n_sink - s))
+
+    def n_recent(self, window: int) -> int:
+        """How many of the prompt's latest tokens a head with such a window keeps; below 0, as it is: all."""
+        return min(window, max(0, self.trace.s_prompt - self.plan.n_sink))
 
     def kept(self, layer: int, n_recent: int) -> Tensor:
         """Positions that a head keeps of the prompt: all, or its latest tokens, oldest first, and sinks behind them."""
         s = self.trace.s_prompt
-        places = range(s) if n_recent < 0 else [*range(s - n_recent, s), *range(self.plan.n_sink)]
+        places = range(s) if n_recent < 0 else [*range(s - n_recent, s), *range(min(self.plan.n_sink, s))]
         return torch.tensor(places, device=self.trace.device_of(layer))
 
     def protected(self, layer: int) -> Sequence[int]:
@@ -54,12 +62,13 @@ class DuoAttention(DuoAttentionRules, SelectiveAttention):
             return range(n)
         n_recent = min((self.plan.recent.get((layer, head), s) for head in range(self.trace.shape.h_kv)), default=s)
         end = s if self.params.evict == "prompt" else n - 1
-        return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, end - n_recent), n)]
+        return [*range(min(self.plan.n_sink, n)), *range(max(self.plan.n_sink, end - n_recent), n)]
 
     def report(self) -> dict[str, Any]:
         """How many heads keep everything, and what the others keep of the prompt."""
         if self.variant.is_full:
             return {}
-        recent = self.plan.recent.values()
-        sizes = {"n_sink": self.plan.n_sink, "n_recent": [min(recent), max(recent)]} if recent else {}
+        recent = [self.n_recent(n) for n in self.plan.recent.values()]
+        n_sink = min(self.plan.n_sink, self.trace.s_prompt)
+        sizes = {"n_sink": n_sink, "n_recent": [min(recent), max(recent)]} if recent else {}
         return {"full_heads": len(self.plan.full), "heads": self.plan.table.path.name} | sizes

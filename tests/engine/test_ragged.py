@@ -58,7 +58,7 @@ def test_heads_that_roll_hold_their_latest_tokens(data: st.DataObject) -> None:
     store = Store(counting_trace(s), n_new)
     recent_first = torch.tensor([*range(s - n_recent, s), *range(n_sink)])
     store.keep_ragged(0, [recent_first if each else torch.arange(s) for each in rolls])
-    store[0].roll(torch.tensor([n_recent if each else -1 for each in rolls]))
+    store[0].roll([n_recent if each else -1 for each in rolls], [0] * H_KV)
     for t in range(1, n_new + 1):
         last = s + t - 1
         step(store, last, t)
@@ -67,6 +67,27 @@ def test_heads_that_roll_hold_their_latest_tokens(data: st.DataObject) -> None:
             assert sorted(held(store)[head]) == (window if each else [*range(last + 1)])
         offsets = 4 * (H_KV + 1)
         assert store.ledger.entries[-1].resident_meta_bytes == offsets + 4 * H_KV, "and how many of a head are recent"
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_heads_that_are_not_full_yet_grow_before_they_roll(data: st.DataObject) -> None:
+    s, n_new = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 20))
+    n_sink, n_recent = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 8))
+    rolls = [data.draw(st.booleans()) for _ in range(H_KV)]
+    store = Store(counting_trace(s), n_new)
+    n_first = min(n_sink, s)
+    n_latest = min(n_recent, s - n_first)
+    rows = torch.tensor([*range(s - n_latest, s), *range(n_first)])
+    store.keep_ragged(0, [rows if each else torch.arange(s) for each in rolls])
+    room = max(0, n_sink + n_recent - s)
+    store[0].roll([n_latest if each else -1 for each in rolls], [room] * H_KV, max(0, n_sink - s))
+    for t in range(1, n_new + 1):
+        last = s + t - 1
+        step(store, last, t)
+        for head, each in enumerate(rolls):
+            window = {*range(min(n_sink, last)), *range(max(0, last - n_recent), last + 1)}
+            assert sorted(held(store)[head]) == (sorted(window) if each else [*range(last + 1)])
 
 
 def test_the_strip_counts_what_each_head_attends_to() -> None:

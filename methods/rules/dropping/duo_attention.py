@@ -82,6 +82,7 @@ def half_up(x: Fraction) -> int:
 class DuoAttentionRules(Rules):
     title = "DuoAttention"
     drops = True
+    version = 2  # 2: published windows are as large behind a short prompt as behind a long one
 
     @dataclass(frozen=True)
     class Params:
@@ -119,7 +120,7 @@ class DuoAttentionRules(Rules):
 
         full: frozenset[tuple[int, int]]  # layer and KV head
         n_sink: int
-        recent: Mapping[tuple[int, int], int]  # of streaming heads: the prompt's last tokens that each keeps
+        recent: Mapping[tuple[int, int], int]  # of streaming heads: the latest tokens that each holds
         table: HeadTable
 
     @classmethod
@@ -142,11 +143,11 @@ class DuoAttentionRules(Rules):
         table.check(shape)
         layers, s = shape.attention_layers, budget.s_prompt
         order = [(layers[i], head) for i, head in ranked([table.scores[layer] for layer in layers])]
-        n_sink, n_recent = min(params.n_sink, s), min(params.n_recent, max(0, s - params.n_sink))
         if params.sparsity is not None:
             n_full = half_up((1 - params.sparsity) * len(order))
-            left = 0
+            n_sink, n_recent, left = params.n_sink, params.n_recent, 0
         else:
+            n_sink, n_recent = min(params.n_sink, s), min(params.n_recent, max(0, s - params.n_sink))
             n_full, n_sink, n_recent, left = divide(budget.tokens, s, n_sink, n_recent, len(order))
         streaming = sorted(order[n_full:])
         each, more = divmod(left, len(streaming)) if streaming else (0, 0)

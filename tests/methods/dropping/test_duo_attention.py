@@ -57,14 +57,18 @@ def check_steps(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
         )
     )
     row = streaming_row(x, n_full, n_sink, n_recent, n_prompt, len(x["out"]) - n_prompt)
+    lengths = x["streaming_len"][len([n for n in chunks if n > 1]) :]  # after each single token
     for t, i in enumerate(range(n_prompt, len(x["out"]))):
         q, k, v = (at(x[name][None], i) for name in "qkv")
         problem = problem or differs(f"output of step {t + 1}", step(row, q, k, v, t + 1)[0, :, 0], x["out"][i], 1e-5)
+        n = int(row.store.attended(0)[-1].sum())  # of a streaming head, before its oldest token leaves
+        problem = problem or differs(f"length after step {t + 1}", min(n, n_sink + n_recent), lengths[t])
     held = row.store.attended(0)[:: meta["H"] // meta["Hk"]][n_full:]
     for head, theirs in enumerate(x["streaming_idx"]):
         seen = held[head].nonzero().flatten().tolist()
-        after = [*seen[:n_sink], *seen[n_sink + 1 :]]  # the oldest leaves behind the step
-        problem = problem or differs(f"what streaming head {head} keeps", after, np.sort(theirs))
+        if len(seen) > n_sink + n_recent:
+            del seen[n_sink]  # the oldest leaves behind the step
+        problem = problem or differs(f"what streaming head {head} keeps", seen, np.sort(theirs))
     return problem
 
 
@@ -162,6 +166,21 @@ def test_all_heads_streaming_is_streamingllm(tmp_path: Path) -> None:
         q, k, v = (torch.randn(1, 4, 1, 8, generator=draws) for _ in "qkv")
         torch.testing.assert_close(step(ours, q, k, v, t), step(other, q, k, v, t))
         assert torch.equal(ours.store.attended(0), other.store.attended(0))
+
+
+@pytest.mark.parametrize("s", [3, 10])
+def test_behind_a_short_prompt_published_windows_fill_up_before_they_roll(s: int, tmp_path: Path) -> None:
+    """Fewer tokens than sinks and window, or than sinks alone: the answer's first tokens take the places."""
+    params = replace(PARAMS, heads=str(table_file(tmp_path, "1 0 0 0")), sparsity=Fraction("3/4"))
+    trace, draws = random_trace(s=s), torch.Generator().manual_seed(1)
+    row = built(row_for(DuoAttention, params, request(tokens=s - 1), trace, 40))
+    for t in range(1, 41):
+        q, k, v = (torch.randn(1, 4, 1, 8, generator=draws) for _ in "qkv")
+        step(row, q, k, v, t)
+        newest = s + t - 1
+        seen = {*range(min(4, newest)), *range(max(0, newest - 16), newest + 1)}
+        assert [{*head.nonzero().flatten().tolist()} for head in row.store.attended(0)[1:]] == [seen] * 3
+        assert row.store.attended(0)[0].all()
 
 
 def test_no_head_streaming_keeps_everything(tmp_path: Path) -> None:
