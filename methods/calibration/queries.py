@@ -3,7 +3,8 @@
 A head's dimensions are pairs, one per frequency: channel i and channel i + d_h / 2, read as a complex number. The array
 of one layer is (h, 4, d_h / 2): real and imaginary part of the mean query, the mean of its absolute values, and the
 model's angular speeds, which are the same for all heads. A query norm, where the model has one, has been applied. A
-model that scales its rotary embedding has scaled the queries once, as it scales keys.
+model that scales its rotary embedding has scaled the queries once, as it scales keys. A file that was made elsewhere
+may have NaN for heads that nobody looked at.
 
 Not here: scores of keys (`methods/decoding/triattention.py`).
 """

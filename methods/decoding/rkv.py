@@ -19,6 +19,8 @@ Differs   - the paper spares the beta most recent of similar tokens, the authors
 Fails     where an answer returns to what it has not looked at for longer than the interval.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,20 +44,27 @@ def window_importance(q: Tensor, keys: Tensor, scale: float, w: int, kernel: int
     return pool_scores(torch.stack(scores).unsqueeze(0), kernel, "max")
 
 
-def key_redundancy(keys: Tensor) -> Tensor:
-    """How much each key of (1, h_kv, n, d_h) is like the others, as shares that add up to 1: (1, h_kv, n) float32."""
-    return torch.stack([head_redundancy(head) for head in keys[0]]).unsqueeze(0)
+def latest_alike(similar: Tensor) -> Tensor:
+    """Of each row of (n, n) the last column that is alike, 0 where no other is: (n, 1) int64."""
+    index = torch.arange(len(similar), device=similar.device, dtype=torch.int32)
+    return torch.where(similar > SIMILAR, index, 0).amax(-1, keepdim=True).long()
 
 
-def head_redundancy(keys: Tensor) -> Tensor:
+def key_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor] = latest_alike) -> Tensor:
+    """How much each key of (1, h_kv, n, d_h) is like the others, as shares that add up to 1: (1, h_kv, n) float32.
+
+    `spared` says which column of each row does not count.
+    """
+    return torch.stack([head_redundancy(head, spared) for head in keys[0]]).unsqueeze(0)
+
+
+def head_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor]) -> Tensor:
     """The same of one head's keys (n, d_h): (n,)."""
     x = keys.float()
     x = x / (x.norm(dim=-1, keepdim=True) + LEAST_NORM)
     similar = x @ x.mT  # (n, n)
     similar.fill_diagonal_(0)
-    index = torch.arange(len(x), device=x.device, dtype=torch.int32)
-    latest = torch.where(similar > SIMILAR, index, 0).amax(-1, keepdim=True)  # 0 where no other is alike
-    similar.scatter_(-1, latest.long(), 0)
+    similar.scatter_(-1, spared(similar), 0)
     return similar.mean(0).softmax(-1)
 
 
@@ -78,7 +87,10 @@ class RKV(RKVRules, CuttingMethod):
         importance = window_importance(self.queries(layer), keys, self.trace.scales[layer], w, self.params.kernel)
         if mix == 1:
             return importance
-        return mix * importance - (1 - mix) * key_redundancy(keys)[..., : keys.shape[2] - w]
+        return mix * importance - (1 - mix) * self.redundancy(keys)[..., : keys.shape[2] - w]
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        return key_redundancy(keys)
 
     def protected(self, layer: int) -> range:
         return self.latest(self.params.window)

@@ -15,6 +15,8 @@ Differs   - a rotated key is scored as it lies. The authors turn it back by its 
             authors read up to 32,768 of any text, and leave out a query norm, which belongs there. Tasks that use the
             same prose see text that the statistics were measured on.
           - of equal scores the lower position stays; the authors add noise.
+          - statistics may leave query heads out, as the authors' may: NaN in a file. Those have no say; a KV head of
+            which none is known goes by the mean of all heads, of its layer where layers decide alone.
           - a budget that does not hold the prompt is refused. The authors' code then keeps the first slots, and none of
             what was generated. `protect_prompt: false` lets prompt tokens compete; R-KV's do.
           - ablations of the score are not offered.
@@ -47,7 +49,7 @@ def offsets_of(n: int) -> list[int]:
 def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, n_offsets: int, aggregate: str) -> Tensor:
     """What rotated keys (1, h_kv, n, d_h) are worth to each query head once `n_seen` tokens are there: (h, n) float32.
 
-    `statistics` (h, 4, f) are those of `methods/calibration/queries.py`.
+    `statistics` (h, 4, f) are those of `methods/calibration/queries.py`; a head that has none, NaN, has NaN scores.
     """
     real, imaginary, size, speeds = statistics.double().unbind(1)  # (h, f) each
     centre = torch.complex(real, imaginary)
@@ -76,23 +78,38 @@ def best_by_position(scores: Tensor, positions: Tensor, k: int) -> Tensor:
     return early.gather(-1, top_stable_ref(scores.gather(-1, early), k))
 
 
+def of_groups(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
+    """A token's score for each KV head of a layer by its query heads that have one, (h, n) -> (h_kv, n); else NaN."""
+    grouped = scores.unflatten(0, (h_kv, -1))
+    if reduce == "mean":
+        return grouped.nanmean(1)
+    best = grouped.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
+    return best.masked_fill(grouped.isnan().all(1), torch.nan)
+
+
+def with_all(scores: Tensor, every: Tensor) -> Tensor:
+    """Scores (h_kv, n); a KV head whose query heads have none has the mean of `every` (heads, n), or 0."""
+    return scores.where(~scores.isnan(), every.nanmean(0)).nan_to_num(0.0)
+
+
 def per_head(scores: Sequence[Tensor], h_kv: int) -> Tensor:
     """A token's score for each KV head in all layers, (h, n) per layer -> (h_kv, n)."""
-    best = [layer.unflatten(0, (h_kv, -1)).amax(1) for layer in scores]
-    return torch.stack(best).mean(0)
+    best = torch.stack([of_groups(layer, h_kv, "max") for layer in scores])
+    return with_all(best.nanmean(0), torch.cat([*scores]))
 
 
 def chosen_globally(scores: Sequence[Tensor], k: int) -> Tensor:
     """One set for the model, ascending: the best by any head, of the tokens that a head has among its own: (k,)."""
     every = torch.cat([*scores])  # (all heads, n)
-    marked = torch.zeros_like(every, dtype=torch.bool).scatter_(-1, top_stable_ref(every, k), True).any(0)
+    is_known = ~every.isnan()
+    every = every.where(is_known, -torch.inf)
+    marked = torch.zeros_like(is_known).scatter_(-1, top_stable_ref(every, k), True).logical_and_(is_known).any(0)
     return top_stable_ref(every.amax(0).masked_fill(~marked, -torch.inf), k).sort().values
 
 
 def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
     """A token's score for each KV head of one layer, (h, n) -> (h_kv, n)."""
-    grouped = scores.unflatten(0, (h_kv, -1))
-    return grouped.amax(1) if reduce == "max" else grouped.mean(1)
+    return with_all(of_groups(scores, h_kv, reduce), scores)
 
 
 class TriAttention(TriAttentionRules, CuttingMethod):

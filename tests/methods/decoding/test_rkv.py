@@ -18,6 +18,18 @@ RKV_PARAMS = RKV.Params(8, 4, 7, Fraction("0.1"), "score", "position", True)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "rkv").glob("*.npz"))
 
 
+def first_column(similar: Tensor) -> Tensor:
+    """What the authors' `retain_direction: first` spares: column 0 in every row, whatever is alike."""
+    return torch.zeros(len(similar), 1, dtype=torch.int64)
+
+
+class SparesFirst(RKV):
+    """That defect, which the method does not offer; its vectors hold everything else against ours."""
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        return key_redundancy(keys, first_column)
+
+
 def run_vectors(path: Path) -> list[Check]:
     """The authors' scores and selections, and a trace over several cuts."""
     meta, x = load(path)
@@ -31,11 +43,12 @@ def run_vectors(path: Path) -> list[Check]:
     n, n_last, scale = k.shape[2], meta["window"], k.shape[-1] ** -0.5
     trace = trace_of(k, v, q.shape[1])
     trace._observed[LastQueries(n_last), 0] = q  # fewer than the window in one case
-    row = on(trace, RKV, params, meta["budget"])
+    spares_first = meta["retain_direction"] == "first"
+    row = on(trace, SparesFirst if spares_first else RKV, params, meta["budget"])
     if not meta["compressed"]:
         return [(path.stem, differs("kept", row.store[0].resident()[0].k, x["k_out"]))]
     raw = window_importance(q, k, scale, n_last, 1)
-    redundant = key_redundancy(k)[..., : n - n_last]
+    redundant = row.redundancy(k)[..., : n - n_last]
     pooled = window_importance(q, k, scale, n_last, kernel)
     problem = first(
         differs("importance before pooling", raw, x["importance_raw"], 1e-6),

@@ -76,6 +76,10 @@ def check_kvpress(meta: dict[str, Any], x: dict[str, np.ndarray], q: Tensor, k: 
 
         n_cuts = 0
 
+        def after_step(self) -> None:
+            self.plan = replace(self.plan, target=kvpress_target(meta, self.n_seen()))
+            super().after_step()
+
         def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
             scores = torch.from_numpy(x["score"][self.n_cuts][:, : keys.shape[2]]).unsqueeze(0)
             before = torch.from_numpy(x["before_pos"][self.n_cuts][:, : keys.shape[2]]).long()
@@ -86,7 +90,23 @@ def check_kvpress(meta: dict[str, Any], x: dict[str, np.ndarray], q: Tensor, k: 
             return early.gather(-1, best_first(scores, self.plan.target))
 
     params = StreamingLLMDecode.Params(meta["interval"], 0, "steps", False)
-    return replay(start(Scored, params, q, k, k, meta["S"], meta["target"]), x, in_order=False)
+    plan = WithRoom(kvpress_target(meta, meta["S"]), meta["interval"], "steps", at_prefill=False)
+    return replay(start(Scored, params, q, k, k, meta["S"], plan.target, plan), x, in_order=False)
+
+
+def kvpress_target(meta: dict[str, Any], n_seen: int) -> int:
+    """What a cut of kvpress leaves: a number of tokens, or a share of those seen so far, which we do not offer."""
+    return meta["target"] if "target" in meta else max(1, int(n_seen * (1 - meta["removed"])))
+
+
+class WithRoom(Schedule):
+    """A schedule whose target may grow so fast that a cut finds nothing to drop."""
+
+    def room(self, s_prompt: int) -> int:
+        return 1 << 10
+
+    def room_behind(self, s_prompt: int) -> int:
+        return 1 << 10
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

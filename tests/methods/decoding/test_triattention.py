@@ -13,7 +13,7 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.calibration.known import Calibrated
 from methods.calibration.queries import Queries, as_complex
-from methods.decoding.triattention import TriAttention, key_scores, offsets_of, statistics
+from methods.decoding.triattention import TriAttention, key_scores, offsets_of, standardised, statistics
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, load, request, step
 
@@ -21,14 +21,16 @@ PARAMS = TriAttention.Params(8, "per_head", True, "mean", "max", 17, "slack", Tr
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "triattention").glob("*.npz"))
 
 
-def known(x: dict[str, np.ndarray], n_layers: int) -> Tensor:
-    """A vector's statistics as a calibration has them: (layers, h, 4, f)."""
+def known(x: dict[str, np.ndarray], n_layers: int, h: int) -> Tensor:
+    """A vector's statistics as a calibration has them, NaN of heads that it leaves out: (layers, h, 4, f)."""
     parts = [torch.from_numpy(x[name]) for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")]
     # A scaled rotary embedding has scaled queries and keys once each, where the page has its square beside both.
-    rows = [part * torch.from_numpy(x["freq_scale_sq"]) for part in parts]
-    stacked = torch.stack([*rows, torch.from_numpy(x["omega"]).expand_as(rows[0])], 1)  # (m, 4, f)
-    order = np.lexsort((x["heads"][:, 1], x["heads"][:, 0]))
-    return stacked[torch.from_numpy(order)].unflatten(0, (n_layers, -1))
+    rows = torch.stack([part * torch.from_numpy(x["freq_scale_sq"]) for part in parts], 1)  # (m, 3, f)
+    found = torch.full((n_layers, h, 4, rows.shape[-1]), torch.nan)
+    found[:, :, 3] = torch.from_numpy(x["omega"])
+    layers, heads = torch.from_numpy(x["heads"]).long().T
+    found[layers, heads, :3] = rows
+    return found
 
 
 def row_on(
@@ -64,7 +66,7 @@ def run_vectors(path: Path) -> list[Check]:
     """The authors' scores and selections of one cut, and a trace of several."""
     meta, x = load(path)
     k = torch.from_numpy(x["k"])
-    found = known(x, len(k))
+    found = known(x, len(k), meta["H"])
     params = replace(
         PARAMS, mode=meta["mode"], normalize=meta["normalize"], aggregate=meta["aggregation"],
         reduce=meta["layer_head_aggregation"], n_offsets=len(x["offsets"]), interval=meta.get("interval", 1),
@@ -76,19 +78,44 @@ def run_vectors(path: Path) -> list[Check]:
             count_prompt=meta["count_prompt_tokens"],
         )
         return [(path.stem, check_trace(meta, x, k, found, params))]
-    s, n = meta["prompt"], meta["n"]
-    row = row_on(k, meta["H"], s, found, params, meta["budget"], n - meta["budget"])  # only the last step cuts
     assert offsets_of(params.n_offsets) == x["offsets"].tolist()
-    for p in range(s, n):
-        take(row, p, k)
-    theirs = {"global": lambda y: y[None, None], "per_head": lambda y: y[None], "per_layer_head": lambda y: y}
-    expected = np.broadcast_to(theirs[meta["mode"]](x["keep"]), (len(k), meta["Hk"], meta["budget"]))
     scores = [
-        key_scores(found[i], k[i : i + 1, :, s:], meta["absolute_position"], params.n_offsets, params.aggregate)
+        key_scores(
+            found[i], k[i : i + 1, :, meta["prompt"] :], meta["absolute_position"], params.n_offsets, params.aggregate
+        )
         for i in range(len(k))
     ]
     by_head = torch.stack(scores)[tuple(torch.from_numpy(x["heads"]).long().T)]
-    return [(path.stem, first(differs("scores", by_head, x["raw_score"], 3e-3), differs("kept", held(row), expected)))]
+    check = check_refusal if meta["budget"] <= meta["prompt"] else check_cut
+    return [(path.stem, first(differs("scores", by_head, x["raw_score"], 3e-3), check(meta, x, k, found, params)))]
+
+
+def check_cut(
+    meta: dict[str, Any], x: dict[str, np.ndarray], k: Tensor, found: Tensor, params: TriAttention.Params
+) -> str | None:
+    """One cut, of a cache whose tokens may have gaps between them, as earlier cuts leave them."""
+    positions, n = torch.from_numpy(x["positions"]).long(), meta["absolute_position"]
+    spread = torch.zeros(*k.shape[:2], n, k.shape[3])
+    spread[:, :, positions] = k
+    row = row_on(spread, meta["H"], meta["prompt"], found, params, meta["budget"], n - meta["budget"])
+    for p in range(meta["prompt"], n):
+        if p == n - 1:  # what earlier cuts took
+            row.plan = replace(row.plan, interval=meta["n"] - meta["budget"])
+            for layer in row.store.layers.values():
+                layer.rest(positions[:-1].expand(1, meta["Hk"], -1), 1)
+        take(row, p, spread)
+    theirs = {"global": lambda y: y[None, None], "per_head": lambda y: y[None], "per_layer_head": lambda y: y}
+    expected = np.broadcast_to(theirs[meta["mode"]](x["keep"]), (len(k), meta["Hk"], meta["budget"]))
+    return differs("kept", held(row), x["positions"][expected])
+
+
+def check_refusal(
+    meta: dict[str, Any], x: dict[str, np.ndarray], k: Tensor, found: Tensor, params: TriAttention.Params
+) -> str | None:
+    """Where the prompt fills the budget the authors keep the first slots and lose the answer, and we refuse."""
+    with pytest.raises(ConfigError, match="does not hold a protected prompt"):
+        row_on(k, meta["H"], meta["prompt"], found, params, meta["budget"])
+    return differs("the authors' first slots", np.arange(meta["budget"]), x["keep"])
 
 
 def check_trace(
@@ -137,6 +164,23 @@ def test_the_prompt_stays_and_a_cut_leaves_the_target(mode: str) -> None:
     n, last = 24 + 8, row.store.ledger.entries[-2 * ((69 - 31) % 8) - 2 :]
     expected = {"per_head": [4 * 2 * n, 0], "global": [4 * n, 0], "per_layer_head": [4 * 2 * n] * 2}[mode]
     assert [entry.resident_meta_bytes for entry in last[:2]] == expected
+
+
+def test_heads_without_statistics_have_no_say() -> None:
+    """A KV head with some goes by those; one without by the mean of all heads; a layer without any by position."""
+    k, found = drawn(27)
+    found[0, 1, :3] = found[1, :, :3] = torch.nan  # of four heads on two KV heads: all but one in a layer, none in one
+    found[0, 2:, :3] = torch.nan
+    only = standardised(key_scores(found[0], k[:1, :, 5:], 27, 17, "mean"))[0]
+    best = {*(only.topk(11).indices + 5).tolist(), *range(5)}
+    for mode in ("per_head", "global", "per_layer_head"):
+        row = row_on(k, 4, 5, found, replace(PARAMS, mode=mode, interval=11), 16)
+        for p in range(5, 27):
+            take(row, p, k)
+        layers = held(row)
+        assert [{*head.tolist()} for head in layers[0]] == [best] * 2
+        of_last = best if mode != "per_layer_head" else {*range(16)}
+        assert [{*head.tolist()} for head in layers[1]] == [of_last] * 2
 
 
 def test_scores_depend_on_distances_alone() -> None:
