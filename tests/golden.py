@@ -1,6 +1,9 @@
 """`python -m tests.golden DIR`: run every reference vector below DIR, a line per case and a count per folder.
 
-DIR holds a folder per method with .npz files, and metrics/ with .json and .jsonl files. Exit code 1 on any failure.
+DIR holds folders of .npz, .json and .jsonl files: one per method (its name), per prefill (`prefill_NAME`), and of
+tasks. Exit code 1 on any failure, and for a file without a runner whose method, prefill or task the project has. Files
+of what it does not have are no failure: they are named, counted per folder, and in the last line.
+
 Beside a method's tests stands the function that runs its vectors; a new one adds a line to `RUNNERS`.
 """
 
@@ -60,6 +63,10 @@ from tests.methods.retrieving import (
 from tests.vectors import Check
 
 Runner = Callable[[Path], list[Check]]
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+NOT_YET = "not implemented"
+BAD = ("FAILS", "no runner")
 
 RUNNERS: dict[str, Runner] = {
     "oracle/*.npz": test_oracle.run_vectors,
@@ -136,38 +143,61 @@ def find_runner(path: Path) -> Runner | None:
     )
 
 
+def missing(path: Path) -> str | None:
+    """What the project would need for a file of which it has nothing; None where it has the method, prefill or task.
+
+    A folder with a runner is the project's, and so is every file in it.
+    """
+    folder, task = path.parent.name, path.stem.partition("_")[0]
+    if any(pattern.startswith(f"{folder}/") for pattern in RUNNERS):
+        return None
+    if (prefill := folder.removeprefix("prefill_")) != folder:
+        return None if has("prefill", prefill) else f"no prefill {prefill}"
+    if folder.partition("_")[0] == "metrics":
+        return None if any(one.stem.startswith(task) for one in (CONF / "task").glob("*.yaml")) else f"no task {task}"
+    return None if has("method", folder) else f"no method or option {folder}"
+
+
+def has(group: str, name: str) -> bool:
+    return (CONF / group / f"{name}.yaml").is_file()
+
+
 def files_below(root: Path) -> list[Path]:
-    found = [
-        *root.glob("*/*.npz"),
-        *root.glob("decode_time/*.json"),
-        *root.glob("metrics/*.json"),
-        *root.glob("metrics/*.jsonl"),
-    ]
-    return sorted(found)
+    return sorted(path for path in root.glob("*/*") if path.suffix in (".npz", ".json", ".jsonl"))
 
 
 def run(root: Path) -> dict[str, Counter[str]]:
-    """Run all files; per folder how many cases are ok, fail, or have no runner."""
+    """Run all files; per folder how many cases are ok, fail, have no runner, or are of what there is not yet."""
     counts: dict[str, Counter[str]] = {}
     for path in files_below(root):
         count = counts.setdefault(path.parent.name, Counter())
         runner = find_runner(path)
         if runner is None:
-            print(f"no runner  {path.parent.name}/{path.name}")
-            count["no runner"] += 1
+            lacks = missing(path)
+            what = "no runner" if lacks is None else NOT_YET
+            print(f"{what:<15}  {path.parent.name}/{path.name}{'' if lacks is None else f': {lacks}'}")
+            count[what] += 1
             continue
         try:
             cases = runner(path)
         except Exception as error:  # a case that breaks the code is a failure like any other, and the others must run
             cases = [(path.stem, f"{type(error).__name__}: {error}")]
         for name, problem in cases:
-            print(
-                f"ok         {path.parent.name}/{name}"
-                if problem is None
-                else f"FAILS      {path.parent.name}/{name}: {problem}"
-            )
-            count["ok" if problem is None else "FAILS"] += 1
+            what = "ok" if problem is None else "FAILS"
+            print(f"{what:<15}  {path.parent.name}/{name}{'' if problem is None else f': {problem}'}")
+            count[what] += 1
     return counts
+
+
+def summary(counts: dict[str, Counter[str]]) -> str:
+    """All folders in a line."""
+    total = sum(counts.values(), Counter[str]())
+    folders = [folder for folder, count in counts.items() if count[NOT_YET]]
+    names = f" in {len(folders)} folders ({', '.join(folders)})" if folders else ""
+    return (
+        f"{total['ok']} ok, {total['FAILS']} FAILS, {total['no runner']} without a runner, "
+        f"{total[NOT_YET]} files {NOT_YET}{names}"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -178,11 +208,13 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     counts = run(Path(arguments[0]))
-    for folder, count in counts.items():
-        print(f"{folder}: " + ", ".join(f"{number} {what}" for what, number in sorted(count.items())))
     if not counts:
         print(f"no vectors below {arguments[0]}", file=sys.stderr)
-    return int(not counts or any(count["FAILS"] for count in counts.values()))
+        return 1
+    for folder, count in counts.items():
+        print(f"{folder}: " + ", ".join(f"{number} {what}" for what, number in sorted(count.items())))
+    print(summary(counts))
+    return int(any(count[what] for count in counts.values() for what in BAD))
 
 
 if __name__ == "__main__":
