@@ -125,6 +125,8 @@ LOOKS = {
     "snapkv_decode": Look("#F55B7E", "left", "-."),
     "rkv": Look("#DD436A", "bar", "-"),
     "triattention": Look("#C82E5A", "up", "--"),
+    # grey: by lot
+    "random": Look("#84909C", "plus", ":"),
     # violet: by place
     "streamingllm": Look("#8C49D0", "square", "-"),
     "streamingllm_decode": Look("#AD56D8", "bar", "--"),

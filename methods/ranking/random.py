@@ -1,0 +1,83 @@
+"""Random tokens: the floor under every scorer, and a test of the harness. There is no paper.
+
+Every token gets a number by lot, and the highest stay. A number follows from the seed, the prompt up to the token, the
+layer and the KV head alone, so it is the same on every device and in every company, and does not change with what comes
+behind it in the prompt.
+
+Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each.
+Differs   - kvpress' RandomPress makes its generator anew in each call: all layers keep the same tokens, and so do all
+            prompts of one length. `draws: kvpress` is that, with torch's CPU generator and a seed; without a seed
+            kvpress draws anew each time, which we do not offer.
+          - numbers are float32. In bfloat16, as kvpress has them with such keys, thousands are equal.
+Fails     as it should: at a tenth of a prompt nine heads in ten have lost its first token. With `n_sink` and `window`
+          (`random_ends`) it is the floor for methods that protect them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from methods.rules.ranking.random import RandomRules
+from methods.scoring import ScoringMethod
+
+BITS = 64
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of the generator SplitMix64
+BASE = 0xD1342543DE82EF95  # odd, of the running hash of tokens
+
+
+def wrapped(x: int) -> int:
+    """A whole number modulo 2**64 as int64 has it."""
+    x %= 1 << BITS
+    return x - (1 << BITS) * (x >= 1 << (BITS - 1))
+
+
+def shifted(x: Tensor, n: int) -> Tensor:
+    """Bits of int64 moved right by `n`, zeros behind them."""
+    return (x >> n) & ((1 << (BITS - n)) - 1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Any int64 as one in which every bit hangs on all of its bits."""
+    x = (x ^ shifted(x, 30)) * wrapped(FIRST)
+    x = (x ^ shifted(x, 27)) * wrapped(SECOND)
+    return x ^ shifted(x, 31)
+
+
+def marks(ids: Sequence[int], s: int) -> Tensor:
+    """A number for each of a prompt's `s` tokens, of its position and of all tokens up to it: (s,) int64."""
+    places = torch.arange(1, s + 1)
+    found = places * wrapped(STEP)
+    if ids:
+        powers = torch.full((s,), wrapped(BASE)).cumprod(0)
+        found = found ^ mixed(((torch.tensor([*ids][:s]) + 1) * powers).cumsum(0))
+    return found
+
+
+def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
+    """A number from 0 to 1 for each token, (s,) float32, by its mark."""
+    key = mixed(torch.tensor(wrapped(seed * STEP + layer * FIRST + head * SECOND + BASE))).item()
+    return shifted(mixed(of_tokens ^ int(key)), 40).float() * 2.0**-24
+
+
+class Random(RandomRules, ScoringMethod):
+    params: RandomRules.Params
+    plan: RandomRules.Plan
+
+    def ends(self) -> tuple[int, int]:
+        return self.plan.n_sink, self.plan.window
+
+    def scores(self, layer: int) -> Tensor:
+        n_first, n_last = self.ends()
+        return self.numbers(layer)[..., n_first : self.trace.s_prompt - n_last]
+
+    def numbers(self, layer: int) -> Tensor:
+        """Of all tokens: (1, h_kv, s) float32, (1, 1, s) where all heads agree."""
+        s, h_kv, seed = self.trace.s_prompt, self.trace.shape.h_kv, self.params.seed
+        device = self.trace.device_of(layer)
+        if self.params.draws == "kvpress":
+            return torch.rand(1, h_kv, s, generator=torch.Generator().manual_seed(seed)).to(device)
+        of_tokens = self.trace.once(("marks of tokens",), lambda: marks(self.trace.ids, s))
+        of_layer = -1 if self.params.per == "prompt" else layer
+        heads = range(h_kv) if self.params.per == "head" else [-1]
+        return torch.stack([drawn(of_tokens, seed, of_layer, head) for head in heads]).unsqueeze(0).to(device)
