@@ -135,6 +135,8 @@ LOOKS = {
     "knorm": Look("#969625", "pillar", "-"),
     "keydiff": Look("#B48805", "circle", "--"),
     "lagkv": Look("#7B6C01", "hourglass", ":"),
+    # dusk: by keys and values
+    "cur": Look("#9078A8", "up", "-."),
     # blue: retrieve pages, blocks, clusters
     "quest": Look("#4A60DC", "circle", "-"),
     "infllm": Look("#6E89FF", "left", "--"),

@@ -45,7 +45,7 @@ from tests.methods.dropping import (
     test_xkv,
 )
 from tests.methods.quantising import test_kivi, test_turboquant
-from tests.methods.ranking import test_random
+from tests.methods.ranking import test_cur, test_random
 from tests.methods.retrieving import (
     test_clusterkv,
     test_double_sparsity,
@@ -84,6 +84,7 @@ RUNNERS: dict[str, Runner] = {
     "keydiff/*.npz": test_keydiff.run_vectors,
     "knorm/*.npz": test_knorm.run_vectors,
     "lagkv/*.npz": test_lagkv.run_vectors,
+    "cur/*.npz": test_cur.run_vectors,
     "random/*.npz": test_random.run_vectors,
     "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,

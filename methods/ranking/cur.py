@@ -1,0 +1,84 @@
+"""CUR (CurDKV; Sengupta et al., 2025): keep tokens whose keys and values are long beside those of their neighbours.
+
+A row's squared length stands for its leverage, its share in what the matrix of all keys, or values, spans. Each is
+taken as a share of its window of neighbours, and those of key and value are multiplied. No query is asked.
+
+Symbols   paper K, V, leverage l = keys, values, `energy`; kvpress' leverage_type, use_local_approximation and
+          local_window_size, num_sinks, use_random_leverage = `leverage`, `window`, `n_sink`, `sketch`.
+Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each.
+Differs   - squared lengths are leverage only where columns are orthonormal, which the paper calls approximated. No
+            code of its authors was found; this is kvpress', whose settings are the defaults.
+          - sinks are kept outside of the scores. kvpress gives them 1.0, which without windows another token may reach.
+          - a window of zero keys has shares of 0; kvpress divides 0 by 0.
+          - a sketch is drawn from `seed`, one for all heads and layers, keys and values.
+Fails     - by accident it keeps the prompt's end: where one token is left for the last window its share is 1. `rest:
+            scaled` weighs that window by its length.
+          - where what is asked for is not what is long; Knorm keeps the shortest keys, on as good grounds.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from methods.rules.ranking.cur import CURRules
+from methods.scoring import ScoringMethod
+
+
+def energy(x: Tensor, sketch: Tensor | None = None) -> Tensor:
+    """Squared lengths of (1, h_kv, s, d_h), or of projections by a sketch (d_h, r): (1, h_kv, s) float32."""
+    x = x.float()
+    return (x if sketch is None else x @ sketch).square().sum(-1)
+
+
+def shares(x: Tensor) -> Tensor:
+    """Each of (..., n) as a share of their sum; all 0 where that is 0."""
+    total = x.sum(-1, keepdim=True)
+    return x / total.where(total != 0, 1.0)
+
+
+def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
+    """Each of (..., s) as a share of its window's sum, the last one of what is left; `is_scaled`: times its length."""
+    s = x.shape[-1]
+    n_missing = -s % window
+    found = shares(torch.nn.functional.pad(x, (0, n_missing)).unflatten(-1, (-1, window))).flatten(-2)[..., :s]
+    if is_scaled and n_missing:
+        found[..., s - (window - n_missing) :] *= (window - n_missing) / window
+    return found
+
+
+def leverages(k: Tensor, v: Tensor, params: CURRules.Params) -> Tensor:
+    """What each token of (1, h_kv, s, d_h) is worth; a head's add up to 1: (1, h_kv, s) float32."""
+    sketch = None if params.sketch is None else drawn_sketch(k.shape[-1], params.sketch, params.seed).to(k.device)
+    found = [energy(x, sketch) for x in (k, v)]
+    if params.window is not None:
+        found = [local_shares(x, params.window, params.rest == "scaled") for x in found]
+    of_keys, of_values = found
+    joined = {
+        "kv_product": of_keys * of_values,
+        "kv_avg": (of_keys + of_values) / 2,
+        "key": of_keys,
+        "value": of_values,
+    }
+    return shares(joined[params.leverage])
+
+
+def drawn_sketch(d_h: int, r: int, seed: int) -> Tensor:
+    """Normal numbers (d_h, r) under which squared lengths stay as they are in the mean."""
+    return torch.randn(d_h, r, generator=torch.Generator().manual_seed(seed)) / math.sqrt(r)
+
+
+class CUR(CURRules, ScoringMethod):
+    params: CURRules.Params
+    plan: CURRules.Plan
+
+    def ends(self) -> tuple[int, int]:
+        return self.plan.n_sink, 0
+
+    def scores(self, layer: int) -> Tensor:
+        return self.leverages(layer)[..., self.plan.n_sink :]
+
+    def leverages(self, layer: int) -> Tensor:
+        """Of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
+        heads = zip(self.trace.keys(layer).split(1, 1), self.trace.values(layer).split(1, 1), strict=True)
+        return torch.cat([leverages(k, v, self.params) for k, v in heads], 1)
