@@ -74,6 +74,8 @@ BUDGETS = {  # as measured when somebody last changed what a step does; lower th
     "knorm": Cost(40, 0, 1),
     "attention_matching": Cost(40, 0, 1),
     "lagkv": Cost(40, 0, 1),
+    "cur": Cost(40, 0, 1),
+    "random": Cost(40, 0, 1),
     "expected_attention": Cost(40, 0, 1),
     "adakv": Cost(40, 0, 1),
     "ada_pyramid": Cost(40, 0, 1),

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from engine.causal import Chunk
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.passes.graphs import StepGraphs
 from engine.passes.rotations import Turn, rotary_dims, rotations
 from engine.shapes import Checkpoint, ModelShape
+from engine.width import is_out_of_memory
 
 if TYPE_CHECKING:
     from engine.observe import Known, ModelFact
@@ -221,6 +222,13 @@ class Model:
             ]
         try:
             yield
+        except RuntimeError as error:  # of shapes that this model's code holds on to
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the model {self.shape.name!r} does not go on with fewer tokens between two of its layers "
+                f"({first_line(error)}); use a method that leaves the pass over the prompt as it is"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,7 +1,8 @@
 """Tiny random models of the architectures that transformers has, and what KVBench makes of each.
 
-    python -m tests.architectures                 # a line for every causal model of transformers, about five minutes
+    python -m tests.architectures                 # a line for every causal model of transformers, about two minutes
     python -m tests.architectures qwen3_next gpt_oss
+    python -m tests.architectures --write         # all of them, into the table of docs/models.md
 
 A model is *exact* where full attention says what `generate` says, alone and as three rows of a batch, where Oracle with
 the whole budget says so too, and where the rotation that methods get moves queries as each compressed layer does. It is
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from methods.retrieving.oracle import Oracle
 
 S, N_NEW, WINDOW, CHUNK = 75, 10, 20, 28
 MOST_WEIGHTS = 64_000_000
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+START, END = "<!-- table: `python -m tests.architectures --write` -->", "<!-- end of the table -->"
 COMMON: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 384, "bos_token_id": 1, "eos_token_id": 88,
@@ -134,6 +138,7 @@ class Found:
     name: str
     word: str  # exact, refused, wrong, broken, not built
     says: str = ""
+    layers: str = ""  # compressed, of all
 
 
 def quietly() -> None:
@@ -234,8 +239,10 @@ def look(model_type: str) -> Found:
                 break
     except Exception as error:
         return Found(model_type, "not built", f"{type(error).__name__}: {one_line(error)}"[:150])
+    layers = ""
     try:
         model = loaded(config, hf, model_type)
+        layers = f"{len(model.shape.attention_layers)} of {model.shape.n_layers}"
         apart = [
             what
             for what, kinds in (("one row", [Full]), ("three rows", [Full] * 3), ("whole budget", [Full, Oracle]))
@@ -245,7 +252,7 @@ def look(model_type: str) -> Found:
         return Found(model_type, "refused", str(error))
     except Exception as error:
         return Found(model_type, "broken", f"{type(error).__name__}: {one_line(error)}")
-    return Found(model_type, "wrong" if apart else "exact", ", ".join(apart))
+    return Found(model_type, "wrong" if apart else "exact", ", ".join(apart), layers)
 
 
 def text_types() -> list[str]:
@@ -253,15 +260,41 @@ def text_types() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NOT_TEXT)
 
 
-def main(names: Sequence[str]) -> int:
+def as_markdown(found: Sequence[Found]) -> str:
+    """The table of docs/models.md, without what was not built."""
+    lines = ["| architecture | layers compressed | |", "|---|---|---|"]
+    for one in found:
+        if one.word != "not built":
+            why = one.says.partition(f"the model {one.name!r} ")[2].partition("; use a model")[0] or one.says
+            says = "as transformers answers" if one.word == "exact" else f"{one.word}: {why}"
+            lines.append(f"| `{one.name}` | {one.layers or '-'} | {says} |")
+    return "\n".join(lines)
+
+
+def counted(found: Sequence[Found]) -> str:
+    words = Counter(one.word for one in found)
+    return ", ".join(f"{n} {word}" for word, n in words.most_common())
+
+
+def write(found: Sequence[Found]) -> None:
+    """Put the table into its place on the page."""
+    head, start, rest = PAGE.read_text().partition(START)
+    _, end, tail = rest.partition(END)
+    assert start and end, f"{PAGE} has no place for the table"
+    line = f"transformers {transformers.__version__}: {counted(found)}."
+    PAGE.write_text(f"{head}{start}\n\n{line}\n\n{as_markdown(found)}\n\n{end}{tail}")
+
+
+def main(words: Sequence[str]) -> int:
     quietly()
-    words: Counter[str] = Counter()
+    names, found = [word for word in words if word != "--write"], list[Found]()
     for name in names or text_types():
-        found = look(name)
-        words[found.word] += 1
-        print(f"{found.name:26s} {found.word:9s} {found.says}", flush=True)  # noqa: T201
-    print(", ".join(f"{n} {word}" for word, n in words.most_common()))  # noqa: T201
-    return 1 if words["wrong"] + words["broken"] else 0
+        found.append(look(name))
+        print(f"{name:26s} {found[-1].word:9s} {found[-1].says}", flush=True)  # noqa: T201
+    print(counted(found))  # noqa: T201
+    if "--write" in words:
+        write(found)
+    return 1 if any(one.word in ("wrong", "broken") for one in found) else 0
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ def made(draw: Callable[..., Any]) -> list[str]:
     for group in draw(st.lists(st.sampled_from(("method", "task", "prefill")), max_size=3, unique=True)):
         name = draw(st.sampled_from(GROUPS[group]))
         words.append(f"{group}={name}")
+        if "source" in OWN[group, name] and draw(st.integers(0, 3)):
+            words.append("task.source=embedded")  # which needs no files
         own = OWN[group, name]
         if own and draw(st.integers(0, 2)):
             key = draw(st.sampled_from(sorted(own)))

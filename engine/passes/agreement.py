@@ -34,7 +34,8 @@ NEVER = "model.check=never runs it all the same"
 def check(model: "Model") -> None:
     """Raise `ConfigError` for a model that KVBench would answer wrongly with, or could not run at all."""
     name = model.shape.name
-    ids = prompt_of(model)
+    with torch.inference_mode():
+        ids = prompt_of(model)
     try:
         right = own_logits(model, ids)
     except Exception as error:
@@ -49,7 +50,8 @@ def check(model: "Model") -> None:
     except Exception as error:  # whatever an architecture does that this harness has not met
         if is_out_of_memory(error):
             raise
-        session.refuse_shapes()
+        if session.calls:
+            session.refuse_shapes()
         raise ConfigError(
             f"the model {name!r} does not run with KVBench's attention ({type(error).__name__}: {one_line(error)}); "
             f"{INSTEAD}"

@@ -22,6 +22,7 @@ class RocketKVRules(Rules):
     title = "RocketKV"
     drops = False
     attends_current = False
+    version = 2  # 2: a dense feed reads what the first stage kept, and no places beyond it
 
     @dataclass(frozen=True)
     class Params:

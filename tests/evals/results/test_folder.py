@@ -183,7 +183,7 @@ def test_a_result_that_counts_lost_lines_is_made_again(lines: int, copied: Path,
     samples = copied / "samples.jsonl"
     kept = samples.read_text().splitlines(keepends=True)[:lines]
     samples.write_text("".join(kept))
-    with pytest.raises(ValueError, match="4 samples and 0 oom"):
+    with pytest.raises(ValueError, match="4 samples, 0 oom and 0 failed"):
         read_runs(copied)
     run(copied)
     (copied / "result.json.corrupt").unlink()

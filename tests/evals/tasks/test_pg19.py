@@ -136,7 +136,7 @@ def test_perplexities_combine_as_their_losses_do() -> None:
     # Resamples of unequal samples weigh them as the score does.
     many = [line(math.exp(2.0), 1)] * 30 + [line(math.exp(3.0), 99)] * 30
     low, high = combined_ci95(many, "perplexity") or (0, 0)
-    assert low > math.exp(2.95)
+    assert low > math.exp(2.7)  # without weights all of the interval lies below
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Every method on models with layers of other kinds beside full attention: an answer or a sentence, never a traceback.
+
+Where a method keeps the whole prompt, its tokens are those of full attention.
+"""
+
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.launches import BUDGETS
+from engine.budget import BudgetRequest
+from engine.decode import decode
+from engine.errors import ConfigError
+from engine.model import Model
+from engine.passes.probe import probe
+from engine.prefill import prefill
+from tests import conformance
+from tests.architectures import config_of, generated, loaded, model_of, prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
+S, N_NEW = 75, 6
+QUICK = "llama4_text"  # chunks beside full layers, those without positions
+KINDS = [
+    QUICK,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_next", "falcon_h1", "smollm3", "gpt2")),
+]
+
+
+@cache
+def model(kind: str) -> Model:
+    config = config_of(kind)
+    return loaded(config, model_of(config, 1), kind)
+
+
+def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple[list[int], bool]:
+    """A method's tokens, and whether it is full attention at this budget; `ConfigError` where it refuses either."""
+    by = model(kind)
+    one.kind.check(one.params, request, by.shape)
+    one.kind.check_model(one.params, by.checkpoint)
+    made = one.kind.variant_for(one.params, request, by.shape, S, allocator=one.allocator)
+    with by.hooked():
+        trace = prefill(by, prompt(S), made.observations, thinning=made.thinning)
+    probe(by, trace, made.probes)
+    with torch.inference_mode():
+        rows = [made.row(trace, N_NEW) for _ in range(2)]
+        for row in rows:
+            for layer in trace.shape.attention_layers:
+                row.build(layer)
+            row.complete()
+    with by.hooked():
+        first, second = decode(by, trace, rows, max_new_tokens=N_NEW).answers
+    assert first.ids == second.ids, "two rows of one variant"
+    return first.ids, made.is_full
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_method_answers_or_refuses(name: str, kind: str) -> None:
+    one = conformance.ours(name)
+    for ratio in (Fraction(1), Fraction(1, 2)):
+        tokens = int((S + N_NEW) * ratio) if one.kind.of_answers else None
+        request = BudgetRequest(None if tokens else ratio, tokens, Fraction(0 if tokens else one.comm))
+        if tokens:
+            request = replace(request, counts=one.counts)
+        try:
+            said, is_full = answer(one, request, kind)
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500
+            continue
+        if is_full:
+            assert said == generated(model(kind).hf, prompt(S), N_NEW)
