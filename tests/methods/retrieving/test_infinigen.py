@@ -316,8 +316,9 @@ def test_hooks_are_gone_after_an_error() -> None:
 
 def test_a_model_that_cannot_be_foretold_is_refused_with_a_way_out() -> None:
     model = tiny()
-    del model.hf.get_decoder().layers[1].self_attn.layer_idx
     trace = read(model, prompt(60))
+    del model.hf.get_decoder().layers[1].self_attn.layer_idx
+    del model.attentions  # were looked up with the rotations
     with pytest.raises(ConfigError, match=r"the layer's number.*method\.lookahead=0"):
         say(model, [built(row_for(InfiniGen, AHEAD, ask(), trace, 8))])
 
