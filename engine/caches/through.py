@@ -51,7 +51,7 @@ class HandThroughBeside(LinearAttentionAndFullAttentionLayer):
     update = HandThrough.update  # pyright: ignore[reportAssignmentType]  # the same words for another class
     get_seq_length = HandThrough.get_seq_length  # pyright: ignore[reportAssignmentType]
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
 
@@ -71,7 +71,7 @@ def fork(cache: Any, n: int) -> Any:
     if n > 1:
         chosen = torch.zeros(n, dtype=torch.long)
         for layer in forked.layers:
-            layer.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]  # says LongTensor
+            layer.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]
     return forked
 
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine.causal import Chunk
+
 if TYPE_CHECKING:
     from engine.model import Model, Session
 
@@ -38,7 +40,7 @@ class Call:
     qkv: Tensor  # q, k and v one behind the other, flat
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     scale: float
-    window: int | None
+    window: int | Chunk | None
     out: Tensor
 
     def fresh(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +56,7 @@ class Seen:
     session: "Session"
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v, out
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         before = [x.clone() for x in (q, k, v)]
         out = self.session.attend(layer, q, k, v, scale, window)
         self.calls.append((before[0], before[1], before[2], out))
@@ -86,7 +88,7 @@ class Parts:
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         """Ends a part and begins the next one; stands in the model's attention while it is captured."""
         qkv = torch.cat([x.reshape(-1) for x in (q, k, v)])
         self.graphs[-1].capture_end()

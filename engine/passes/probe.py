@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.books.clock import synchronize
 from engine.books.spans import span
-from engine.causal import causal, whole
+from engine.causal import Chunk, causal, whole
 from engine.prefill import Trace
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _Behind:
         devices = {self.trace.device_of(layer) for layer in self.trace.shape.attention_layers}
         self.sides = {device: tuple(x.to(device) for x in sides) for device in devices}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
         keys, values = self.trace.keys(layer), self.trace.values(layer)
         at_near, at_far = self.sides[q.device]
         near = keys.index_select(2, at_near)

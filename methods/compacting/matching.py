@@ -87,7 +87,8 @@ def solved(x: Tensor, y: Tensor) -> Tensor:
     """As `least_squares`, without a ridge: not finite where columns of x are alike, whatever the library does then."""
     try:
         return torch.linalg.lstsq(x, y, driver="gels").solution
-    except torch._C._LinAlgError:  # some raise what others answer with infinities
+    # Some raise what others answer with infinities.
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return y.new_full((x.shape[1], y.shape[1]), torch.nan)
 
 
