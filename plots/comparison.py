@@ -19,6 +19,7 @@ from rich.table import Table
 from engine import terminal
 from evals.results import METRICS, RunResult, combined_ci95, few_samples
 from evals.results.intervals import Interval
+from evals.results.names import without_length
 from plots import style
 from plots.looks import told_apart
 from plots.read import Run, read_one
@@ -175,7 +176,9 @@ def n_of(found: Comparison, task: str) -> int:
 
 
 def name_of(task: str) -> str:
-    return NAMES.get(task, task)
+    """The head of its columns: which length was asked is the same for all of them."""
+    base, _ = without_length(task)
+    return NAMES.get(base, base)
 
 
 def about(found: Comparison) -> str:

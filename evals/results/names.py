@@ -14,8 +14,21 @@ STAND_INS = {
     "scbench": "conversations like SCBench's",
     "pg19": "embedded prose",
 }
+LENGTHS = ("short", "brief")  # behind a task's name: the same in fewer or shorter samples
 
 
 def shown_task(task: str, data_source: str) -> str:
     """The name of what was asked."""
-    return STAND_INS.get(task, task) if data_source == EMBEDDED else task
+    if data_source != EMBEDDED:
+        return task
+    base, length = without_length(task)
+    return f"{STAND_INS[base]}, {length}" if length and base in STAND_INS else STAND_INS.get(task, task)
+
+
+def without_length(task: str) -> tuple[str, str]:
+    """A task's name, or what readers call it, without the word that says that it is shorter; and that word."""
+    for sign in ("_", ", "):
+        base, _, length = task.rpartition(sign)
+        if base and length in LENGTHS:
+            return base, length
+    return task, ""

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from evals.results import RunResult
-from evals.results.names import STAND_INS
+from evals.results.names import STAND_INS, shown_task
 from evals.screen.table import print_table
-from plots.comparison import compare, print_comparison
+from plots.comparison import compare, name_of, print_comparison
 from plots.frontier import tables as frontiers
 from plots.read import Run, load
 from plots.report.overview import task_of
@@ -74,3 +74,12 @@ def test_a_table_says_which_datasets_it_is_of_and_is_found_by_either_name(tmp_pa
 def test_no_page_gives_embedded_texts_the_name_of_longbench(page: Path) -> None:
     names = "|".join(STAND_INS)
     assert not re.search(rf"embedded longbench|EMBEDDED DATA · ({names})", page.read_text(), re.IGNORECASE)
+
+
+def test_a_shorter_form_of_a_stand_in_is_no_benchmark_either() -> None:
+    assert shown_task("longbench_short", "embedded") == "embedded texts, short"
+    assert shown_task("longbench_short", "real") == "longbench_short"
+    assert shown_task("longbench_v2", "embedded") == "longbench_v2"  # another benchmark, and no length
+    assert [name_of(task) for task in ("embedded texts, short", "needle_brief", "shared_context")] == [
+        "embedded texts", "needles", "shared context",
+    ]  # fmt: skip
