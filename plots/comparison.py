@@ -115,7 +115,7 @@ def size(run: Run) -> float:
 
 
 def moved(run: Run) -> float:
-    return (run.result.bytes_moved_kv_per_step or 0.0) + (run.result.bytes_find_per_step or 0.0)
+    return (run.result.bytes_moved_kv_per_step or 0.0) + (run.result.bytes_moved_meta_per_step or 0.0)
 
 
 def ratio_of(row: Row, full: Row, key: str) -> float | None:
@@ -271,7 +271,7 @@ def draw_scores(ax: Any, found: Comparison, task: str) -> None:
         if i == 0:
             ax.axvline(run.result.score, color=look["color"], linewidth=0.6, linestyle=":")
     ax.set_xlim(-0.03, 1.03)
-    ax.set_xlabel(f"score of {name_of(task)}, n {n_of(found, task)}, 95 %")
+    ax.set_xlabel(f"{name_of(task)}\nscore, n {n_of(found, task)}, 95 %")
 
 
 def draw_costs(ax: Any, found: Comparison) -> None:
@@ -279,10 +279,10 @@ def draw_costs(ax: Any, found: Comparison) -> None:
     for i, row in enumerate(found.rows):
         colour = style.look(row.method)["color"]
         held, carried = row.device_share(found.full) or 0.0, row.moved_share(found.full) or 0.0
-        ax.barh(i - 0.15, 100 * held, 0.35, color=colour, label="on the device" if i == 0 else None)
+        ax.barh(i - 0.15, 100 * held, 0.35, color=colour)  # what it is stands beside it
         ax.barh(i + 0.2, 100 * carried, 0.2, color=colour, alpha=0.5, hatch="////", edgecolor="white", linewidth=0)
         text = f"{100 * held:.0f} % held" + (f", {100 * carried:.0f} % moved" if carried else "")
         ax.annotate(text, (100 * max(held, carried), i), (3, 0), textcoords="offset points", va="center", fontsize=5.5)
     ax.set_xlim(0, 160)
     ax.set_xticks([0, 50, 100])
-    ax.set_xlabel("K and V, % of full attention's")
+    ax.set_xlabel("K and V\n% of full attention's")
