@@ -29,7 +29,15 @@ from evals.tasks.base import Sample, Task
 from evals.typed import build_params
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what a folder or a row may raise
+DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)  # what a folder or a row may raise
 Pairs = list[tuple[SampleRow, Score]]  # answered samples, and their scores by the code of today
 
 

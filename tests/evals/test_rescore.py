@@ -211,6 +211,14 @@ def test_a_scorer_that_gives_no_score_is_told_so(
     assert read_run(folder) == before and not (folder / PART).exists()
 
 
+@pytest.mark.parametrize("writes", [(), ("--write",)])
+def test_an_answer_that_no_scorer_can_judge_is_named(writes: tuple[str, ...], tmp_path: Path, capsys) -> None:
+    folder, _ = write(tmp_path, "full", "needle", [{"score": 1.0, "references": []}])  # a share of no references
+    assert rescore.main([*writes, str(folder)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "the answer to 'sample-0' cannot be scored" in said
+
+
 def test_only_finished_runs_are_scored_again(tmp_path: Path, capsys) -> None:
     folder = finished_run(tmp_path, "gsm8k")
     (folder / "result.json").unlink()
