@@ -32,6 +32,7 @@ from plots.style import Sheet
 
 TABLES = ("instructions.csv",)
 FEWEST = 5  # answers of a part that is drawn
+MOST = 1_000_000  # answers that an interval can be of
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ def parts_of(run: Run) -> list[Part]:
             lines = list(csv.DictReader(StringIO(read_text(path))))
             for line in lines:
                 name, n, *columns = line
-                found.append(Part(line[name], int(line[n]), {column: float(line[column]) for column in columns}))
-        except (ConfigError, TypeError, ValueError) as error:
+                part = Part(line[name], int(line[n]), {column: float(line[column]) for column in columns})
+                if not part.right or not 0 <= part.n <= MOST or not all(0 <= each <= 1 for each in part.right.values()):
+                    raise ValueError(f"{part.name!r:.80} is no share of so many answers")
+                found.append(part)
+        except (ConfigError, TypeError, ValueError, csv.Error) as error:
             raise ValueError(f"{path} is no table of parts ({error}); run it again") from None
     return found
 

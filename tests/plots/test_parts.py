@@ -65,3 +65,21 @@ def test_without_such_runs_or_with_a_damaged_table_it_says_so(
     damaged.write_text("instruction,n,strict,loose\ntitle,many,0.5,0.5\n")
     assert parts.main([str(runs), "--out", str(tmp_path)]) == 2
     assert "no table of parts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("title,6,inf,0.5", "title,6,nan,0.5", "title,6,2.5,0.5", "title,6,-1,0.5", "title,-6,0.5,0.5"),
+        *("title,999999999999999,1,1", f"title,{'9' * 400},1,1", f"{'a' * 200_000},6,1,1"),
+    ],
+)
+def test_a_share_of_no_answers_is_refused_in_a_sentence(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(tmp_path, "full", "1", {"no_comma": (10, 0.9)})
+    (path,) = tmp_path.glob("*/instructions.csv")
+    path.write_text(f"instruction,n,strict,loose\n{line}\n")
+    assert parts.main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "no table of parts" in said and len(said) < 500
