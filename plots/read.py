@@ -20,12 +20,13 @@ from typing import Any
 
 from engine.terminal import say
 from evals.foreign import one_line, refuse_depth
-from evals.results import EXACT, RunResult, SampleRow, read_config, read_ledger, read_run, shown_fraction
+from evals.results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run, shown_fraction
 from plots.looks import known
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
-FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "metric": str}
+FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "turn": int}
+MOST_TURNS = 10**6  # an axis has a place for each
 TIMED: dict[str, type] = {"length": int, "batch": int}
 SHARE = re.compile(r"\d{1,9}(\.\d{1,18})?|\d{1,9}/0*[1-9]\d{0,8}")  # 0.2, 1/64
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +68,7 @@ class Run:
     def file(self) -> dict[str, str]:
         """Which state of the user's own file the method was, as if it were a parameter; {} for ours."""
         digest = self.setting("method", "digest")
-        return {} if digest is None else {"file": digest[:8]}
+        return {} if digest is None else {"file": str(digest)[:8]}
 
     @property
     def prefill(self) -> str:
@@ -190,13 +191,15 @@ def read_one(folder: Path) -> Run:
     result, rows = read_run(folder)
     if result.waits_for_scores:
         raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
-    for share in (result.comm_exact, result.ratio_exact or "0"):
+    for share in (result.comm_exact, result.ratio_exact or "0", result.memory_exact or "0"):
         if not SHARE.fullmatch(share):
             raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
     for row in rows:
         for key, kind in (FIELDS | (TIMED if result.task == "latency" else {})).items():
             if not isinstance(row.fields.get(key, kind()), kind) or (key in TIMED and key not in row.fields):
                 raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
+        if abs(row.fields.get("turn", 1)) > MOST_TURNS:
+            raise ValueError(f"{folder / 'samples.jsonl'} has a turn that no run writes, sample {row.id!r}")
     path = folder / "config.yaml"
     try:
         config = read_config(folder)
@@ -204,6 +207,8 @@ def read_one(folder: Path) -> Run:
         json.dumps(config, sort_keys=True, allow_nan=False)
         if not isinstance(config.get("limit"), int | None):
             raise ValueError("its limit is no whole number")
+        if config_hash(config) != result.config_hash:
+            raise ValueError(f"{RESULT} is of another one, {result.config_hash}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {error}") from None
     return Run(folder, result, tuple(rows), config)

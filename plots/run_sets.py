@@ -96,9 +96,12 @@ def prompt_settings(run: Run) -> str:
 
 @cache
 def usual_params(task: str) -> dict[str, Any]:
-    """The defaults of a task, from its file."""
+    """The defaults of a task, from its file; {} where there is none of this name (any more)."""
     path = ROOT / "conf" / "task" / f"{task}.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name that no file can have
+        return {}
 
 
 @dataclass(frozen=True)

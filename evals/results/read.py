@@ -99,6 +99,8 @@ def why_not_believed(result: RunResult, written: bytes, samples: bytes) -> str:
     a sealed result are believed only where scores.jsonl, which has seals of its own, was laid over them later.
     """
     if result.samples_crc32 is not None:
+        if not is_sealed(written):
+            return "result.json has lost its own crc32"
         changed = f"{zlib.crc32(samples):08x}" != result.samples_crc32
         return "it was changed after result.json was made of it" if changed else ""
     if not samples or is_sealed(samples) == is_sealed(written):

@@ -183,7 +183,9 @@ class SampleRow:
         may_wait = self.status == "ok" and self.fields.get("scores_later") is True
         if (self.score is not None) != (self.status == "ok") and not may_wait:
             raise ValueError(f"key 'score' is {self.score} with status {self.status!r}")
-        metric = METRICS.get(str(self.fields.get("metric")), SCORE)
+        name = self.fields.get("metric", "score")
+        check_choice("metric", name, tuple(METRICS))
+        metric = METRICS[name]
         top = metric.highest
         if self.score is not None and not (metric.lowest <= self.score and (top is None or self.score <= top)):
             within = f"within {metric.lowest} to {top}" if top else f"{metric.lowest} or more"
@@ -197,6 +199,7 @@ class SampleRow:
         averaged = {
             **self.ledger, **measures, "score": self.score, "batch_rows": self.batch_rows,
             "prefill_s": self.prefill_s, "decode_s": self.decode_s, "tpot_s": self.tpot_s,
+            "prompt_tokens": self.prompt_tokens, "generated_tokens": self.generated_tokens,
         }  # fmt: skip
         for key, value in averaged.items():
             if value is not None and abs(value) > LARGEST:

@@ -148,5 +148,8 @@ def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     own = result.n_samples, result.n_oom, result.n_failed
     if own != counts:
         return "{} samples, {} oom and {} failed, samples.jsonl {}, {} and {}".format(*own, *counts)
+    kind = METRICS[result.metric or "score"]
+    if any(METRICS[row.fields.get("metric", "score")] != kind for row in rows if row.score is not None):
+        return "another metric than samples.jsonl"
     same = result.score == combined(rows, result.metric)
     return None if same else "another score than samples.jsonl"

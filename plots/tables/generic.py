@@ -373,8 +373,8 @@ def differences(cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], ag
 
 def column_of(cell: Cell) -> Hashable:
     """What variants share that were asked the same samples, whatever columns the table has."""
-    result, names = cell.part.run.result, {row.fields.get("dataset", "") for row in cell.part.rows}
-    return result.task, result.model, result.protocol, result.seed, frozenset(map(str, names))
+    result, names = cell.part.run.result, {str(row.fields.get("dataset", "")) for row in cell.part.rows}
+    return result.task, result.model, result.protocol, result.seed, frozenset(names)
 
 
 def compared_with(cells: Mapping[Any, Cell], key: Any, rows: tuple[str, ...], against: str) -> Cell | None:

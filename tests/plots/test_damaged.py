@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plots import costs
+from evals.results.files import sealed, unsealed
+from plots import costs, table, turns
 from plots.figures import command as figures
 from plots.read import load, read_all
 from plots.report import page as report
@@ -86,6 +88,70 @@ def test_a_damaged_run_is_named_in_one_line_and_left_out(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("left out: ")
     assert folder.name in line
+
+
+def seal_anew(folder: Path, column: tuple[str, Any] | None = None, **changes: Any) -> None:
+    """A column of all lines, or keys of the result, as somebody else's code could have written them, seals and all."""
+    samples, result = folder / "samples.jsonl", folder / "result.json"
+    rows = [json.loads(unsealed(line)) for line in samples.read_text().splitlines()]
+    for row in rows if column else ():
+        row |= dict([column]) if column else {}
+    text = "".join(sealed(json.dumps(row)) + "\n" for row in rows)
+    samples.write_text(text)
+    found = json.loads(unsealed(result.read_text())) | {"samples_crc32": f"{zlib.crc32(text.encode()):08x}"} | changes
+    result.write_text(sealed(json.dumps(found, indent=2) + "\n"))
+
+
+FORGED: dict[str, Callable[[Path], Any]] = {
+    "a turn of none": lambda f: seal_anew(f, ("turn", None)),
+    "a turn of lists": lambda f: seal_anew(f, ("turn", [1])),
+    "a turn in words": lambda f: seal_anew(f, ("turn", "first")),
+    "a turn that no axis has": lambda f: seal_anew(f, ("turn", 10**400)),
+    "another metric": lambda f: seal_anew(f, ("metric", "ours")),
+    "a metric of the result alone": lambda f: seal_anew(f, metric="perplexity"),
+    "tokens without an end": lambda f: seal_anew(f, ("prompt_tokens", 10**400)),
+    "answers without an end": lambda f: seal_anew(f, ("generated_tokens", 10**400)),
+    "a memory of nothing": lambda f: seal_anew(f, memory_exact="1/0"),
+    "a memory in words": lambda f: seal_anew(f, memory_exact="<b>"),
+    "a result without its seal": lambda f: (f / "result.json").write_text(
+        unsealed((f / "result.json").read_text()).replace("Snapkv", "Best")
+    ),
+    "another run's files": lambda f: [
+        shutil.copy(next(f.parent.glob("*quest*")) / name, f) for name in ("result.json", "samples.jsonl")
+    ],
+    "another run's configuration": lambda f: shutil.copy(next(f.parent.glob("*quest*")) / "config.yaml", f),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_what_no_run_writes_is_left_out_whatever_its_seals_say(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tree(tmp_path / "runs")
+    FORGED[kind](folder)
+    assert sorted(run.method for run in load(tmp_path / "runs")) == ["full", "quest"]
+    assert [line for line in capsys.readouterr().err.splitlines() if folder.name in line]
+    assert table.main([str(tmp_path / "runs")]) == 0
+    assert turns.main([str(tmp_path / "runs"), "--out", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("name", [["docs"], {"docs": 1}, None, 10**99])
+def test_a_dataset_may_be_called_anything(name: Any, tmp_path: Path) -> None:
+    tree(tmp_path)
+    for folder in tmp_path.iterdir():
+        seal_anew(folder, ("dataset", name))
+    assert table.main([str(tmp_path)]) == 0
+    assert len(load(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("task", ["ours", "a/b\n<i>", "x" * 999, "\0"])
+def test_a_task_that_is_not_here_has_runs_all_the_same(task: str, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    tree(runs)
+    for folder in runs.iterdir():
+        seal_anew(folder, task=task)
+    assert table.main([str(runs)]) == 0
+    assert report.main([str(runs), "--out", str(tmp_path / "page.html")]) == 0
 
 
 def test_links_that_lead_back_and_folders_of_others_are_passed_by(
