@@ -90,7 +90,7 @@ def tpot_vs_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         drawn: list[Run] = []
         length = max((n for run in run_set.runs for n in timings(run.rows)), default=0)
         for run in run_set.runs:
-            if run.result.params["iterations"] == 10 and length in (at := timings(run.rows)):
+            if run.result.params.get("iterations") == 10 and length in (at := timings(run.rows)):
                 found.setdefault(int(run.setting("cache", "tokens") or 0), at[length])
                 drawn.append(run)
         if len(found) < 2:

@@ -319,14 +319,14 @@ def iterations(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         if run.method == "pqcache" and run.result.task == "latency":
             seconds = mean(row.fields["timing"]["tt2t_s"] for row in run.rows if row.status == "ok")
             if seconds is not None:
-                timed[str(run.result.params["iterations"])] = seconds, run
+                timed[str(run.result.params.get("iterations"))] = seconds, run
     for run_set in run_sets(runs, lambda run: run.method == "pqcache" and scored(run)):
         by_setting: dict[str, list[Run]] = {}
         for run in run_set.runs:
             rest = {k: v for k, v in run.result.params.items() if k != "iterations"}
             by_setting.setdefault(str((rest, asked(run), run.comm, run.setting("cache"))), []).append(run)
         for _, members in sorted(by_setting.items()):
-            found = {word: run for run in members if (word := str(run.result.params["iterations"])) in timed}
+            found = {word: run for run in members if (word := str(run.result.params.get("iterations"))) in timed}
             if len(found) < 2:
                 continue
             drawn = [each for word, run in found.items() for each in (run, timed[word][1])]

@@ -299,3 +299,14 @@ def test_what_cannot_be_drawn_is_said_in_a_sentence(
     except SystemExit as error:
         code = error.code
     assert code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_runs_whose_parameters_do_not_say_the_rounds_are_drawn(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for method, params in (("full", {}), ("pqcache", {}), ("snapkv", {})):
+        write(runs, method, "longbench", answers(["docs_qa"], 0.5), params=params)
+    timed = {"metric": "tpot_ratio", "length": 9, "batch": 1, "timing": timing(9, 1.0)}
+    for method in ("full", "pqcache"):
+        write(runs, method, "latency", [{"score": 1.0, "fields": timed}], metric="tpot_ratio")
+    out = tmp_path / "out"
+    assert main([str(runs), "--out", str(out), "--only", "pareto", "iterations", "decode_parts"]) == 0
