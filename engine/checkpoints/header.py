@@ -20,7 +20,7 @@ from engine.shapes import ModelShape
 
 MAX_CONFIG = 64 << 20  # bytes of a config.json
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-MAX_LAYERS = 10_000
+MAX_LAYERS = 500  # three times the deepest; the modules of so many are made in half a minute
 CONNECT_S = 3.0  # until a connection is given up; a lost first packet is sent again after one
 RETRY_S = 0.5  # until a failed connection is tried a second and last time
 NO_CONNECTION = ("ConnectError", "ConnectTimeout", "ProxyError")  # of httpx; others are OSErrors

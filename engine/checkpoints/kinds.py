@@ -14,7 +14,8 @@ Not here: reading a configuration (`engine/checkpoints/load.py`), whether output
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints.header import MAX_LAYERS, is_positive
 from engine.errors import ConfigError, one_line
 from engine.shapes import ModelShape
 
@@ -46,6 +48,8 @@ SAID = {  # in the sentence that refuses it
 INSTEAD = "use a model with plain softmax attention, such as Llama, Qwen or SmolLM"
 SURVEY = "kvbench-survey"  # of our noting function in transformers' registry
 N_SURVEYED = 8  # tokens of the pass without numbers
+MOST_MODULES = 200_000  # of a skeleton, more than the largest mixtures of experts have; made in a minute
+AGAIN = "copy or download its config.json again"
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ def kinds_of(config: Any, name: str) -> list[str]:
     """The kind of each cache layer, by transformers' names; `ConfigError` for one that KVBench does not know."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
+    n_layers = getattr(text_config(config), "num_hidden_layers", None)
+    if isinstance(n_layers, int) and n_layers > MAX_LAYERS:
+        raise ConfigError(f"the model {name!r} has {n_layers} layers, of which {MAX_LAYERS} are allowed; {AGAIN}")
     try:
         kinds, _ = get_layer_types_and_kwargs(text_config(config))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -182,6 +189,8 @@ def _surveyed(hashed: Hashed) -> Survey:
         ids = torch.zeros(1, N_SURVEYED, dtype=torch.long, device="meta")
         with torch.inference_mode():
             hf(input_ids=ids, use_cache=False)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a model's code does with tensors that have no numbers
         return Survey(tuple(calls), f"{type(error).__name__}: {error}", has_own_code)
     found = Survey(tuple(calls), None, has_own_code or not calls)
@@ -199,9 +208,27 @@ def skeleton(config: Any) -> Any:
     """The model of a configuration on the meta device, without weights."""
     from engine.checkpoints.conversion import quiet
 
-    with quiet(), torch.device("meta"):
+    with quiet(), torch.device("meta"), few_modules():
         hf = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager")
     return hf.eval()
+
+
+@contextmanager
+def few_modules() -> Iterator[None]:
+    """Inside, `ConfigError` for a model with so many modules that it would take minutes: of layers, experts or eyes."""
+    n = 0
+
+    def count(*_: Any) -> None:
+        nonlocal n
+        n += 1
+        if n > MOST_MODULES:
+            raise ConfigError(f"the model's configuration asks for more than {MOST_MODULES:,} modules; {AGAIN}")
+
+    hook = torch.nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def auto_class(config: Any) -> Any:
@@ -300,6 +327,12 @@ def shape_of(config: Any, name: str) -> ModelShape:
     if found.why_not is None:
         check_calls(found.calls, kinds, name)
     h, h_kv, d_h = heads(text, found, layers)
+    d_model = getattr(text, "hidden_size", 0)
+    chunked = tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention")
+    chunk = getattr(text, "attention_chunk_size", None) if chunked else 0
+    check_counts(name, {"query heads": h, "KV heads": h_kv, "numbers of a head": d_h})
+    check_counts(name, {"hidden_size": d_model} if d_model else {})
+    check_counts(name, {"attention_chunk_size": chunk} if chunked else {})
     if h % h_kv:
         raise ConfigError(
             f"the model {name!r} has {h} query heads for {h_kv} KV heads, which is no multiple; {INSTEAD}"
@@ -312,10 +345,17 @@ def shape_of(config: Any, name: str) -> ModelShape:
         d_h=d_h,
         window=longest(text),
         attention_layers=layers,
-        d_model=getattr(text, "hidden_size", 0),
-        chunked_layers=tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention"),
-        chunk=getattr(text, "attention_chunk_size", None) or 0,
+        d_model=d_model or 0,
+        chunked_layers=chunked,
+        chunk=chunk or 0,
     )
+
+
+def check_counts(name: str, counts: Mapping[str, Any]) -> None:
+    """Refuse numbers that a pass which did not come to its end let through."""
+    for what, n in counts.items():
+        if not is_positive(n):
+            raise ConfigError(f"the model {name!r} has {what}={n!r:.40}, which is no number above 0; {AGAIN}")
 
 
 def heads(text: Any, found: Survey, layers: tuple[int, ...]) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
-from engine.checkpoints.digests import cache_home, digests_of
+from engine.checkpoints.digests import cache_home, digests_of, read_own, write_own
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
@@ -94,13 +94,21 @@ def check_once(model: Model, is_local: bool) -> None:
 
     facts = model.digest, model.dtype, model.device.type, torch.__version__, transformers.__version__, CHECK_VERSION
     held = cache_home() / "checked" / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    if is_local and held.is_file():
+    if is_local and is_own(held):
         return
     model.self_check()
     if is_local:
         with suppress(OSError):  # a cache that cannot be written to costs the check once more
-            held.parent.mkdir(parents=True, exist_ok=True)
-            held.touch()
+            write_own(held, "")
+
+
+def is_own(file: Path) -> bool:
+    """Whether there is such a file that nobody else wrote or can write."""
+    try:
+        read_own(file, 1)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:

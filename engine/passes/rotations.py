@@ -56,6 +56,8 @@ class _Plain:
 
 def rotations(model: "Model") -> dict[int, Turn] | None:
     """The turn of each compressed layer; None where a layer's is not known, or no layer turns."""
+    if model.shape.window < N + BY:  # there are no two such places
+        return None
     try:
         pairs = moved_queries(model)
     except ConfigError:  # they cannot be had

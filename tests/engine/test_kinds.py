@@ -1,5 +1,6 @@
 """Every kind of layer is answered as transformers answers it, or refused in a sentence before weights are read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from engine.attend import attend_own
 from engine.causal import Chunk, causal
-from engine.checkpoints import load
-from engine.checkpoints.kinds import survey
+from engine.checkpoints import kinds, load
+from engine.checkpoints.kinds import shape_of, survey
 from engine.errors import ConfigError
+from engine.model import register_attention
 from engine.passes import agreement
 from engine.passes.rotations import unmoved
 from engine.prefill import prefill
@@ -275,3 +277,123 @@ def test_only_a_model_that_is_not_compared_is_another_run() -> None:
     assert ModelSpec(**spec, check="never").identity() == spec | {"check": "never"}
     with pytest.raises(ConfigError, match=r"model\.check"):
         ModelSpec(**spec, check="often")
+
+
+def folder_of(name: str, changes: dict[str, Any], folder: Path) -> str:
+    """A folder with a configuration of this architecture alone, some of whose values are others."""
+    given = json.loads(config_of(name).to_json_string(use_diff=False)) | changes
+    (folder / "config.json").write_text(json.dumps(given))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"num_attention_heads": -2}),
+        ("mistral", {"num_attention_heads": 0}),
+        ("mistral", {"num_key_value_heads": -2}),
+        ("cohere2", {"head_dim": 1.5}),
+        ("gemma3_text", {"head_dim": -8}),
+        ("qwen3", {"hidden_size": -48}),
+        ("llama4_text", {"attention_chunk_size": 0}),
+    ],
+)
+def test_counts_that_are_none_are_refused_although_no_pass_ends(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load.read_shape(name, folder_of(name, changes, tmp_path))
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_a_chunk_that_no_layer_has_is_not_read(tmp_path: Path) -> None:
+    assert load.read_shape("m", folder_of("qwen3", {"attention_chunk_size": "x"}, tmp_path)).chunk == 0
+
+
+def test_a_model_of_thousands_of_layers_is_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the file, and in values that no file was asked for."""
+    monkeypatch.setattr(kinds, "skeleton", lambda *_: pytest.fail("it was made"))
+    with pytest.raises(ConfigError, match="no number of layers"):
+        load.read_shape("deep", folder_of("llama", {"num_hidden_layers": 10_000}, tmp_path))
+    with pytest.raises(ConfigError, match="has 10000000 layers"):
+        shape_of(transformers.LlamaConfig(num_hidden_layers=10_000_000), "deep")
+
+
+def test_a_model_of_too_many_modules_is_refused_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=5, hidden_size=40, num_attention_heads=4, vocab_size=71)
+    monkeypatch.setattr(kinds, "MOST_MODULES", 30)
+    with pytest.raises(ConfigError, match="more than 30 modules"):
+        shape_of(config, "many")
+    monkeypatch.undo()
+    assert shape_of(config, "many").n_layers == 5
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n in EXACT for d in (torch.bfloat16, torch.float16)])
+def test_no_right_model_is_refused_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Of experts too: a router's two best may be so near that rounding takes the other one."""
+    register_attention()
+    config = config_of(name)
+    made = load.made(model_of(config, 1).to(dtype), None, shape_of(config, name), dtype, f"half-{name}")
+    made.self_check()
+
+
+def test_a_wrong_model_is_refused_in_half_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_attention()
+    config = config_of("granitemoehybrid")
+    hf = model_of(config, 1).to(torch.bfloat16)
+    made = load.made(hf, None, shape_of(config, "half"), torch.bfloat16, "half")
+    monkeypatch.setattr(agreement, "causal", lambda q, k, v, scale, window: causal(q, k, v.flip(2), scale, window))
+    with pytest.raises(ConfigError, match="answers differently"):
+        made.self_check()
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 14, 15, 16, 51, 52])
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_model_is_asked_for_no_position_that_it_has_not_learned(name: str, window: int) -> None:
+    config = config_of(name)
+    config.max_position_embeddings = window
+    model = loaded(config, model_of(config, 1), name)
+    assert model.shape.window == window and model.turn is None
+
+
+def test_a_model_of_one_word_is_compared() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=1, hidden_size=48, intermediate_size=56, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    loaded(config, model_of(config, 1), "word")
+
+
+def test_only_a_note_of_ones_own_says_that_a_checkpoint_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, seen = tiny(), list[str]()
+    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    load.check_once(model, True)
+    load.check_once(model, True)
+    assert len(seen) == 1
+    (note,) = (tmp_path / "cache" / "kvbench" / "checked").iterdir()
+    note.chmod(0o666)  # that others can write
+    load.check_once(model, True)
+    load.check_once(model, True)  # it was written anew
+    assert len(seen) == 2
+    note.unlink()
+    note.symlink_to(tmp_path / "cache")
+    load.check_once(model, True)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/below"])
+def test_a_cache_that_cannot_be_read_costs_the_comparison_once_more(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    model, seen = tiny(), list[str]()
+    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    load.check_once(model, True)
+    load.check_once(model, True)
+    assert len(seen) == 2
