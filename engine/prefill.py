@@ -294,7 +294,7 @@ class _Thinned(_Reading):
         thinning: Thinning,
     ) -> None:
         super().__init__(trace, observations, on_layer)
-        assert len(self.compressed) == trace.shape.n_layers, "a layer with a cache of its own"
+        assert trace.shape.n_own == 0, "a layer with a cache of its own"
         self.thinning = thinning
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None

@@ -22,6 +22,7 @@ class ModelShape:
     d_model: int = 0  # values of a token between two layers; 0: not known
     chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
     chunk: int = 0  # tokens of such a chunk
+    hybrid_layers: tuple[int, ...] = ()  # compressed ones with a state beside K and V, which the model keeps to itself
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"
@@ -30,6 +31,11 @@ class ModelShape:
     def g(self) -> int:
         """Query heads per KV head."""
         return self.h // self.h_kv
+
+    @property
+    def n_own(self) -> int:
+        """Layers of which the model keeps something to itself: those that nobody compresses, and those with a state."""
+        return self.n_layers - len(self.attention_layers) + len(self.hybrid_layers)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from engine.checkpoints.header import MAX_LAYERS, is_positive
 from engine.errors import ConfigError, one_line
 from engine.shapes import ModelShape
 
-COMPRESSED = ("full_attention", "hybrid")  # hybrid: a state beside it, in one layer
+HYBRID = "hybrid"  # full attention and a state beside it, in one layer
+COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
 KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, "dummy")  # dummy: a layer without attention, such as an MLP of its own
@@ -348,6 +349,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         d_model=d_model or 0,
         chunked_layers=chunked,
         chunk=chunk or 0,
+        hybrid_layers=tuple(i for i, kind in enumerate(kinds) if kind == HYBRID),
     )
 
 

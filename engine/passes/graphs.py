@@ -146,7 +146,7 @@ class StepGraphs:
             return "cuda_graphs=never"
         if len(model.devices) > 1:
             return "the model is on several GPUs"
-        if len(model.shape.attention_layers) < model.shape.n_layers:
+        if model.shape.n_own:
             return "layers have caches of their own"
         return None
 

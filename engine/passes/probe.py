@@ -65,7 +65,7 @@ def probe(model: "Model", trace: Trace, asked: Iterable[Probe]) -> None:
 
 def run(model: "Model", trace: Trace, what: Probe) -> dict[int, Tensor]:
     """What one probe finds of each layer."""
-    assert len(trace.shape.attention_layers) == trace.shape.n_layers, "a layer with a cache of its own"
+    assert trace.shape.n_own == 0, "a layer with a cache of its own"
     assert not trace.positions, "a prompt that tokens left"
     session = _Behind(trace, what)
     for at in what.passes(model, trace.ids):

@@ -41,7 +41,7 @@ class Talk:
         """`cache` is the model's own of its layers that nobody compresses, by default that behind the prompt."""
         self.model, self.trace, self.rows = model, trace, list(rows)
         self.cache = model.fork_cache(trace.rest, len(rows)) if cache is None else cache
-        self.has_own_layers = len(trace.shape.attention_layers) < trace.shape.n_layers
+        self.has_own_layers = trace.shape.n_own > 0
         self.compressed = frozenset(trace.shape.attention_layers)
         # Rows of one class stand together, so that a class can work on all of its rows at once that are at one
         # position. In all passes rows have this order, which is that of the cache.

@@ -55,7 +55,7 @@ class Asker:
         self.model, self.trace, self.rows, self.prompt, self.asking = model, trace, rows, prompt, asking
         self.max_new, self.stop_ids, self.end_ids = list(max_new_tokens), stop_ids, tuple(end_ids)
         self.n_rows, self.on_step = n_rows, on_step
-        self.apart = len(trace.shape.attention_layers) < trace.shape.n_layers  # rows whose lengths differ
+        self.apart = trace.shape.n_own > 0  # rows whose lengths differ
 
     def ask(self) -> Iterator[Said]:
         """Each turn's answers, in the order in which they are there."""

@@ -73,11 +73,12 @@ class AttentionMatchingRules(Rules):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
-        others = shape.n_layers - len(shape.attention_layers)
+        others = shape.n_own
         if others and params.queries == "repeat":
             raise ConfigError(
-                f"{others} of {shape.n_layers} layers of {shape.name} are no full attention, and method.queries=repeat "
-                "reads the context again behind the whole cache of all layers; use method.queries=prompt"
+                f"{others} of {shape.n_layers} layers of {shape.name} are no full attention, or have a state beside "
+                "it, and method.queries=repeat reads the context again behind the whole cache of all layers; use "
+                "method.queries=prompt"
             )
 
     @classmethod

@@ -52,11 +52,12 @@ class KVzipRules(Rules):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
-        others = shape.n_layers - len(shape.attention_layers)
+        others = shape.n_own
         if others:
             raise ConfigError(
-                f"{others} of {shape.n_layers} layers of {shape.name} are no full attention, and KVzip reads the "
-                "context again behind the whole cache of all layers; use a model of full attention, or another method"
+                f"{others} of {shape.n_layers} layers of {shape.name} are no full attention, or have a state beside "
+                "it, and KVzip reads the context again behind the whole cache of all layers; use a model of full "
+                "attention alone, or another method"
             )
 
     @classmethod

@@ -151,11 +151,12 @@ class PyramidInferRules(Rules):
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        others = shape.n_layers - len(shape.attention_layers)
+        others = shape.n_own
         if others:
             raise ConfigError(
                 f"method=pyramidinfer leaves tokens out of the forward pass, which the {others} layers of model "
-                f"{shape.name!r} without full attention cannot follow; use another method or model"
+                f"{shape.name!r} without full attention, or with a state beside it, cannot follow; use another method "
+                "or model"
             )
 
     @classmethod

@@ -16,7 +16,8 @@ from methods.base import SelectiveAttention
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
 from methods.variant import Variant
-from tests import conformance
+from tests import architectures, conformance
+from tests.architectures import config_of, loaded, model_of
 from tests.conformance import METHODS, Refused, Subject, read, variant
 from tests.tiny import CONFIGS, prompt, tiny
 from tests.vectors import built, request
@@ -139,6 +140,23 @@ def test_a_feed_is_read_as_a_prefill_reads_it(kind: str) -> None:
         logits = talk.read([ids[60:]])
     assert whole.logits is not None
     torch.testing.assert_close(logits[0], whole.logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
+def test_a_state_beside_attention_goes_with_its_row() -> None:
+    """Where every layer is compressed and has a state too, rows that end earlier take theirs along."""
+    config = config_of("falcon_h1")
+    model, ids = loaded(config, model_of(config, 1), "falcon_h1"), architectures.prompt(60)
+    assert model.shape.attention_layers == model.shape.hybrid_layers
+    with model.hooked(), torch.inference_mode():
+        trace = prefill(model, ids[:45])
+
+        def answers(lengths: Sequence[int]) -> list[list[int]]:
+            full = Full.variant_for(Full.Params(), request(ratio="1"), trace.shape, 45)
+            talk = Talk(model, trace, [built(full.row(trace, 40)) for _ in lengths])
+            return [answer.ids for answer in talk.answer(talk.read([ids[45:]] * len(lengths)), lengths)]
+
+        assert answers([2, 9, 5]) == [answers([n])[0] for n in (2, 9, 5)]
 
 
 @pytest.mark.parametrize("feed", ["compressed", "tokenwise"])

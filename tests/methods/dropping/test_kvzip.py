@@ -264,6 +264,12 @@ def test_layers_of_another_kind_are_refused(kind: str) -> None:
         KVzip.check(PARAMS, request(tokens=20), tiny(kind).shape)
 
 
+def test_states_beside_attention_are_refused() -> None:
+    shape = tiny().shape
+    with pytest.raises(ConfigError, match=r"3 of 3 layers .* a state beside it"):
+        KVzip.check(PARAMS, request(tokens=20), replace(shape, hybrid_layers=shape.attention_layers))
+
+
 def test_a_model_without_a_tokenizer_is_refused_unless_ids_are_given() -> None:
     trace = read()
     with pytest.raises(ConfigError, match=r"no tokenizer.*first_ids"):

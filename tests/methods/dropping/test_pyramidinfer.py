@@ -293,8 +293,11 @@ def test_a_budget_below_the_first_layer_is_refused_with_what_works() -> None:
 
 def test_models_with_other_layers_are_refused() -> None:
     shape = ModelShape("mixed", 4, 4, 2, 16, 512, (1, 3))
+    states = replace(shape, attention_layers=(0, 1, 2, 3), hybrid_layers=(2, 3))
     with pytest.raises(ConfigError, match="2 layers of model 'mixed' without full attention"):
         PyramidInfer.check(PARAMS, request("0.5"), shape)
+    with pytest.raises(ConfigError, match=r"2 layers of model 'mixed' .* a state beside it"):
+        PyramidInfer.check(PARAMS, request("0.5"), states)
 
 
 def test_small_ratios_are_starred() -> None:
