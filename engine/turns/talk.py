@@ -178,11 +178,14 @@ class Talk:
         for at, i in enumerate(self.which if self.growing else ()):
             if i in self.growing and layer not in rows[at].skipped_layers():
                 self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])
+        ahead = self.look_ahead(layer, range(len(rows)))
         with span("attention", layer):
             left = []
             for i, row in enumerate(rows):
                 if self.is_dense and row.store[layer].can_fetch:
                     for j in range(self.pads[i], m):
+                        if i in ahead:
+                            row.q_ahead = ahead[i][:, :, j : j + 1]
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
                         out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
                 elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
@@ -190,7 +193,6 @@ class Talk:
                     out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, scale)
                 else:
                     left.append(i)
-        ahead = self.look_ahead(layer, left)
         for j in range(m):
             live = [i for i in left if self.pads[i] <= j]
             if not live:

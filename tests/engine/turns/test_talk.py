@@ -159,6 +159,17 @@ def test_a_state_beside_attention_goes_with_its_row() -> None:
         assert answers([2, 9, 5]) == [answers([n])[0] for n in (2, 9, 5)]
 
 
+def test_a_row_that_looks_ahead_reads_a_dense_feed() -> None:
+    """Which attends to everything: the first token behind it is that of full attention."""
+    found = []
+    for name in ("full", "infinigen"):
+        trace, row = row_of(conformance.ours(name))
+        with torch.inference_mode():
+            built(row)
+        found.append(said(trace, [row], FEED, n=1, how="dense"))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("feed", ["compressed", "tokenwise"])
 def test_rows_with_feeds_of_their_own_answer_as_if_alone(feed: str) -> None:
     feeds = [FEED, OTHER, prompt(1, 4), FEED]
