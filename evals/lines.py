@@ -175,6 +175,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     others = cell.shape.n_layers - len(cell.shape.attention_layers)
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
+    if cell.shape.hybrid_layers:
+        notes.append(f"{len(cell.shape.hybrid_layers)} layers have a state beside attention, which was left as it was")
     if settings.model.check == "never":
         notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
     notes += dict.fromkeys(
