@@ -324,14 +324,14 @@ class Model:
         arguments |= {"hidden_states": x, "past_key_values": None}
         forward = self.attentions[layer].forward  # not by its call, which is watched
         try:
-            signature(forward).bind(**arguments)
-        except TypeError:
-            raise self._unforeseeable("does not hand its input to it as hidden_states") from None
-        try:
             with self.answered_by(_QueryOnly()):
                 forward(**arguments)
         except _Query as query:
             return query.q, query.k
+        except TypeError:
+            if takes(forward, arguments):
+                raise
+            raise self._unforeseeable("does not hand its input to it as hidden_states") from None
         raise self._unforeseeable("does not hand its query to an attention function of ours")
 
     def _unforeseeable(self, why: str) -> ConfigError:
@@ -369,6 +369,15 @@ def decoder_layers(hf: Any) -> list[Any]:
     decoder = backbone(hf)
     lists = [part for part in decoder.children() if isinstance(part, torch.nn.ModuleList)]
     return [*max(lists, key=len)] if lists else []
+
+
+def takes(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether a function can be called with these arguments."""
+    try:
+        signature(forward).bind(**arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _enter(layer: int) -> None:
