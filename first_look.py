@@ -18,7 +18,7 @@ from engine.machine import arithmetic, cpu_multiplies_bfloat16
 from engine.terminal import say
 
 if TYPE_CHECKING:
-    from evals.results import RunResult
+    from results import RunResult
 
 STARTED = time.monotonic()
 OUT = "runs/first_look"

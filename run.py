@@ -19,7 +19,7 @@ from engine.terminal import say
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from evals.results import RunResult
+    from results import RunResult
 
     Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 

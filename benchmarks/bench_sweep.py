@@ -31,12 +31,12 @@ from engine.books.spans import recording
 from evals.loop import Group, Waiting
 from evals.models import Models
 from evals.overrides import CONF
-from evals.results import peak_rss_bytes, read_samples
-from evals.results.opened import open_folders
 from evals.runner import prepare
 from evals.screen.progress import Progress, say
 from evals.settings import Settings, settings
-from evals.tasks.base import Sample
+from results import peak_rss_bytes, read_samples
+from results.opened import open_folders
+from tasks.base import Sample
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = ("0.1", "0.2")

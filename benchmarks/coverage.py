@@ -6,7 +6,7 @@ Scores are drawn from shapes whose mean is known, an interval is made of each dr
 share of intervals that hold the mean. benchmarks/coverage.csv gets a line for each shape, n and rule (those of other n
 stay), docs/intervals.md the tables and what follows. All of it takes 15 minutes on one core; the seed is fixed.
 
-Not here: our rule itself (`evals/results/intervals.py`), tests that hold it (`tests/evals/results/test_intervals.py`).
+Not here: our rule itself (`results/intervals.py`), tests that hold it (`tests/results/test_intervals.py`).
 """
 
 import argparse
@@ -21,8 +21,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.results.intervals import ANYWHERE, SHARE, Bounds, Interval, interval, student_reach
 from plots.stats import paired
+from results.intervals import ANYWHERE, SHARE, Bounds, Interval, interval, student_reach
 
 NS = (3, 5, 8, 10, 20, 50, 100, 200)
 N_RESAMPLES = 1000
@@ -230,7 +230,7 @@ def write(lines: Sequence[Line]) -> None:
 HEAD = """\
 # Intervals
 
-Every 95 % interval of this harness comes from one function, `interval` of `evals/results/intervals.py`: those of
+Every 95 % interval of this harness comes from one function, `interval` of `results/intervals.py`: those of
 result.json, of the terminal's table, of all tables, figures and the report.
 
 - **Scores with bounds** (0 to 1) and **differences** of such (-1 to 1) have Gaffke's interval (2005; Learned-Miller and

@@ -23,11 +23,11 @@ from engine.prefill import Trace, prefill
 from evals.asked import ask
 from evals.cells import ready_cells
 from evals.settings import from_words
-from evals.tasks.base import Sample
-from evals.tasks.needle.task import Needle, Params
-from evals.tasks.prompt import SCOPES, Prompt, encode
 from methods.scorers import pool_scores, reduce_group
 from methods.scoring import ScoringMethod
+from tasks.base import Sample
+from tasks.needle.task import Needle, Params
+from tasks.prompt import SCOPES, Prompt, encode
 
 WINDOW = 32
 

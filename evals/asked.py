@@ -25,10 +25,10 @@ from engine.shapes import ModelShape
 from engine.terminal import say
 from evals import outside
 from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, load_rules
-from evals.tasks.base import Task
 from evals.typed import build, build_params
 from methods.rules.base import Coding, Rules
 from methods.rules.dropping.allocators import check_allocator
+from tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
     from engine.sparse import VerticalSlash

@@ -19,13 +19,13 @@ from engine.sparse import VerticalSlash
 from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
 from evals.models import Found, located, look_into, look_up, resolve_hardware
 from evals.outside import is_target
-from evals.results import read_config, run_name
-from evals.results.config import differing_keys
 from evals.settings import Settings, load_class
-from evals.tasks.base import Task
 from methods.base import SelectiveAttention
 from methods.rules.base import Coding, Rules
 from methods.variant import Variant
+from results import read_config, run_name
+from results.config import differing_keys
+from tasks.base import Task
 
 FIRST = Rules.version  # of what makes codes, until its answers change
 RUNS = Path(__file__).resolve().parents[1] / "runs"

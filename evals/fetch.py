@@ -1,6 +1,6 @@
 """`python -m evals.fetch longbench`: a benchmark's files into the data folder, ahead of time.
 
-Not here: the download itself (`evals/tasks/download.py`).
+Not here: the download itself (`tasks/download.py`).
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.terminal import say
-from evals.tasks.download import SOURCES, cache_root, fetch
+from tasks.download import SOURCES, cache_root, fetch
 
 
 def main(arguments: Sequence[str]) -> int:

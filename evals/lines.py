@@ -1,6 +1,6 @@
 """What is written of a sample and of a run: a line of samples.jsonl, the facts of result.json.
 
-Not here: how they are written (`evals/results`), means over samples (there, too).
+Not here: how they are written (`results`), means over samples (there, too).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from engine.books.strip import attended_bins
 from engine.budget import exact
 from engine.decode import Answer, Decoded
 from evals.cells import Cell
-from evals.results import (
+from evals.screen.progress import Standing
+from methods.base import SelectiveAttention
+from results import (
     EXACT,
     RunFacts,
     SampleRow,
@@ -23,11 +25,9 @@ from evals.results import (
     peak_rss_bytes,
     prompt_hash,
 )
-from evals.screen.progress import Standing
-from evals.tasks.base import Sample
-from evals.tasks.forced import Outcome
-from evals.tasks.prompt import Prompt
-from methods.base import SelectiveAttention
+from tasks.base import Sample
+from tasks.forced import Outcome
+from tasks.prompt import Prompt
 
 SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
 AROUND = 150  # characters before and behind a part that holds the answer

@@ -28,11 +28,11 @@ from urllib.parse import urlparse
 from filelock import FileLock
 
 from engine.errors import ConfigError
-from evals.results import RunResult, SampleRow, read_config, read_ledger, read_samples
-from evals.results.files import is_file, parse_json, write
 from evals.screen.progress import Progress
 from evals.settings import Settings, load_class
 from evals.typed import build_params
+from results import RunResult, SampleRow, read_config, read_ledger, read_samples
+from results.files import is_file, parse_json, write
 
 COLUMNS = (  # of the table of samples, before the task's own
     *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),

@@ -32,24 +32,24 @@ from evals.cells import Cell, check_loaded, is_finished
 from evals.lines import answer_line, facts, lost_line, sample_hash, shortened, standing
 from evals.models import Models, made_with, tokenizer_of, vocabulary_of
 from evals.outside import staying
-from evals.results import RunFolder, RunResult, SampleRow, environment, summarise
-from evals.results.files import file_stem
-from evals.results.opened import open_folders, results_of
 from evals.screen.estimate import Estimate, bends_of
 from evals.screen.expect import expect, is_worth_while, words
 from evals.screen.progress import Progress, Standing, say
 from evals.studies import accesses
-from evals.tasks.base import Sample
-from evals.tasks.forced import ForcedContinuation, ForcedTask
-from evals.tasks.latency import Latency, Timed
-from evals.tasks.prompt import Prompt, answer_text, check_ids, encode, newline_ids, stop_ids, tokenizing, uses_chat
-from evals.tasks.turns.conversation import line_ids
 from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
 from evals.turns.waiting import Waiting, check_memory, check_window, line_ids_of
 from methods.base import SelectiveAttention
 from methods.rules.full import FullRules
 from methods.variant import Variant
+from results import RunFolder, RunResult, SampleRow, environment, summarise
+from results.files import file_stem
+from results.opened import open_folders, results_of
+from tasks.base import Sample
+from tasks.forced import ForcedContinuation, ForcedTask
+from tasks.latency import Latency, Timed
+from tasks.prompt import Prompt, answer_text, check_ids, encode, newline_ids, stop_ids, tokenizing, uses_chat
+from tasks.turns.conversation import line_ids
 
 
 class Group:

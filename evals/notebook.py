@@ -31,12 +31,12 @@ from engine.prefill import Trace, prefill
 from evals.models import load_model as load
 from evals.models import resolve_hardware
 from evals.settings import from_words, load_class
-from evals.tasks.base import Sample
-from evals.tasks.fidelity import exact_attention
-from evals.tasks.prompt import encode, newline_ids, stop_ids, uses_chat
 from evals.typed import build_params
 from methods.base import SelectiveAttention
 from methods.variant import Variant
+from tasks.base import Sample
+from tasks.fidelity import exact_attention
+from tasks.prompt import encode, newline_ids, stop_ids, uses_chat
 
 
 def load_model(name: str = "smollm2-135m", **keys: Any) -> Model:

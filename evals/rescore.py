@@ -21,12 +21,12 @@ import yaml
 
 from engine.errors import ConfigError, RunError
 from engine.terminal import printable, say
-from evals.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
-from evals.results.scores import Score, Scores, crc_of_answer
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
-from evals.tasks.base import Sample, Task
 from evals.typed import build_params
+from results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
+from results.scores import Score, Scores, crc_of_answer
+from tasks.base import Sample, Task
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 DAMAGE = (

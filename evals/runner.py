@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evals.asked import ask, refuse_nothing_left
-from evals.results import RunResult
 from evals.settings import Settings
+from results import RunResult
 
 if TYPE_CHECKING:
     from evals.cells import Cell

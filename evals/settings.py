@@ -27,10 +27,10 @@ from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError, unknown_name
 from engine.sampling.spec import Sampling
 from evals import outside
-from evals.tasks.prompt import CHATS, SCOPES
 from evals.typed import build, convert, same_names
 from methods.rules.base import Rules
 from methods.rules.dropping.allocators import UNIFORM, Allocator
+from tasks.prompt import CHATS, SCOPES
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
@@ -44,7 +44,7 @@ LATER = {
 }
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
-    "task": "evals.tasks.base.Task",
+    "task": "tasks.base.Task",
     "prefill": "engine.sparse.VerticalSlash",
     "logger": "evals.logger.Logger",
 }

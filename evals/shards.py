@@ -32,10 +32,10 @@ from evals.cells import RUNS, ready_cells
 from evals.lines import standing
 from evals.loop import Group, Waiting
 from evals.models import load_model
-from evals.results import RunFolder, RunResult, SampleRow
-from evals.results.opened import open_folders, results_of
 from evals.screen.progress import Progress, Standing, say
 from evals.settings import Pool, RayPool, Settings, SlurmPool
+from results import RunFolder, RunResult, SampleRow
+from results.opened import open_folders, results_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOK_SECONDS = 1.0  # between two looks at what the workers have answered

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from engine.checks import whole_number
 from engine.errors import ConfigError, first_line
+from engine.foreign import read_text
 from engine.terminal import say
-from evals.foreign import read_text
 from evals.models import load_model, resolve_hardware
 from evals.settings import from_words
 from evals.typed import convert, expanded

@@ -3,5 +3,5 @@
 `read.py` and `run_sets.py` find runs and say which belong together, `stats.py` and `style.py` serve all; rooms of their
 own: `tables`, `figures`, `report`.
 
-Not here: a single run's own pictures, which are its task's (`evals/tasks/needle/heatmap.py`).
+Not here: a single run's own pictures, which are its task's (`tasks/needle/heatmap.py`).
 """

@@ -17,15 +17,15 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from engine import terminal
-from evals.results import METRICS, RunResult, combined_ci95, few_samples
-from evals.results.intervals import Interval
-from evals.results.names import without_length
 from plots import style
 from plots.looks import told_apart
 from plots.read import Run, read_one
 from plots.run_sets import asked
 from plots.stats import Corrected, Paired, corrected, paired
 from plots.style import Sheet
+from results import METRICS, RunResult, combined_ci95, few_samples
+from results.intervals import Interval
+from results.names import without_length
 
 NAMES = {"longbench": "LongBench", "needle": "needles", "shared_context": "shared context"}
 STAR = "*"  # a difference that the test shows

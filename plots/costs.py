@@ -6,7 +6,7 @@ A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, 
 pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
 shortest. The CSV has a line per run, length and batch size, unrounded and with quartiles.
 
-Not here: what was measured (`evals/tasks/latency.py`), figures of it (`plots/figures/costs.py`).
+Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/costs.py`).
 """
 
 import argparse
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.foreign import CsvWriter
 from engine.terminal import say
-from evals.foreign import CsvWriter
-from evals.results import SampleRow
 from plots.read import Run, default_root, load
 from plots.run_sets import RunSet, asked, other_setting, run_sets
 from plots.tables.formats import pipes, plain_markdown
+from results import SampleRow
 
 NAME = "costs"
 HEAD = (

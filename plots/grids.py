@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
 
-from evals.results import SampleRow
-from evals.results.intervals import Bounds, Interval
 from plots import looks
 from plots.read import Run, measured, per_prompt, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.stats import Paired, macro_interval, paired_over_datasets
+from results import SampleRow
+from results.intervals import Bounds, Interval
 
 # Times the budget's bytes: generated tokens and what compensates for comm lie below, an index or whole layers above.
 MORE = 1.25

@@ -23,12 +23,12 @@ from pathlib import Path
 import matplotlib
 
 from engine.errors import ConfigError
+from engine.foreign import read_text, write_csv
 from engine.terminal import say
-from evals.foreign import read_text, write_csv
-from evals.results import share_interval
 from plots import style
 from plots.read import Run, default_root, load
 from plots.style import Sheet
+from results import share_interval
 
 TABLES = ("instructions.csv",)
 FEWEST = 5  # answers of a part that is drawn

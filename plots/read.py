@@ -4,7 +4,7 @@ A run may hold several datasets: its samples say which in `dataset`; without tha
 
 A run that is damaged is named on standard error and left out.
 
-Not here: checks of a folder (`evals/results/` refuses a damaged one), statistics (`plots/stats.py`).
+Not here: checks of a folder (`results/` refuses a damaged one), statistics (`plots/stats.py`).
 """
 
 import json
@@ -18,10 +18,10 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from engine.foreign import one_line, refuse_depth
 from engine.terminal import say
-from evals.foreign import one_line, refuse_depth
-from evals.results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run, shown_fraction
 from plots.looks import known
+from results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run, shown_fraction
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
@@ -320,7 +320,7 @@ def per_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None
 
 
 def measured(rows: Iterable[SampleRow], key: str) -> float | None:
-    """Mean of a key of the samples' ledgers over those that have it, as `evals.results` does."""
+    """Mean of a key of the samples' ledgers over those that have it, as `results` does."""
     older = OLDER_KEYS.get(key, key)
     values = [float(v) for row in rows if (v := row.ledger.get(key, row.ledger.get(older))) is not None]
     return fsum(values) / len(values) if values else None

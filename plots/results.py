@@ -19,9 +19,6 @@ from pathlib import Path
 import matplotlib
 
 from engine.terminal import printable
-from evals.results import few_samples
-from evals.results.intervals import Interval
-from evals.results.names import STAND_INS
 from plots import frontier, style
 from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
@@ -31,6 +28,9 @@ from plots.read import Run, over_budget
 from plots.run_sets import dataset_words
 from plots.stats import LEVEL, corrected
 from plots.tables.formats import ABSENT, pipes, plain_markdown
+from results import few_samples
+from results.intervals import Interval
+from results.names import STAND_INS
 
 NAME = "results"
 RUNS = Path("runs/results")

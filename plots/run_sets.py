@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from evals.results import METRICS, SampleRow, combined, combined_ci95
-from evals.results.names import shown_task
 from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, per_prompt, score
 from plots.stats import front
+from results import METRICS, SampleRow, combined, combined_ci95
+from results.names import shown_task
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -3,7 +3,7 @@
 Samples are the unit: two variants that answered the same samples are compared sample by sample, because most of what
 varies is the samples' difficulty and cancels. Randomness comes from a seed, so a figure made again is the same figure.
 
-    interval             of a mean: that of `evals/results/intervals.py`, which decides it for all
+    interval             of a mean: that of `results/intervals.py`, which decides it for all
     macro_interval       of a mean over datasets' means: of several datasets each is a sample; None of one sample
     paired               mean difference, its interval, a sign-flip permutation p-value, wins, ties, losses
     paired_over_datasets the same of averages over datasets
@@ -15,7 +15,7 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
 What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say. Scores are
 those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
 
-Not here: reading runs (`evals/results/`), drawing (`plots/*.py`).
+Not here: reading runs (`results/`), drawing (`plots/*.py`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.results.intervals import LEVEL, SHARE, Bounds, Interval, few_samples
-from evals.results.intervals import interval as interval_of_scores
+from results.intervals import LEVEL, SHARE, Bounds, Interval, few_samples
+from results.intervals import interval as interval_of_scores
 
 Array = NDArray[np.float64]
 Name = TypeVar("Name", bound=Hashable)

@@ -19,15 +19,15 @@ from statistics import fmean
 
 import matplotlib
 
-from evals.foreign import write_csv
-from evals.results.intervals import interval
-from evals.results.summary import combined_ci95
+from engine.foreign import write_csv
 from plots import style
 from plots.command import Page
 from plots.looks import told_apart
 from plots.read import Run
 from plots.style import Sheet
 from plots.tables.formats import pipes, plain_markdown
+from results.intervals import interval
+from results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart

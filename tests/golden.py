@@ -16,16 +16,6 @@ from pathlib import Path
 from tests import golden_metrics
 from tests.engine import test_budget, test_entries
 from tests.engine.caches import test_blocks
-from tests.evals.tasks import (
-    test_gsm8k,
-    test_ifeval_system,
-    test_infinitebench,
-    test_longbench,
-    test_longbench_v2,
-    test_longproc,
-    test_reasoning,
-    test_scbench_rules,
-)
 from tests.methods.compacting import test_attention_matching
 from tests.methods.decoding import test_rkv, test_schedule, test_triattention
 from tests.methods.dropping import (
@@ -60,6 +50,16 @@ from tests.methods.retrieving import (
     test_rocketkv,
     test_shadowkv,
     test_sparq,
+)
+from tests.tasks import (
+    test_gsm8k,
+    test_ifeval_system,
+    test_infinitebench,
+    test_longbench,
+    test_longbench_v2,
+    test_longproc,
+    test_reasoning,
+    test_scbench_rules,
 )
 from tests.vectors import Check
 

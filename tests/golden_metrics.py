@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from evals.tasks.needle import task as needle
-from evals.tasks.ruler import task as ruler
+from tasks.needle import task as needle
+from tasks.ruler import task as ruler
 
 TOLERANCE = 1e-9
 

@@ -22,8 +22,8 @@ from evals import cells, overrides, runner
 from evals.models import Found
 from evals.overrides import CONF, config_groups
 from evals.settings import Settings
-from evals.tasks import sources as data
 from run import main
+from tasks import sources as data
 
 QUICK = (Phase.explicit, Phase.generate)  # a command line is short enough as it was found
 SMOLLM2 = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)), 576)

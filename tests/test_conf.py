@@ -8,10 +8,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import CONF, config_groups, default_groups
-from evals.results.names import STAND_INS
 from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
 from plots.looks import known
+from results.names import STAND_INS
 
 FILES = [(group, name) for group, names in config_groups().items() for name in names]
 NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
@@ -69,7 +69,7 @@ def test_a_preset_says_only_what_differs(group: str, name: str, of: str) -> None
 def test_a_task_has_one_name_everywhere(name: str) -> None:
     """A preset is called after its task: needle_short is one of needle, longbench_v2 is a task of its own."""
     part, task = composed(f"task={name}").task, task_of(name)
-    assert part.target.startswith(f"evals.tasks.{task}.")
+    assert part.target.startswith(f"tasks.{task}.")
     assert load_class(part).name == task  # type: ignore[attr-defined]
 
 

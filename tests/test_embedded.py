@@ -17,7 +17,6 @@ from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
-from evals.results import read_run, read_samples
 from evals.runner import run_cells
 from evals.settings import Settings, settings
 from methods.base import SelectiveAttention
@@ -25,10 +24,11 @@ from methods.calibration.prose import embedded_prose
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
+from results import read_run, read_samples
 from tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-RECORDED = Path(__file__).parent / "evals" / "results" / "recorded"
+RECORDED = Path(__file__).parent / "results" / "recorded"
 NEW = 16
 ORACLE = Oracle.Params("group_sum", 32, Fraction(1, 2), "inside", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")

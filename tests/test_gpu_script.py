@@ -29,7 +29,7 @@ def test_kernels_agree_with_their_references(capsys) -> None:
 
 
 def test_a_method_that_runs_out_of_memory_is_a_result(capsys, monkeypatch) -> None:
-    from evals.tasks import latency
+    from tasks import latency
 
     read = latency.read
 

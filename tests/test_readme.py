@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import check_overrides
-from evals.results.names import STAND_INS
 from evals.settings import settings
+from results.names import STAND_INS
 from tests.tiny_run import example_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,8 @@ def test_every_module_and_file_that_a_page_names_is_there(page: Path) -> None:
     for module in re.findall(r"python -m ([a-z_.]+[a-z])", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
-    for file in re.findall(r"`((?:benchmarks|conf|engine|evals|kernels|methods|plots|tests)/[\w/.]+\.\w+)`", text):
+    rooms = "benchmarks|conf|engine|evals|kernels|methods|plots|results|tasks|tests"
+    for file in re.findall(rf"`((?:{rooms})/[\w/.]+\.\w+)`", text):
         assert (ROOT / file).exists() or "NAME" in file, file
 
 

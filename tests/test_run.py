@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from evals.results import RunResult
 from evals.settings import Settings
+from results import RunResult
 from run import Terminated, main
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"

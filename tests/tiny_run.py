@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from evals.results import RunResult, SampleRow, read_samples
 from evals.runner import run_cells
 from evals.settings import Settings, settings
+from results import RunResult, SampleRow, read_samples
 from tests.tiny import COMMON
 from tests.tiny_tokenizer import tiny_tokenizer
 

@@ -36,11 +36,11 @@ from engine.model import Model
 from engine.prefill import Trace, prefill
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
-from evals.tasks.base import Sample
-from evals.tasks.latency import Latency, Pass, Timed, run_pass
 from methods.base import SelectiveAttention
 from methods.rules.quantising.base import QuantisingRules
 from methods.variant import Variant
+from tasks.base import Sample
+from tasks.latency import Latency, Pass, Timed, run_pass
 
 ALL = [*BUDGETS]
 MANY = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()

@@ -4,7 +4,7 @@ Plain data and addition. The store writes it (`engine/store.py`, `engine/books/m
 tables and the check of a budget read it. Bytes of K and V are counted at 16 bits an element whatever the run computes
 in (`engine/budget.py`).
 
-Not here: means over samples (`evals/results/`), and bytes really allocated (`Store.allocated_bytes`).
+Not here: means over samples (`results/`), and bytes really allocated (`Store.allocated_bytes`).
 """
 
 from collections.abc import Callable, Iterable

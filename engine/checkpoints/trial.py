@@ -8,7 +8,7 @@ What came to an end is noted in the cache folder under a hash of the files, and 
 A tokenizer that only some text of a benchmark sends astray passes here. Code of a checkpoint (`trust_remote_code`) is
 trusted already, and not tried out.
 
-Not here: what an error of a template means for a prompt (`evals/tasks/prompt.py`).
+Not here: what an error of a template means for a prompt (`tasks/prompt.py`).
 """
 
 import hashlib

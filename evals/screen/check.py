@@ -23,8 +23,8 @@ from rich.table import Table
 from engine import terminal
 from engine.checkpoints import header
 from engine.errors import ConfigError
-from evals.results.machine import cpu_model
 from evals.screen.fits import FORMULA, Shipped, shipped
+from results.machine import cpu_model
 
 WIDTH = 100  # columns that the screen is made for
 EXTRAS = {  # optional packages, and what they are for
@@ -190,7 +190,7 @@ def extras() -> Fact:
 
 def graders() -> Fact:
     """What scores answers of some tasks, and the command for what is missing."""
-    runtime = import_module("evals.tasks.reasoning.judge").RUNTIME
+    runtime = import_module("tasks.reasoning.judge").RUNTIME
     absent = [f"{name} ({use})" for name, use in GRADERS.items() if not installed(name)]
     if absent:
         text = f"missing: {', '.join(absent)}; pip install -c constraints.txt -e '.[tasks]'"
@@ -322,15 +322,15 @@ def where(model: Shipped) -> str:
 
 def data() -> list[Fact]:
     """Per task, which of upstream's files a run would find, and how to get the others."""
-    sources = import_module("evals.tasks.sources")
-    needle, ruler, pg19 = (import_module(f"evals.tasks.{name}") for name in ("needle.task", "ruler.task", "pg19"))
+    sources = import_module("tasks.sources")
+    needle, ruler, pg19 = (import_module(f"tasks.{name}") for name in ("needle.task", "ruler.task", "pg19"))
     longbench, lists = (
-        import_module("evals.tasks.longbench.task"),
-        import_module("evals.tasks.longbench.datasets").LISTS,
+        import_module("tasks.longbench.task"),
+        import_module("tasks.longbench.datasets").LISTS,
     )
-    infinite, gsm8k = import_module("evals.tasks.infinitebench.task"), import_module("evals.tasks.gsm8k")
+    infinite, gsm8k = import_module("tasks.infinitebench.task"), import_module("tasks.gsm8k")
     longproc, ifeval, v2 = (
-        import_module(f"evals.tasks.{name}.task") for name in ("longproc", "ifeval_system", "longbench_v2")
+        import_module(f"tasks.{name}.task") for name in ("longproc", "ifeval_system", "longbench_v2")
     )
 
     def found(files: Sequence[str], what: str, without: str, remedy: str) -> str:

@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from engine import terminal
-from evals.results import METRICS, RunResult, few_samples, shown_fraction
+from results import METRICS, RunResult, few_samples, shown_fraction
 
 WIDTH = 100  # columns, where no terminal says how many there are
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ

@@ -1,4 +1,4 @@
 """Studies without a model: what a variant would cost on other hardware, how much a cache would have saved.
 
-Not here: measurements, which are tasks (`evals/tasks/latency.py`).
+Not here: measurements, which are tasks (`tasks/latency.py`).
 """

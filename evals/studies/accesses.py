@@ -4,7 +4,7 @@
     python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
 A run with `accesses=true` writes `accesses-LINE.npz` into its folder for every line of samples.jsonl: a sample, one of
-its answers where several are drawn, or one of its turns. It is named by `file_stem` of `evals/results/files.py`; a
+its answers where several are drawn, or one of its turns. It is named by `file_stem` of `results/files.py`; a
 replay needs neither model nor prompt, so a sweep of policies takes seconds. It calls the caches that runs use
 (`engine/caches/`), look-up by look-up in the order of the run, each line and layer from an empty cache, and gives the
 counts of its ledger.
@@ -37,9 +37,9 @@ from engine.books.meter import Access
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
 from engine.errors import ConfigError
+from engine.foreign import write_csv
 from engine.store import Store
 from engine.terminal import say
-from evals.foreign import write_csv
 
 BLOCK_LEN = 128
 

@@ -43,11 +43,11 @@ from engine.budget import BudgetRequest, parse_fraction
 from engine.checkpoints.load import shape_of
 from engine.decode import attend_group
 from engine.errors import ConfigError, unknown_name
+from engine.foreign import write_csv
 from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.terminal import say
-from evals.foreign import write_csv
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
 

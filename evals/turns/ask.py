@@ -17,10 +17,10 @@ from engine.decode import Answer
 from engine.model import Model
 from engine.prefill import Trace
 from engine.turns.talk import Talk
-from evals.tasks.turns.conversation import Asking
 from evals.turns.encode import TalkPrompt
 from methods.base import SelectiveAttention
 from methods.variant import Variant
+from tasks.turns.conversation import Asking
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from engine.prefill import Trace
 from engine.width import room_bytes, variant_bytes
 from evals.cells import Cell
-from evals.results import SampleRow
-from evals.results.files import file_stem
 from evals.studies import accesses
-from evals.tasks.base import Sample
 from evals.turns.ask import Asker
 from evals.turns.encode import TalkPrompt
 from evals.turns.lines import turn_line
 from methods.base import SelectiveAttention
+from results import SampleRow
+from results.files import file_stem
+from tasks.base import Sample
 
 if TYPE_CHECKING:
     from evals.loop import Group

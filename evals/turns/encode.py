@@ -3,7 +3,7 @@
 Pieces are tokenised separately, so that every mode has the same tokens at the same places. Where the model has a chat
 template, what stands between an answer and the next question is taken from a rendering of two turns.
 
-Not here: the prompt of a single question (`evals/tasks/prompt.py`).
+Not here: the prompt of a single question (`tasks/prompt.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any
 
 from engine.budget import Frame
-from evals.tasks.base import Sample
-from evals.tasks.prompt import (
+from tasks.base import Sample
+from tasks.prompt import (
     SENTINEL,
     Prompt,
     around,
@@ -24,7 +24,7 @@ from evals.tasks.prompt import (
     token_ids,
     uses_chat,
 )
-from evals.tasks.turns.conversation import Conversation
+from tasks.turns.conversation import Conversation
 
 SENTINELS = (SENTINEL, "<<what the model answers>>", "<<what the user asks then>>")
 

@@ -16,12 +16,12 @@ from engine.decode import Decoded
 from engine.sampling.finite import why_lost
 from evals.cells import Cell
 from evals.lines import answer_line, lost_line, sample_hash
-from evals.results import SampleRow
-from evals.tasks.base import Sample
-from evals.tasks.prompt import Prompt, answer_text
-from evals.tasks.turns.questions import one_question
 from evals.turns.ask import Said
 from evals.turns.encode import TalkPrompt
+from results import SampleRow
+from tasks.base import Sample
+from tasks.prompt import Prompt, answer_text
+from tasks.turns.questions import one_question
 
 
 def turn_line(

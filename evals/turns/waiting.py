@@ -16,13 +16,13 @@ from engine.errors import ConfigError
 from engine.sampling.spec import draw_id
 from engine.width import answers_bytes, machine_bytes, most_at_once
 from evals.cells import Cell
-from evals.results import RunFolder
 from evals.screen.estimate import Load
-from evals.tasks.base import Sample
-from evals.tasks.prompt import Prompt
-from evals.tasks.turns.conversation import line_ids
 from evals.turns.encode import TalkPrompt
 from methods.variant import Variant
+from results import RunFolder
+from tasks.base import Sample
+from tasks.prompt import Prompt
+from tasks.turns.conversation import line_ids
 
 
 @dataclass(frozen=True)

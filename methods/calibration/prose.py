@@ -2,7 +2,7 @@
 
 Tasks hide needles in it, and models are calibrated on it, with no download.
 
-Not here: texts of the user's (`evals/tasks/texts.py`).
+Not here: texts of the user's (`tasks/texts.py`).
 """
 
 import re

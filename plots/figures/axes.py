@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from evals.results import SampleRow
 from plots.read import measured
+from results import SampleRow
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from evals.results import SampleRow
 from plots import style
 from plots.figures.axes import tick
 from plots.figures.scores import variant, variants
 from plots.read import Run
 from plots.run_sets import RunSet, asked, mean, other_setting, run_sets
 from plots.style import Picture, Sheet
+from results import SampleRow
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
 LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
-from evals.foreign import read_bytes
+from engine.foreign import read_bytes
 from plots.style import Picture
 
 NAME = "manifest.json"

@@ -1,6 +1,6 @@
 """Maps of needles: the score at each length and depth, a panel per method.
 
-Not here: the picture that a single run leaves (`evals/tasks/needle/heatmap.py`).
+Not here: the picture that a single run leaves (`tasks/needle/heatmap.py`).
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from itertools import islice
 from math import ceil, isnan
 from typing import Any
 
-from evals.tasks.needle.heatmap import pivot
 from plots import style
 from plots.figures.axes import tick
 from plots.read import Run
 from plots.run_sets import RunSet, asked, budget_of, other_setting, run_sets, score_of
 from plots.style import Picture, Sheet
+from tasks.needle.heatmap import pivot
 
 MOST = 24  # panels
 INCHES = 0.26  # that a number in a cell takes

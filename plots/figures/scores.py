@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from evals.results import METRICS, few_samples
 from plots import style
 from plots.figures.axes import AXES, Axis, scale, tick
 from plots.read import Run
@@ -35,6 +34,7 @@ from plots.run_sets import (
     score_of,
 )
 from plots.style import Picture, Sheet
+from results import METRICS, few_samples
 
 LABELLED = (  # tasks with scores of 0 to 1
     *("longbench", "gsm8k", "infinitebench", "ruler", "needle", "math500", "aime", "longproc"),

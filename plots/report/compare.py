@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from typing import Any
 
-from evals.results import METRICS, SampleRow, few_samples
-from evals.results.intervals import ANYWHERE
 from plots.read import Run, per_prompt, score
 from plots.run_sets import front_of, is_deployable, scores_by_dataset
 from plots.stats import Paired, corrected, paired_over_datasets, standings
+from results import METRICS, SampleRow, few_samples
+from results.intervals import ANYWHERE
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError
-from evals.foreign import NoJson, opened, parse_json, read_bytes
+from engine.foreign import NoJson, opened, parse_json, read_bytes
 from plots.read import ROOT, Run
 
 HASHED = ("config.yaml", "samples.jsonl", "ledger.parquet", "result.json")

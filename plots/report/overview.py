@@ -16,13 +16,13 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from evals.results import METRICS, SampleRow, combined, combined_ci95
 from plots.looks import told_apart
 from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget, per_prompt
 from plots.report.charts import look
 from plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
 from plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
 from plots.stats import macro_interval
+from results import METRICS, SampleRow, combined, combined_ci95
 
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.foreign import one_line
 from engine.terminal import say
-from evals.foreign import one_line
 from plots.read import Run, default_root, load
 from plots.report.charts import heatmap_chart, score_chart, vega_script
 from plots.report.origin import provenance

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Literal
 
-from evals.results import SampleRow
-from evals.results.intervals import ANYWHERE
 from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, per_prompt, scores
 from plots.run_sets import comparable
 from plots.stats import Interval, Paired, corrected, interval, macro_interval, paired, scaled, standings
@@ -33,6 +31,8 @@ from plots.tables.papers import (
     read_published,
     read_published_efficiency,
 )
+from results import SampleRow
+from results.intervals import ANYWHERE
 
 # Methods that are never bold: nothing bounds them.
 FULL = {"Full", "FullKV"}

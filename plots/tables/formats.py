@@ -20,8 +20,8 @@ from dataclasses import fields
 from math import fsum
 from pathlib import Path
 
+from engine.foreign import CsvWriter
 from engine.terminal import printable
-from evals.foreign import CsvWriter
 from plots.tables.cells import Cost, Table, TableCell
 from plots.tables.papers import PaperTable
 

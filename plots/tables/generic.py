@@ -22,12 +22,12 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from evals.results import METRICS, SampleRow, combined, combined_ci95
-from evals.results.intervals import ANYWHERE
 from plots.read import Run, over_budget, per_prompt, prefill_words, score, scores
 from plots.run_sets import dataset_words, prompt_settings, scores_by_dataset
 from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
 from plots.tables.values import VALUES, measures_of, of_one, value_named
+from results import METRICS, SampleRow, combined, combined_ci95
+from results.intervals import ANYWHERE
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
 BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none

@@ -14,7 +14,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
-from evals.foreign import CsvWriter
+from engine.foreign import CsvWriter
 from plots.tables.formats import ABSENT, pipes, plain, plain_markdown, tex
 from plots.tables.generic import ANY, FULL, Cell, Sheet
 from plots.tables.values import VALUES, value_named

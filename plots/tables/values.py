@@ -6,8 +6,8 @@ Not here: which cells there are (`plots/tables/generic.py`), how they are writte
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evals.results import SampleRow
 from plots.read import Run, measured
+from results import SampleRow
 
 
 @dataclass(frozen=True)

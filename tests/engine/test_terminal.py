@@ -12,17 +12,17 @@ from rich.table import Table
 
 from engine import terminal
 from engine.errors import ConfigError
-from evals.results import RunResult
 from evals.screen.progress import Progress
 from evals.screen.table import print_table
 from plots import costs, results, scopes, turns
 from plots.comparison import compare, print_comparison
 from plots.table import main as table
 from plots.tables.formats import plain_markdown
+from results import RunResult
 from tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("engine", "methods", "evals", "plots", "hydra_plugins")
+ROOMS = ("engine", "methods", "tasks", "results", "evals", "plots", "hydra_plugins")
 FILES = [
     *(ROOT / name for name in ("run.py", "first_look.py")),
     *(f for room in ROOMS for f in (ROOT / room).rglob("*.py")),

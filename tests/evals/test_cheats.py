@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.results import RunResult, read_runs
+from results import RunResult, read_runs
 from run import main
 from tests.cheats import CHEATS, HEAD
 from tests.tiny_run import save_tiny

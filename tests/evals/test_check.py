@@ -16,8 +16,8 @@ from engine.checkpoints import header, load
 from engine.width import PASS_VALUES, SHARE
 from evals.screen import check
 from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
-from evals.tasks.reasoning import judge
 from kernels import build
+from tasks.reasoning import judge
 
 GB = 10**9
 N_KERNELS = len([*build.SOURCES.glob("*.cpp")])

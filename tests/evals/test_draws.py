@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.results import RunFolder, read_samples
-from evals.results.draws import chance_of_one
 from evals.runner import run_cells
+from results import RunFolder, read_samples
+from results.draws import chance_of_one
 from tests.tiny_run import cell, save_tiny, sweep
 
 NEEDLE = (

@@ -11,10 +11,10 @@ from engine.attend import Part
 from engine.sampling.draws import drawn
 from engine.sampling.finite import marked, said
 from engine.sampling.spec import Sampling
-from evals.results import RunResult, SampleRow
-from evals.tasks import fidelity
 from methods.dropping.streamingllm import StreamingLLM
+from results import RunResult, SampleRow
 from run import main
+from tasks import fidelity
 from tests.tiny_run import run, save_tiny, sweep
 
 NEEDLE = (

@@ -14,8 +14,8 @@ from engine.errors import ConfigError
 from engine.workers.limited import Limited
 from evals.runner import run_cells
 from evals.settings import partner
-from evals.tasks.prompt import render, tokenizing
 from run import main
+from tasks.prompt import render, tokenizing
 from tests.tiny_run import cell, save_tiny
 from tests.tiny_tokenizer import tiny_tokenizer
 

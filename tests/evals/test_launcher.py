@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 
 from engine.errors import ConfigError
 from evals import loop, runner
-from evals.results import read_samples
 from evals.settings import RayPool, Settings, SlurmPool, settings
+from results import read_samples
 from tests.tiny_run import CONF, cell, save_tiny
 
 TASK = ["task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,100]"]

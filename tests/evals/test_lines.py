@@ -1,8 +1,8 @@
 from typing import Any
 
 from evals.lines import SHOWN, lost_line, shortened
-from evals.tasks.base import Sample
-from evals.tasks.prompt import Prompt
+from tasks.base import Sample
+from tasks.prompt import Prompt
 
 
 class Words:

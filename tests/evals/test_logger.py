@@ -13,8 +13,8 @@ import yaml
 
 from engine.errors import ConfigError
 from evals.logger import Copies, Wandb
-from evals.results.files import temporary
 from evals.runner import run_cells
+from results.files import temporary
 from tests.plots.report_runs import write_run
 from tests.tiny_run import cell
 

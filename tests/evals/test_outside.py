@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_dir
 
 from engine.errors import ConfigError
 from evals.overrides import check_overrides
-from evals.results import read_runs
 from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
+from results import read_runs
 from run import main
 from tests.tiny_run import CONF, example_file, save_tiny
 

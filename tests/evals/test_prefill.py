@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from engine.errors import ConfigError
 from evals import loop, models
 from evals.overrides import CONF, check_overrides
-from evals.results import RunResult, SampleRow, run_name
 from evals.screen.table import table
 from evals.settings import Settings, settings
 from methods.dropping.pyramidinfer import PyramidInfer
+from results import RunResult, SampleRow, run_name
 from tests.tiny_run import cell, run, save_tiny, sweep
 
 SPARSITY = 5  # place of it among the arguments of a prefill
@@ -174,7 +174,7 @@ def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(model: list[st
 def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from evals.tasks import latency
+    from tasks import latency
 
     passes = []
     ordinary = latency.prefill

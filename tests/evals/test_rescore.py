@@ -10,14 +10,14 @@ import yaml
 
 from engine.errors import ConfigError
 from evals import rescore
-from evals.results import LEDGER_MEANS, SampleRow, read_run, read_samples
-from evals.results.scores import PART, SCORES
 from evals.screen.table import remarks
-from evals.tasks.base import Sample
-from evals.tasks.gsm8k import Gsm8k
-from evals.tasks.longbench.task import LongBench
-from evals.tasks.needle.task import Needle
 from plots.read import conditions, read_all, read_one
+from results import LEDGER_MEANS, SampleRow, read_run, read_samples
+from results.scores import PART, SCORES
+from tasks.base import Sample
+from tasks.gsm8k import Gsm8k
+from tasks.longbench.task import LongBench
+from tasks.needle.task import Needle
 from tests.plots.made_runs import write
 from tests.tiny_run import run, save_tiny
 
@@ -57,7 +57,7 @@ def run_of(folder: Path, task: str, *changes: tuple[str, Any]) -> Path:
 
 @pytest.mark.parametrize("task", CASES)
 def test_a_folder_is_all_that_a_score_needs(tmp_path: Path, monkeypatch, task: str) -> None:
-    monkeypatch.setattr("evals.tasks.sources.find", None)  # whoever looks for data breaks
+    monkeypatch.setattr("tasks.sources.find", None)  # whoever looks for data breaks
     pairs = rescore.new_scores(run_of(tmp_path, task))
     assert len(pairs) == len(CASES[task])
     assert [score.score for _, score in pairs] == [row.score for row, _ in pairs]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from evals.results import read_runs, read_samples
+from results import read_runs, read_samples
 from tests.tiny_run import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

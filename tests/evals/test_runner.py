@@ -22,13 +22,13 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from evals import loop, models, runner
 from evals.lines import SHOWN
-from evals.results import RunResult, read_runs, read_samples
 from evals.settings import Settings, settings
-from evals.tasks.needle.task import Needle
 from methods.dropping import xkv
 from methods.dropping.pyramidinfer import PyramidInfer
 from methods.dropping.snapkv import SnapKV
 from methods.retrieving.oracle import Oracle
+from results import RunResult, read_runs, read_samples
+from tasks.needle.task import Needle
 from tests.tiny import COMMON
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from hydra import compose, initialize_config_dir
 
-import evals
+import tasks
 from engine.errors import ConfigError
 from evals.overrides import CONF
 from evals.settings import Choice, Settings, load_class, settings
@@ -212,7 +212,7 @@ def test_a_missing_parameter_is_named() -> None:
     assert "method.rate is missing" in refused(lambda: build_params(Thing, params, "method"))
 
 
-@pytest.mark.parametrize("target", ["evals.nowhere.X", "evals.tasks.base.Nothing", "nothing", ""])
+@pytest.mark.parametrize("target", ["tasks.nowhere.X", "tasks.base.Nothing", "nothing", ""])
 def test_a_class_that_does_not_exist_is_named(target: str) -> None:
     assert "task._target_" in refused(lambda: load_class(Choice("task", "x", target, {})))
 
@@ -221,9 +221,9 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
-    monkeypatch.setattr(evals, "__path__", [*evals.__path__, str(tmp_path)])
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        load_class(Choice("task", "x", "evals.broken_module.X", {}))
+        load_class(Choice("task", "x", "tasks.broken_module.X", {}))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     [
         *(("method", target) for target in ("os.system", "this.d", "..a", "methods.full.", "tests.tiny.Model")),
         *(("method", target) for target in ("methods.base.SelectiveAttention", "methods.full.Budget", "a b.c")),
-        *(("task", target) for target in ("evals.tasks.base.Task", "evals.tasks.base.Sample", "methods.full.Full")),
+        *(("task", target) for target in ("tasks.base.Task", "tasks.base.Sample", "methods.full.Full")),
         *(("prefill", "os.system"), ("logger", "os.system"), ("logger", "evals.logger.Logger")),
     ],
 )  # fmt: skip

@@ -18,9 +18,9 @@ import pytest
 
 from engine.errors import ConfigError
 from evals import loop, runner, shards
-from evals.results import RunResult, read_runs, read_samples
 from evals.settings import RayPool, Settings
 from evals.shards import Ended, Shard, Tail, ask_shard
+from results import RunResult, read_runs, read_samples
 from tests.tiny_run import cell, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evals.results import RunResult, shown_fraction
 from evals.screen.table import number, print_table, remarks, table
+from results import RunResult, shown_fraction
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
 FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "embedded"}

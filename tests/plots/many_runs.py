@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from evals.results import LEDGER_MEANS, RunFacts, SampleRow, config_hash, prompt_hash, run_name, summarise
-from evals.results.files import sealed
 from plots.looks import LOOKS
+from results import LEDGER_MEANS, RunFacts, SampleRow, config_hash, prompt_hash, run_name, summarise
+from results.files import sealed
 
 TASKS = {  # datasets and samples of each
     "longbench": (("docs_qa", "docs_multi_qa", "docs_summary", "docs_classify", "docs_count", "code"), 4),

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from evals.results import (
+from results import (
     LEDGER_MEANS,
     RunFacts,
     RunFolder,

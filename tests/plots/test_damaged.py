@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.results.files import sealed, unsealed
 from plots import costs, table, turns
 from plots.figures import command as figures
 from plots.read import load, read_all
 from plots.report import page as report
 from plots.tables import command as tables
 from plots.tables.formats import pipes, tex
+from results.files import sealed, unsealed
 from tests.plots import made_runs, report_runs
 
 DEEP = "[" * 5000

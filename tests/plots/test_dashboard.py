@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from evals.logger import curves, summary
-from evals.results import read_ledger
 from plots.dashboard import main, missing, specification, workspace
+from results import read_ledger
 from tests.plots.report_runs import write_run
 
 

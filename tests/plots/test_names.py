@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from evals.results import RunResult
-from evals.results.names import STAND_INS, shown_task
 from evals.screen.table import print_table
 from plots.comparison import compare, name_of, print_comparison
 from plots.frontier import tables as frontiers
@@ -16,6 +14,8 @@ from plots.run_sets import run_sets
 from plots.table import text
 from plots.tables.generic import sheets
 from plots.turns import groups
+from results import RunResult
+from results.names import STAND_INS, shown_task
 from tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from plots.report import page as report
 from plots.report.overview import overview
 from plots.tables import command as tables
 
-RECORDED = Path(__file__).parents[1] / "evals" / "results" / "recorded"
+RECORDED = Path(__file__).parents[1] / "results" / "recorded"
 
 
 def test_a_recorded_folder_is_a_run_with_its_samples_and_ledger() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from evals.results import METRICS, share_interval
 from plots import style
 from plots.looks import LOOKS, look
 from plots.read import load
@@ -19,6 +18,7 @@ from plots.report.page import SCRIPTS, main, page
 from plots.report.samples import pack_samples, unpacked
 from plots.run_sets import asked
 from plots.stats import macro_interval, paired_over_datasets
+from results import METRICS, share_interval
 from tests.plots.made_runs import write
 from tests.plots.report_runs import write_run
 

@@ -12,8 +12,8 @@ from evals.settings import settings
 from plots.read import Run, load
 from plots.report.origin import provenance, words
 from plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
-from tests.evals.results.made_rows import ok_row
 from tests.plots.report_runs import write_run
+from tests.results.made_rows import ok_row
 
 END = {"context": "… the end of the context", "question": "What is it?", "cue": "Answer:"}
 

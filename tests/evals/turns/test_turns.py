@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.results import SampleRow, interval
-from evals.tasks.base import Sample
-from evals.tasks.longbench import embedded
-from evals.tasks.longbench.shared import by_context
-from evals.tasks.scbench import synthetic
-from evals.tasks.turns.conversation import Asking, Conversation, Turn
 from evals.turns.encode import encode_talk
 from plots.read import Run, load
 from plots.turns import in_words, less_full, with_turns, write
+from results import SampleRow, interval
+from tasks.base import Sample
+from tasks.longbench import embedded
+from tasks.longbench.shared import by_context
+from tasks.scbench import synthetic
+from tasks.turns.conversation import Asking, Conversation, Turn
 from tests.tiny_run import cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 

@@ -1,1 +1,0 @@
-"""AIME: 30 competition problems a year; the task alone, all else is in `evals/tasks/reasoning`."""

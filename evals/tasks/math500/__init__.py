@@ -1,1 +1,0 @@
-"""MATH-500: competition problems; the task alone, all else is in `evals/tasks/reasoning`."""

@@ -1,0 +1,72 @@
+"""A run's folder: written while samples end, continued after a stop, read by tables and plots.
+
+    schema.py    the rows: SampleRow, RunFacts, RunResult, checked whenever one is made or read
+    summary.py   from rows to a result: means, `combined_ci95`
+    intervals.py 95 % intervals of scores, for every table and figure
+    scores.py    scores.jsonl: scores given after the answers
+    config.py    config.yaml, the hash and the name of a run
+    read.py      finished runs: read_run, read_runs, read_samples
+    folder.py    RunFolder, the only writer
+    names.py     what readers call a task
+    ledger.py    ledger.parquet and its parts
+    lock.py      one process at a time
+    files.py     how files are written, sealed and told from those of others
+    machine.py   versions, commit, memory
+
+runs/README.md describes every file and key. Nothing here imports torch, and only ledger.py imports pyarrow, so that a
+table can be made on a laptop and a finished run be recognised at once.
+
+Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/stats.py`).
+"""
+
+from results.config import config_hash, read_config, run_name
+from results.folder import RunFolder
+from results.intervals import Interval, few_samples, interval, samples_needed, share_interval
+from results.ledger import read_ledger
+from results.lock import Holder
+from results.machine import environment, git_sha, peak_rss_bytes
+from results.read import read_run, read_runs, read_samples
+from results.schema import (
+    EXACT,
+    LEDGER_MEANS,
+    METRICS,
+    OtherSchemaError,
+    RunFacts,
+    RunResult,
+    SampleRow,
+    prompt_hash,
+    shown_fraction,
+)
+from results.summary import combined, combined_ci95, summarise
+
+__all__ = [
+    "EXACT",
+    "LEDGER_MEANS",
+    "METRICS",
+    "Holder",
+    "Interval",
+    "OtherSchemaError",
+    "RunFacts",
+    "RunFolder",
+    "RunResult",
+    "SampleRow",
+    "combined",
+    "combined_ci95",
+    "config_hash",
+    "environment",
+    "few_samples",
+    "git_sha",
+    "interval",
+    "peak_rss_bytes",
+    "prompt_hash",
+    "read_config",
+    "read_ledger",
+    "read_run",
+    "read_runs",
+    "read_samples",
+    "run_name",
+    "samples_needed",
+    "share_interval",
+    "shown_fraction",
+    "summarise",
+]

@@ -1,0 +1,155 @@
+"""From the rows of a run to its result, as pure functions: means, `combined_ci95`, `summarise`.
+
+The order of the rows never matters, so a run that was stopped says the same as one that was not.
+
+Not here: what an interval is (`results/intervals.py`), statistics over runs (`plots/stats.py`).
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import exp, fsum, log
+from typing import Any, cast
+
+from results.draws import by_prompt, pass_at_k
+from results.intervals import interval
+from results.schema import LEDGER_MEANS, METRICS, STATUSES, RunFacts, RunResult, SampleRow
+from results.scores import Scores, describe
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean over what was measured; fsum is exact, so the order of the samples does not matter."""
+    measured = [value for value in values if value is not None]
+    return fsum(measured) / len(measured) if measured else None
+
+
+def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | None:
+    """The score of a run from those of its samples: their mean, or of perplexities exp of the mean loss."""
+    key = METRICS[metric or "score"].weight
+    scored = [(row.score, row) for row in rows if row.score is not None]
+    if key is None or not scored:
+        return mean(score for score, _ in scored)
+    weights = [int(row.fields[key]) for _, row in scored]
+    losses = (log(score) * n for (score, _), n in zip(scored, weights, strict=True))
+    return exp(fsum(losses) / sum(weights))
+
+
+def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
+    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score.
+
+    Turns and draws of one sample are not independent: they count as one, with their mean.
+    """
+    kind = METRICS[metric or "score"]
+    samples: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        if row.score is not None:
+            samples.setdefault(row.sample_id, []).append(row)
+    each = [[row.score or 0.0 for row in of] for of in samples.values()]
+    if kind.weight is None:
+        found = interval([fsum(one) / len(one) for one in each], kind.bounds, [len(one) for one in each])
+        return None if found is None else [found.low, found.high]
+    key, (low, high) = kind.weight, kind.bounds
+    counts = [[int(row.fields[key]) for row in of] for of in samples.values()]
+    losses = [
+        fsum(n * log(score) for score, n in zip(one, of, strict=True)) / sum(of)
+        for one, of in zip(each, counts, strict=True)
+    ]
+    found = interval(losses, (log(low), log(high)), [sum(of) for of in counts])
+    return None if found is None else [exp(found.low), exp(found.high)]
+
+
+def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
+    """Means of what a task's samples carry as `measures`, a null being no measurement; None without any."""
+    each = [cast(dict[str, Any], row.fields["measures"]) for row in rows if "measures" in row.fields]
+    names = dict.fromkeys(name for measures in each for name in measures)
+    return {name: mean(measures.get(name) for measures in each) for name in names} or None
+
+
+def costs(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> dict[str, Any]:
+    """What answers cost in tokens and entries; `full` are lines of full attention on the same prompts."""
+    answers = [row for row in rows if "cut_off" in row.fields]
+    peaks = [peak for row in answers if (peak := row.ledger.get("peak_entries")) is not None]
+    reached = [row.ledger.get("reached_steps") for row in rows]
+    return {
+        "answer_tokens_mean": mean(row.generated_tokens for row in answers),
+        "cut_off_share": mean(bool(row.fields["cut_off"]) for row in answers),
+        "peak_entries": max(peaks, default=None),  # memory is bought for the largest
+        "footprint": mean(row.ledger.get("footprint") for row in answers),
+        "footprint_vs_full": footprint_vs_full(answers, full),
+        "reached_answers": mean(None if share is None else float(share > 0) for share in reached),
+        "reached_steps": mean(reached),
+    }
+
+
+def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> float | None:
+    """Entries of answers relative to those of full attention on the same prompt, mean over its draws."""
+    entries = {each[0].sample_id: mean(row.ledger.get("footprint_entries") for row in each) for each in by_prompt(full)}
+    shares: list[float] = []
+    for row in rows:
+        own, of_full = row.ledger.get("footprint_entries"), entries.get(row.sample_id)
+        if own is None or not of_full:
+            return None
+        shares.append(own / of_full)
+    return mean(shares)
+
+
+def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleRow] = ()) -> RunResult:
+    """What a finished run says of itself; the order of `rows` does not matter.
+
+    `full` are the lines of the run of full attention that was asked the same, where there is one.
+    """
+    ok = [row for row in rows if row.status == "ok"]
+    means: dict[str, Any] = {name: mean(row.ledger[key] for row in ok) for name, key in LEDGER_MEANS.items()}
+    return RunResult(
+        **vars(facts),
+        **means,
+        status=max((row.status for row in rows), key=STATUSES.index, default="ok"),
+        n_samples=len(ok),
+        n_oom=sum(row.status == "oom" for row in rows),
+        n_failed=sum(row.status == "failed" for row in rows),
+        score=combined(ok, facts.metric),
+        score_ci95=combined_ci95(ok, facts.metric),
+        ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
+        comm=float(Fraction(facts.comm_exact)),
+        within_budget=all(row.ledger["within_budget"] for row in ok) if ok else None,
+        prefill_s=mean(row.prefill_s for row in ok),
+        tpot_s=mean(row.tpot_s for row in ok),
+        batch_rows_mean=mean(row.batch_rows for row in ok),
+        measures=means_of_measures(ok),
+        probe_s=mean(row.fields.get("probe_s") for row in ok),
+        resident_share=mean(row.ledger.get("resident_share") for row in ok),
+        moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
+        bytes_index_read_per_step=mean(row.ledger.get("bytes_index_read_per_step") for row in ok),
+        bytes_comm_per_step=mean(row.ledger.get("bytes_comm_per_step") for row in ok),
+        pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
+        **costs(ok, [row for row in full if row.status == "ok"]),
+        pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,
+    )
+
+
+def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | None) -> RunResult:
+    """The result of a run whose rows have other scores now; `scores` are laid over the rows already."""
+    ok = [row for row in rows if row.status == "ok"]
+    metric = next((row.fields.get("metric") for row in ok), result.metric)
+    return replace(
+        result,
+        score=combined(ok, metric),
+        score_ci95=combined_ci95(ok, metric),
+        metric=metric,
+        measures=means_of_measures(ok),
+        pass_at_k=pass_at_k(ok) if METRICS[metric or "score"].is_share else None,
+        **describe(scores),
+    )
+
+
+def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
+    """What a result says that its samples do not, or None."""
+    counts = tuple(sum(row.status == status for row in rows) for status in STATUSES)
+    own = result.n_samples, result.n_oom, result.n_failed
+    if own != counts:
+        return "{} samples, {} oom and {} failed, samples.jsonl {}, {} and {}".format(*own, *counts)
+    kind = METRICS[result.metric or "score"]
+    if any(METRICS[row.fields.get("metric", "score")] != kind for row in rows if row.score is not None):
+        return "another metric than samples.jsonl"
+    same = result.score == combined(rows, result.metric)
+    return None if same else "another score than samples.jsonl"

@@ -1,0 +1,61 @@
+"""AIME: 30 competition problems a year whose answer is a whole number below 1,000.
+
+Rows        aime/aime24.jsonl or aime/aime25.jsonl from the data folder, by `task.year`; 2025 is downloaded with
+            `source=hub`, 2024 is put there by hand. Fields `problem` or `question`, and `answer`, a number or its
+            digits.
+Grader      `math_verify`, `rkv` (which takes 7300 for 73) or `kvpress` (the last box, as text).
+Answers     up to 32,768 tokens.
+
+Not here: prompts and grades (`tasks/reasoning`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+from tasks.reasoning import task as reasoning
+from tasks.reasoning.task import Reasoning
+from tasks.rows import BadRow
+
+YEARS = (24, 25)
+
+
+@dataclass(frozen=True)
+class Params(reasoning.Params):
+    year: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.year not in YEARS:
+            raise ConfigError(f"task.year={self.year} is not there; give {' or '.join(map(str, YEARS))}")
+
+
+class Aime(Reasoning):
+    """One sample per problem, in the file's order."""
+
+    name = "aime"
+    Params = Params
+    usual_tokens = 32_768
+    upstream = (
+        "GitHub Zefan-Cai/R-KV (data/aime24.jsonl), hub datasets HuggingFaceH4/aime_2024 and math-ai/aime25 "
+        "(`python -m evals.fetch aime` has 2025)"
+    )
+
+    def part(self) -> str:
+        return f"aime{self.params.year}"
+
+    def file(self) -> str:
+        return f"aime/aime{self.params.year}.jsonl"
+
+    def columns(self) -> Mapping[str, type | tuple[type, ...]]:
+        return {"answer": (str, int)}
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        super().check_row(row)
+        digits = str(row["answer"]).strip()
+        if not (digits.isascii() and digits.isdigit()):
+            raise BadRow(f"field 'answer' is no whole number: {digits[:60]!r}")
+
+    def more(self, row: Mapping[str, Any]) -> dict[str, str]:
+        return {"dataset": "aime"}

@@ -1,0 +1,128 @@
+"""Teacher forcing: every variant reads the same given continuation, token by token, through its compressed cache.
+
+Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `probe` watches
+the decoding (`engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read the same
+tokens, so they can be compared step by step, whatever they would have written themselves.
+
+The prefill predicts the first token of a continuation, for all variants alike and without any compression; that token
+is fed and never scored. The last token is predicted and never fed.
+
+Where a task `wants_full`, a row of full attention is decoded in the same batch. An ordinary pass reads the prompt for
+that row, even where the variants' own pass is thinned or sparse. A sample without a continuation gets full attention's
+greedy answer; that answer is decoded in a batch of its own first, so that it does not depend on the variants.
+
+Not here: what is measured (`tasks/pg19.py`, `tasks/fidelity.py`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from engine.decode import Watch, decode
+from engine.errors import ConfigError, NotFiniteError
+from engine.prefill import Trace, prefill
+from engine.sampling.finite import why_lost
+from methods.base import SelectiveAttention
+from methods.full import full_attention
+from tasks.base import Sample, Task
+from tasks.prompt import Prompt
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The score of one variant on one sample, and what was measured beside it."""
+
+    score: float
+    fields: dict[str, Any]  # columns of its line in samples.jsonl; `measures` among them are averaged in result.json
+
+
+class Probe(Watch, Protocol):
+    """Watches the decoding of one sample and gives the outcome of every variant."""
+
+    def outcomes(self) -> list[Outcome]:
+        """One per variant, in the order of the rows that the probe was given."""
+        ...
+
+
+class ForcedTask(Task):
+    """A task that feeds a continuation to all variants: the sample's own, or full attention's answer."""
+
+    is_forced = True
+    wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded beside the variants
+
+    @abstractmethod
+    def probe(self, sample: Sample, continuation: "ForcedContinuation", rows: Sequence[SelectiveAttention]) -> Probe:
+        """What watches the decoding, whose row i is `rows[i]`; with `wants_full` the last row is full attention."""
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        raise AssertionError(f"{self.name} scores what a probe saw, not an answer")
+
+
+def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples themselves. Two with one id are an error: the second would count as answered."""
+    seen: set[str] = set()
+    for sample in samples:
+        if sample.id in seen:
+            raise ConfigError(f"two samples are called {sample.id!r}; give texts names of their own")
+        seen.add(sample.id)
+    return samples
+
+
+class ForcedContinuation:
+    """One sample's continuation, and the ordinary pass over its prompt."""
+
+    def __init__(
+        self, model: "Model", task: ForcedTask, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]
+    ) -> None:
+        self.model, self.task, self.sample, self.prompt = model, task, sample, prompt
+        self.stop_ids = stop_ids
+        self.forced = sample.forced
+        self.plain: Trace | None = None
+
+    @property
+    def feed(self) -> tuple[int, ...]:
+        """The tokens to feed: all but the last one."""
+        assert self.forced, f"sample {self.sample.id} has no continuation yet"
+        return self.forced[:-1] or self.forced
+
+    @property
+    def n_new(self) -> int:
+        return self.sample.max_new_tokens
+
+    def beside(self, trace: Trace, is_plain: bool) -> list[SelectiveAttention]:
+        """The rows to decode behind the variants, built: one of full attention, or none.
+
+        Call it before the trace settles.
+        """
+        if is_plain:
+            self.plain = trace
+        elif self.plain is None and (self.task.wants_full or self.forced is None):
+            self.plain = prefill(self.model, self.prompt.context_ids)
+        if self.forced is None:
+            rows = [self._full()]
+            decoded = decode(self.model, self._plain(), rows, max_new_tokens=self.n_new, stop_ids=self.stop_ids)
+            if not decoded.answers[0].is_finite:
+                raise NotFiniteError(f"full attention, whose answer is fed: {why_lost(len(decoded.answers[0].ids))}")
+            # Without the token that ended it, which says nothing of what would come next.
+            self.forced = tuple(decoded.answers[0].ids)
+        return [self._full()] if self.task.wants_full else []
+
+    def truth(self) -> Trace:
+        """K and V of the prompt as the ordinary pass left them."""
+        return self._plain()
+
+    def _plain(self) -> Trace:
+        assert self.plain is not None, "no ordinary pass was made or kept"
+        return self.plain
+
+    def _full(self) -> SelectiveAttention:
+        trace = self._plain()
+        row = full_attention(trace.shape, trace.s_prompt).row(trace, self.n_new)
+        for layer in self.model.shape.attention_layers:
+            row.build(layer)
+        row.complete()
+        return row

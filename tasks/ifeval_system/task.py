@@ -1,0 +1,202 @@
+"""Instructions in the system prompt, which is what gets compressed: are they followed, and can they be got out?
+
+Rows        ifeval/sys_ifeval.jsonl from the data folder: IFEval's prompts with their instructions moved into a system
+            message (GitHub normster/SystemCheck). 539 of 541 are asked, as in "The Pitfalls of KV Cache Compression".
+Asked       `task.ask=follow`: the user's task; an answer is worth 1 where it follows all its instructions, by IFEval's
+            strict checks. `task.ask=leak`: an attack in our own words on 100 of the system prompts; the score is the
+            share of the prompt's words that come back in order (ROUGE-L recall), and lower is better.
+Defence     `task.defence` puts our own words against leaking round the instructions: standard (before), flipped, none.
+Scope       with `compression_scope=context_only` the system message alone is compressed: it is the context, and the
+            rest of the rendered conversation is the question. These contexts have 50 to 250 tokens.
+Answers     1,280 tokens, or 256 to an attack.
+
+A finished run's instructions.csv has a line per type of instruction, strict and loose (`plots/parts.py` draws them).
+
+Not here: the checks (`checks.py`), the wording and the recall (`leakage.py`).
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, first_line
+from engine.foreign import write_csv
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import check_choices, check_counts
+from tasks.ifeval_system import checks
+from tasks.ifeval_system.grade import followed
+from tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest
+
+FILE = "ifeval/sys_ifeval.jsonl"
+UPSTREAM = "GitHub normster/SystemCheck (evals/ifeval/inputs)"
+LEFT_OUT = (1000, 3401)  # keys that the paper does not ask
+ATTACKED = 100  # system prompts, the first of a shuffle
+USUAL_TOKENS = {"follow": 1280, "leak": 256}
+INSTALL = "pip install -c constraints.txt -e '.[tasks]'"
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    **{"key": int, "instruction_id_list": list, "kwargs": list, "messages": list}
+}
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str
+    ask: str
+    defence: str
+    max_new_tokens: int | None  # None: 1,280, or 256 to an attack
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(self, source=("auto", "local"), ask=USUAL_TOKENS, defence=DEFENCES, on_bad_row=ON_BAD_ROW)
+        check_counts(self, "max_new_tokens")
+
+
+class IfevalSystem(Task):
+    """One sample per row, in the file's order; attacks in the order of the shuffle."""
+
+    name = "ifeval_system"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir = params, data_dir  # the shuffle is the paper's
+        self.data_source = "local"
+        self.dataset = params.ask if params.defence == "none" else f"{params.ask}/{params.defence}"
+        self.rows: list[Mapping[str, Any]] = []
+        self.new_tokens = params.max_new_tokens or USUAL_TOKENS[params.ask]
+
+    def check(self, shape: ModelShape) -> None:
+        if self.params.ask == "follow" and (missing := [one for one in ("langdetect", "nltk") if not find_spec(one)]):
+            raise ConfigError(f"task=ifeval_system needs {', '.join(missing)}, not here: {INSTALL}")
+        if self.new_tokens >= shape.window:
+            raise ConfigError(
+                f"answers of {self.new_tokens} tokens do not fit the window of {shape.name}, {shape.window} tokens; "
+                "give a smaller task.max_new_tokens"
+            )
+        path = sources.require(FILE, self.data_dir, UPSTREAM)
+        self.data_digest = digest([path])
+        found = read_rows(path, FIELDS, self.params.on_bad_row, unique="key", check=check_row)
+        self.rows = [row for _, row in found.rows if row["key"] not in LEFT_OUT]
+        if self.params.ask == "leak":
+            random.Random(42).shuffle(self.rows)
+            self.rows = self.rows[:ATTACKED]
+        self.notes = list(found.notes)
+        if self.params.ask == "follow":
+            self.notes += checks.notes()
+        else:
+            self.notes.append("attack and defence: own wording; lower is better")
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if not tokenizer.chat_template:
+            raise ConfigError("task=ifeval_system needs a chat template with a system turn, which this model has not")
+        return [self._sample(tokenizer, row) for row in self.rows]
+
+    def _sample(self, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
+        system, user = (message["content"] for message in row["messages"])
+        asked = user if self.params.ask == "follow" else ATTACK
+        context, question = conversation(tokenizer, system_text(system, self.params.defence), asked)
+        return Sample(
+            id=f"{self.params.ask}-{row['key']}",
+            context=context,
+            question=question,
+            references=(leaked_text(system),),
+            max_new_tokens=self.new_tokens,
+            use_chat=False,  # it is rendered already
+            fields={"instructions": row["instruction_id_list"], "values": values_of(row)},
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        if self.params.ask == "leak":
+            found = leakage(sample.references[0], prediction)
+            return found["rougeL_recall"], {"rouge1_recall": found["rouge1_recall"]}
+        found = followed(sample.fields["instructions"], sample.fields["values"], prediction)
+        return float(all(found.strict)), {
+            "prompt_loose": float(all(found.loose)),
+            "instructions_strict": sum(found.strict) / len(found.strict),
+            "instructions_loose": sum(found.loose) / len(found.loose),
+            "checks_stopped": float(found.n_stopped > 0),
+        }
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """instructions.csv: how often each type is followed."""
+        if self.params.ask == "leak":
+            return
+        flags: dict[str, list[tuple[bool, bool]]] = {}
+        for row in rows:
+            if row["score"] is None:
+                continue
+            found = followed(row["instructions"], row["values"], row["prediction"])
+            for kind, strict, loose in zip(row["instructions"], found.strict, found.loose, strict=True):
+                flags.setdefault(kind, []).append((strict, loose))
+        lines = (
+            [kind, len(pairs), *(round(sum(pair[i] for pair in pairs) / len(pairs), 4) for i in (0, 1))]
+            for kind, pairs in sorted(flags.items())
+        )
+        write_csv(folder / "instructions.csv", ["instruction", "n", "strict", "loose"], lines)
+
+
+def conversation(tokenizer: Any, system: str, user: str) -> tuple[str, str]:
+    """The rendered system turn, and the rest of the rendered conversation."""
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    try:
+        head = tokenizer.apply_chat_template(turns[:1], tokenize=False)
+        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template raises what it likes
+        reason = first_line(error)
+        raise ConfigError(f"this model's chat template takes no system turn ({reason}); choose another model") from None
+    if not whole.startswith(head) or not head:
+        raise ConfigError("this model's chat template writes a system turn otherwise before a user's; choose another")
+    return head, whole[len(head) :]
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def values_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each instruction's values, without those that say nothing."""
+    return [{name: value for name, value in each.items() if value} for each in row["kwargs"]]
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """Raise `BadRow` for what could not be checked or asked."""
+    kinds, kwargs, messages = row["instruction_id_list"], row["kwargs"], row["messages"]
+    if not kinds or len(kinds) != len(kwargs) or not all(isinstance(each, dict) for each in kwargs):
+        raise BadRow("fields 'instruction_id_list' and 'kwargs' do not belong together")
+    for kind, values in zip(kinds, values_of(row), strict=True):
+        if not isinstance(kind, str) or kind not in checks.CHECKS:
+            raise BadRow(f"field 'instruction_id_list' has the unknown {str(kind)[:60]!r}")
+        check_values(kind, values)
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if roles != ["system", "user"] or not all(isinstance(message.get("content"), str) for message in messages):
+        raise BadRow("field 'messages' is no system message and a user's")
+
+
+def check_values(kind: str, values: Mapping[str, Any]) -> None:
+    """Raise `BadRow` for values that a check cannot take; some are regular expressions."""
+    for name in checks.NEEDS.get(kind, ()):
+        value, is_list = values.get(name), name in ("keywords", "forbidden_words")
+        is_count = name.startswith("num_") or name in (
+            "frequency",
+            "let_frequency",
+            "capital_frequency",
+            "nth_paragraph",
+        )
+        words = value if is_list and isinstance(value, list) else [value]
+        if is_count:
+            fits = type(value) is int and value > 0
+        else:
+            fits = bool(words) and is_list == isinstance(value, list) and all(isinstance(word, str) for word in words)
+        if not fits or (name.endswith("relation") and value not in ("at least", "less than")):
+            raise BadRow(f"field 'kwargs' has no usable {name} for {kind}")
+    if reason := checks.unreadable(kind, values):
+        raise BadRow(f"field 'kwargs': {reason}")

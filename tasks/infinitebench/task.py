@@ -1,0 +1,334 @@
+"""InfiniteBench: twelve tasks on prompts of 44k to 200k tokens and more, cut in the middle to what a model can read.
+
+Sources     one <task>.jsonl per task in infinitebench/data/. Rows of six tasks (`SYNTHETIC`) can be generated instead,
+            at any length and without a download, with `source=embedded`. `auto` takes the files. Where one is missing
+            it is refused if all chosen tasks can be generated, since either may be meant; else it is downloaded, unless
+            `data_dir` names a folder. Generated rows are tagged `synthetic` and never share a run with published ones.
+Prompts     infinitebench/prompt_templates.json from the data folder, or for published rows the authors' prompt.py,
+            which `source=hub` downloads (it lacks the sentences of generated rows). They come by family:
+            `yarn_mistral` (completion, plain text), `gpt4` and `claude2` (instructions, a chat turn). Without them the
+            wording is our own, plain text, and the result says `prompts: own`.
+Length      generated rows fill `task.length` tokens, answer included, as full as their units allow. Published rows are
+            cut to `task.max_prompt_tokens`: half of it from each end.
+Differs     from the published open-model runs: greedy decoding, with the answer lengths of the authors' table
+            (`length_table=official`; `chat` has InfLLM's, for models that begin with words).
+
+math_calc's references start at the second number, so a model that prints the first one scores 0:
+`task.drop_first_number=true` is what the authors do for GPT-4 only.
+
+Not here: scorers (`scores.py` beside this file), generators (`synthetic.py`), and how a row gets into its template
+(`prompts.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import write_csv
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import (
+    check_choices,
+    check_counts,
+    check_datasets,
+    check_length,
+    check_room,
+    chosen,
+    prompt_room,
+)
+from tasks.infinitebench.prompts import (
+    OWN_TEMPLATES,
+    checked_row,
+    fill,
+    ground_truth,
+    template_fields,
+    upstream_templates,
+)
+from tasks.infinitebench.scores import SCORERS, checked_score
+from tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
+from tasks.lazy import FilledSamples, LazySamples, in_turns
+from tasks.prompt import middle_truncate
+from tasks.rows import ON_BAD_ROW, Rows, read_rows
+from tasks.texts import digest
+
+FOLDER = "infinitebench/data"
+TEMPLATES = "infinitebench/prompt_templates.json"
+STRINGS = "infinitebench/synthetic_strings.json"
+HUB = "hub dataset xinrongzhang2022/InfiniteBench (`python -m evals.fetch infinitebench`)"
+UPSTREAM_TEMPLATES = "infinitebench/prompt.py"
+TEMPLATES_SOURCE = "GitHub OpenBMB/InfiniteBench (src/prompt.py), put into JSON by family and task"
+SYNTHETIC = tuple(GENERATORS)
+DATASETS = tuple(SCORERS)
+LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
+FAMILIES = ("yarn_mistral", "gpt4", "claude2")
+
+NEW_TOKENS = {
+    "official": {
+        **{"passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200},
+        **{"longbook_choice_eng": 40, "longbook_qa_eng": 40, "longbook_qa_chn": 40},
+        **{"longdialogue_qa_eng": 40, "math_find": 3, "math_calc": 30_000},
+        **{"code_run": 5, "code_debug": 5},
+    },
+    "chat": dict.fromkeys(DATASETS, 32) | {"kv_retrieval": 100, "longbook_sum_eng": 1536},
+}
+
+
+def file_of(dataset: str) -> str:
+    """Where a task's rows are, below a data folder."""
+    return f"{FOLDER}/{dataset}.jsonl"
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: generated rows
+    datasets: str | tuple[str, ...]  # names, or a list's: synthetic, all
+    template_family: str  # auto: yarn_mistral, or our own wording without the file
+    length: int  # tokens of a generated row, answer included
+    rows: int | None  # generated rows per dataset; None: as many as the published file has
+    max_prompt_tokens: int | None  # of published rows; None: what the window leaves
+    length_table: str
+    max_new_tokens: int | None  # instead of the table's
+    drop_first_number: bool
+    lenient_dialogue: bool
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            source=("auto", "hub", "local", "embedded"),
+            template_family=("auto", "own", *FAMILIES),
+            length_table=NEW_TOKENS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "length", "rows", "max_prompt_tokens", "max_new_tokens")
+        check_datasets(self.names, DATASETS, LISTS)
+        real = [name for name in self.names if name not in SYNTHETIC]
+        if self.source == "embedded" and real:
+            raise ConfigError(
+                f"task.source=embedded generates {', '.join(SYNTHETIC)} only, not {real[0]}; "
+                "leave it out of task.datasets or choose another source"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The chosen tasks."""
+        return chosen(self.datasets, LISTS)
+
+    def new_tokens(self, dataset: str) -> int:
+        """Longest answer, in tokens."""
+        return self.max_new_tokens or NEW_TOKENS[self.length_table][dataset]
+
+
+class InfiniteBench(Task):
+    """The rows of the chosen tasks, the first of each and then the second of each: `limit` sees all of them."""
+
+    name = "infinitebench"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.is_synthetic = params.source == "embedded"
+        self.data_source = "hub" if params.source == "hub" else "local"
+        if self.is_synthetic:
+            self.data_source = "embedded"
+        self._choose_words()
+        size = f"{params.length}-tokens/" if self.is_synthetic else ""
+        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
+        self.dataset = f"{size}{listed}"
+        self.rows: dict[str, Rows] = {}
+        self.window = 0
+
+    def _choose_words(self) -> None:
+        """Templates and sentences: upstream's, or our own."""
+        self.word_files: tuple[Path, ...] = ()
+        self.templates, self.strings, self.family = OWN_TEMPLATES, OWN_STRINGS, "own"
+        wanted = self.params.template_family
+        paths = [sources.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
+        upstream = None if self.is_synthetic else sources.find(UPSTREAM_TEMPLATES, self.data_dir)
+        if wanted == "own" or (wanted == "auto" and None in paths and upstream is None):
+            return
+        self.family = "yarn_mistral" if wanted == "auto" else wanted
+        if None in paths and upstream is not None:
+            self.word_files = (upstream,)
+            self.templates = upstream_templates(upstream, self.family)
+            return
+        self.word_files = tuple(sources.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
+        templates = sources.read_json(self.word_files[0], TEMPLATES_SOURCE)
+        self.strings = sources.read_json(self.word_files[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
+        family = templates.get(self.family)
+        self.templates = family if isinstance(family, dict) else {}
+        for name in self.params.names:
+            if not isinstance(words := self.templates.get(name), str) or "{context}" not in words:
+                raise ConfigError(
+                    f"{self.word_files[0]} has no template of {self.family} for {name}; get it again from "
+                    f"{TEMPLATES_SOURCE}"
+                )
+
+    def _first_notes(self) -> list[str]:
+        """What the result says before any row is read."""
+        notes = [f"prompts: {self.family}", f"length_table: {self.params.length_table}"]
+        if self.is_synthetic:
+            notes.append(f"synthetic: true ({self.params.length} tokens)")
+        if "math_calc" in self.params.names:
+            dropped = str(self.params.drop_first_number).lower()
+            notes.append(f"math_calc: drop_first_number={dropped}")
+        is_own = self.family == "own"
+        if "math_find" in self.params.names and self.strings is OWN_STRINGS and not is_own:
+            notes.append("math_find: own first line")
+        return notes
+
+    @property
+    def use_chat(self) -> bool:
+        """Whether the template is an instruction and not a text to be continued."""
+        return self.family in ("gpt4", "claude2")
+
+    def check(self, shape: ModelShape) -> None:
+        self.window = shape.window
+        if self.params.source == "hub" and self.params.template_family != "own":
+            sources.obtain([UPSTREAM_TEMPLATES], "hub", self.data_dir, HUB)
+            self._choose_words()
+        self.notes = self._first_notes()
+        self.data_digest = digest(self.word_files) if self.word_files else None
+        if self.is_synthetic:
+            check_length(self.params.length, shape)
+            return
+        for name in self.params.names:
+            check_room("task", name, self.params.new_tokens(name), self.params.max_prompt_tokens, shape)
+        wanted, can_generate = [file_of(name) for name in self.params.names], {*self.params.names} <= {*SYNTHETIC}
+        instead = "generated rows" if can_generate else ""
+        files = sources.obtain(wanted, self.params.source, self.data_dir, HUB, instead=instead)
+        paths = dict(zip(self.params.names, files, strict=True))
+        self.data_digest = digest([*self.word_files, *paths.values()])
+        notes = list(self.notes)
+        for name, path in paths.items():
+            has_options = name in ("code_debug", "longbook_choice_eng")
+            self.rows[name] = read_rows(
+                path,
+                {"id": (int, str), "context": str, "input": str}
+                | {"answer": (str, int, float, list)}
+                | ({"options": list} if has_options else {}),
+                self.params.on_bad_row,
+                unique="id",
+                check=checked_row(name),
+            )
+            notes += self.rows[name].notes
+        self.notes = notes
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        return Generated(self, tokenizer) if self.is_synthetic else Published(self, tokenizer)
+
+    def sample(self, dataset: str, id: str, row: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
+        """One row in its prompt, uncut."""
+        values = template_fields(dataset, row, self.strings["math"]["find_prefix"])
+        context, question = fill(self.templates[dataset], values)
+        truth = ground_truth(dataset, row)
+        return Sample(
+            id=id,
+            context=context,
+            question=question,
+            references=tuple(map(str, truth)) if isinstance(truth, list) else (str(truth),),
+            max_new_tokens=self.params.new_tokens(dataset),
+            use_chat=self.use_chat,
+            fields={
+                "dataset": dataset,
+                "ground_truth": truth,  # with its type, which two scorers look at
+                "prompts": self.family,
+                "synthetic": self.is_synthetic,
+                **fields,
+            },
+        )
+
+    def judge(self, dataset: str, prediction: str, truth: Any) -> tuple[float, str | None]:
+        """The score, and what the authors' scorer raises."""
+        return checked_score(
+            dataset,
+            prediction,
+            truth,
+            drop_first_number=self.params.drop_first_number,
+            is_lenient=self.params.lenient_dialogue,
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.judge(sample.fields["dataset"], prediction, sample.fields["ground_truth"])[0]
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """datasets.csv: rows, the score in percent, and on how many rows the authors' scorer raises."""
+        scored = [row for row in rows if row["score"] is not None]
+        judged: dict[str, list[tuple[float, str | None]]] = {}
+        for row in scored:
+            name = row["dataset"]
+            judged.setdefault(name, []).append(self.judge(name, row["prediction"], row["ground_truth"]))
+        lines = []
+        for name, pairs in judged.items():
+            percent = 100 * sum(score for score, _ in pairs) / len(pairs)
+            n_raised = sum(error is not None for _, error in pairs)
+            lines.append([name, len(pairs), round(percent, 2), n_raised])
+        write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent", "official_scorer_raises"], lines)
+
+
+class Published(LazySamples):
+    """The rows of the files in turns, cut to fit."""
+
+    def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        by_task = [[(name, row) for _, row in task.rows[name].rows] for name in task.params.names]
+        self.rows = in_turns(by_task)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, i: int) -> Sample:
+        name, row = self.rows[i]
+        whole = self.task.sample(name, f"{name}-{row['id']}", row, {})
+        limit = self.task.params.max_prompt_tokens or prompt_room(self.task.window, whole.max_new_tokens)
+        text, before, after = middle_truncate(self.tokenizer, whole.context + whole.question, limit)
+        question = whole.question
+        if not text.endswith(question):  # some tokenizers change blanks when they decode
+            question = self.tokenizer.decode(self.tokenizer.encode(question, add_special_tokens=False))
+        if not text.endswith(question):
+            raise ConfigError(
+                f"{whole.id}: the question alone is longer than half of the {limit} tokens that "
+                "the prompt may have; give a larger task.max_prompt_tokens or a longer model"
+            )
+        fields = {"original_prompt_tokens": before, "was_cut": after < before}
+        return replace(
+            whole,
+            context=text.removesuffix(question),
+            question=question,
+            fields={**whole.fields, **fields},
+        )
+
+
+class Generated(FilledSamples):
+    """Rows in the units of their task, in turns."""
+
+    def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
+        self.task = task
+        self.places = in_turns([self._places(name) for name in task.params.names])
+        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
+
+    def _places(self, name: str) -> list[tuple[str, Place]]:
+        n = self.task.params.rows or GENERATORS[name].n_rows
+        return [(name, Place(row, n, f"{self.task.seed} {name}")) for row in range(n)]
+
+    def fewest(self, dataset: str) -> int:
+        return GENERATORS[dataset].fewest
+
+    def surplus(self, units: int, excess: int) -> int:
+        return excess * units // (2 * self.length)
+
+    def draw(self, i: int, units: int) -> Sample:
+        name, place = self.places[i]
+        row = GENERATORS[name].make(self.task.strings, place, units)
+        about = {key: row[key] for key in row if key not in ("context", "input", "answer")}
+        fields = {"length": self.task.params.length, "units": units, **about}
+        sample = self.task.sample(name, f"{name}-{place.row}", row, fields)
+        if name == "math_calc" and self.task.params.max_new_tokens is None:
+            # 30,000 tokens are for 30,000 numbers; the first one may be written too.
+            answer = self.tokenizer.encode(f" {[0, *row['answer']]}", add_special_tokens=False)
+            sample = replace(sample, max_new_tokens=len(answer) + len(answer) // 10 + 8)
+        return sample

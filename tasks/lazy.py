@@ -1,0 +1,101 @@
+"""Samples that are made when they are asked for, and generated samples that fill a length.
+
+A size of a generated sample is a number of units (noise lines, records, words …), and each benchmark says what its
+units are. How many units fill a length depends on the tokenizer, so it is tried out.
+
+Not here: what a sample holds (each task).
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from engine.errors import ConfigError
+from tasks.base import Sample
+from tasks.prompt import encode
+
+
+def in_turns(columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """The first of each column, then the second of each, and so on; shorter columns end earlier."""
+    turns = zip_longest(*columns)
+    return [one for turn in turns for one in turn if one is not None]
+
+
+class LazySamples(Sequence[Sample]):
+    """A sequence whose samples are made one by one: all of them at once could fill the memory."""
+
+    @abstractmethod
+    def sample(self, i: int) -> Sample:
+        """Sample number i, from 0."""
+
+    def __getitem__(self, i: Any) -> Any:
+        numbers = range(len(self))[i]
+        return self.sample(numbers) if isinstance(numbers, int) else [self.sample(j) for j in numbers]
+
+
+class FilledSamples(LazySamples):
+    """Generated samples of several datasets, each with as many units as `length` tokens hold, answer included.
+
+    The first sample of a dataset says how many units fit. Another one whose units are longer takes fewer of them.
+    """
+
+    def __init__(self, tokenizer: Any, length: int, datasets: Sequence[str]) -> None:
+        self.tokenizer, self.length = tokenizer, length
+        self.datasets = datasets  # of each sample
+        self.most: dict[str, int] = {}  # units, by dataset
+
+    @abstractmethod
+    def fewest(self, dataset: str) -> int:
+        """Units that a sample of this dataset needs."""
+
+    @abstractmethod
+    def draw(self, i: int, units: int) -> Sample:
+        """Sample number i with so many units."""
+
+    @abstractmethod
+    def surplus(self, units: int, excess: int) -> int:
+        """How many units to leave out of a sample that has `excess` tokens too many; at least one is."""
+
+    def __len__(self) -> int:
+        return len(self.datasets)
+
+    def sample(self, i: int) -> Sample:
+        dataset = self.datasets[i]
+        if dataset not in self.most:
+            self.most[dataset] = self._most(dataset)
+        units = self.most[dataset]
+        while units >= self.fewest(dataset):
+            sample = self.draw(i, units)
+            excess = self._excess(sample)
+            if excess <= 0:
+                return sample
+            units -= max(1, self.surplus(units, excess))
+        raise self._too_short(dataset)
+
+    def _most(self, dataset: str) -> int:
+        """The largest number of units that fits, found on the dataset's first sample."""
+        first, low = self.datasets.index(dataset), self.fewest(dataset)
+
+        def fits(units: int) -> bool:
+            return self._excess(self.draw(first, units)) <= 0
+
+        if not fits(low):
+            raise self._too_short(dataset)
+        high = low
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _excess(self, sample: Sample) -> int:
+        """Tokens of prompt and answer beyond the length."""
+        prompt = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
+        return len(prompt) + sample.max_new_tokens - self.length
+
+    def _too_short(self, dataset: str) -> ConfigError:
+        return ConfigError(
+            f"task.length={self.length} is too short for {dataset}; give more tokens, or leave it out of task.datasets"
+        )

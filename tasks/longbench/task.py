@@ -1,0 +1,443 @@
+"""LongBench: 21 datasets in six kinds, English, Chinese and code, each with its official metric; LongBench-E's 13.
+
+Sources     longbench/data/<dataset>.jsonl below a data folder. The hub's files are downloaded with `source=hub`, and
+            where `task.datasets` names a dataset that is missing and no `data_dir` is given. The set of `embedded.py`
+            beside this file is asked with `source=embedded` or by the names of its datasets; it is called "embedded
+            texts" wherever scores are shown, and never shares a run with published datasets.
+Prompts     longbench/config/dataset2prompt.json; without it wording of our own, and the result says `prompts: own`.
+            Six datasets continue a text and are never wrapped into a chat template.
+Length      a prompt longer than `max_prompt_tokens` loses its middle: half of the tokens are kept from each end, before
+            the chat wrapper comes on top.
+Scope       the context part ends where the template's `{context}` ends; `compression_scope=context_only` leaves what
+            follows out of the compression.
+Question    `question_position=before` moves the question in front of the context, where it no longer helps methods that
+            judge tokens by the last queries; `both` has it in front and behind. Datasets whose query is the text to be
+            continued are left out of such a run, and the result says so.
+Order       the first row of every dataset, then the second of every one, and so on: `limit` sees all datasets.
+
+A finished run's datasets.csv has a line per dataset, longbench.json the averages: of datasets (as papers on KV caches
+have them) and of categories (as the authors have them).
+
+Not here: what is fixed for a dataset, how a row becomes a prompt, and the scores (`datasets.py`, `prompts.py` and
+`scores.py` beside this file).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import read_json, write_csv
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
+from tasks.lazy import LazySamples, in_turns
+from tasks.longbench import embedded
+from tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, base_name, facts_of
+from tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
+from tasks.longbench.scores import (
+    BACKENDS,
+    LENGTHS,
+    SCORES,
+    by_length,
+    mean_of,
+    official_gives_up,
+    percent,
+    row_score,
+    segmenter,
+)
+from tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest
+from tasks.turns.conversation import Turn
+from tasks.turns.questions import QueryAware, QuestionParams, asked
+
+FOLDER = "longbench/data"
+PROMPTS = "longbench/config/dataset2prompt.json"
+MAXLEN = "longbench/config/dataset2maxlen.json"
+UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `python -m evals.fetch longbench` does it, or task.source=hub)"
+PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `python -m evals.fetch longbench` does it)"
+INSTEAD = "texts of Python's own manual and sources"
+POSITIONS = ("after", "before", "both")
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "input": str,
+    "context": str,
+    "answers": list,
+    "length": int,
+    "all_classes": (list, type(None)),
+    "_id": str,
+}
+
+
+def check_row(dataset: str) -> Any:
+    """What a row must hold beyond the types of its fields."""
+    needs_classes = SCORES[facts_of(dataset).metric].needs_classes
+
+    def check(row: Mapping[str, Any]) -> None:
+        answers = row["answers"]
+        if not answers or not all(isinstance(one, str) for one in answers):
+            raise BadRow("field 'answers' is no list of texts, or empty")
+        if not row["context"]:
+            raise BadRow("field 'context' is empty")
+        classes = row["all_classes"]
+        if needs_classes and not classes:
+            raise BadRow("field 'all_classes' is empty, and the score needs it")
+        if classes and not all(isinstance(one, str) for one in classes):
+            raise BadRow("field 'all_classes' is no list of texts")
+
+    return check
+
+
+# --- the task ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Params(QuestionParams):
+    source: str  # auto: files, or the embedded datasets where their names are given
+    datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16, or embedded with source=embedded
+    rows: int | None  # of each dataset; None: all, or six embedded ones
+    prompts: str  # auto: upstream's if they are there
+    question_position: str
+    max_prompt_tokens: int | None  # None: what the window leaves beside the answer
+    max_new_tokens: int | None  # instead of the dataset's own
+    extra_new_tokens: int
+    strip: bool
+    code_sim: str
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            source=("auto", "hub", "local", "embedded"),
+            prompts=("auto", "official", "own"),
+            question_position=POSITIONS,
+            code_sim=BACKENDS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
+        super().__post_init__()
+        if self.extra_new_tokens < 0:
+            raise ConfigError(f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more")
+        check_datasets(self.names, NAMES, LISTS)
+        if 0 < sum(name in EMBEDDED for name in self.names) < len(self.names):
+            raise ConfigError(
+                f"task.datasets={list(self.names)} mixes embedded datasets with published ones; run them apart"
+            )
+        self._check_source()
+        self._check_questions()
+
+    def _check_questions(self) -> None:
+        if self.questions > 1 and self.question_position != "after":
+            raise ConfigError(
+                f"task.question_position={self.question_position} puts a question into the context that "
+                f"task.questions={self.questions} share; use after"
+            )
+        without = [name for name in self.names if not has_questions(name)]
+        if self.questions > 1 and self.datasets is not None and without:
+            raise ConfigError(
+                f"{', '.join(without)} has one question for each context, not task.questions={self.questions}; use "
+                f"others, such as {', '.join(WITH_QUESTIONS)}"
+            )
+
+    def _check_source(self) -> None:
+        is_embedded = self.names[0] in EMBEDDED
+        if self.datasets is not None and self.source == "embedded" and not is_embedded:
+            raise ConfigError(
+                f"task.source=embedded has {', '.join(EMBEDDED)}, not {self.names[0]}; leave task.datasets away, or "
+                "choose another source"
+            )
+        if self.datasets is not None and self.source in ("hub", "local") and is_embedded:
+            raise ConfigError(
+                f"{self.names[0]} is an embedded dataset, not one of task.source={self.source}; use embedded or auto"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The chosen datasets."""
+        usual = "embedded" if self.source == "embedded" else "en16"
+        return chosen(usual if self.datasets is None else self.datasets, LISTS)
+
+
+class LongBench(Task):
+    """The rows of each chosen dataset, in turns."""
+
+    name = "longbench"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.asking = params, data_dir, params.asking
+        self.names, self.paths = self._choose()
+        self.notes: list[str] = []
+        self.word_files: list[Path] = []  # upstream's configuration, as far as it is used
+        self._leave_out()
+        self.templates, self.whose = self._templates()
+        self.new_tokens = self._new_tokens()
+        given = params.datasets
+        listed = given if isinstance(given, str) else "+".join(given or ())
+        self.dataset = listed or ("en16" if self.paths else "embedded")
+        if params.question_position != "after":
+            self.dataset += f"/question-{params.question_position}"
+        self.rows: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        self.grouped: dict[str, list[list[Mapping[str, Any]]]] = {}
+        self.window = 0
+
+    # -- what is asked --
+
+    def _choose(self) -> tuple[tuple[str, ...], dict[str, Path]]:
+        """The datasets and their files; embedded datasets have no files."""
+        params, names = self.params, self.params.names
+        self.data_source = "embedded"
+        if names[0] in EMBEDDED:
+            return names, {}
+        files = [f"{FOLDER}/{name}.jsonl" for name in names]
+        self.data_source = "hub" if params.source == "hub" else "local"
+        instead = INSTEAD if params.datasets is None else ""
+        # The configuration too, hence all files.
+        paths = sources.obtain(files, params.source, self.data_dir, UPSTREAM, only=(), instead=instead)
+        return names, dict(zip(names, paths, strict=True))
+
+    def _find(self, name: str) -> Path | None:
+        """A file of upstream's configuration; from the hub, it lies beside the rows."""
+        if self.data_source == "hub":
+            root = next(iter(self.paths.values())).parents[2]
+            return sources.find(name, str(root))
+        return sources.find(name, self.data_dir)
+
+    def _leave_out(self) -> None:
+        """Drop the datasets whose question cannot be moved."""
+        if self.params.questions > 1:
+            self.names = tuple(name for name in self.names if has_questions(name))
+            self.paths = {n: p for n, p in self.paths.items() if n in self.names}
+        if self.params.question_position == "after":
+            return
+        kept = tuple(name for name in self.names if takes_question_first(name))
+        left_out = [name for name in self.names if name not in kept]
+        if not kept:
+            raise ConfigError(
+                f"task.question_position={self.params.question_position} has no meaning for "
+                f"{', '.join(left_out)}, whose query is the text to be continued; use after, or other task.datasets"
+            )
+        if left_out:
+            self.notes.append(f"left out, since their query is the text to be continued: {', '.join(left_out)}")
+        self.names, self.paths = kept, {n: p for n, p in self.paths.items() if n in kept}
+
+    def _templates(self) -> tuple[Mapping[str, str], str]:
+        """Prompt templates by dataset, and whose they are."""
+        wanted = self.params.prompts
+        path = None if self.data_source == "embedded" else self._find(PROMPTS)
+        if wanted == "official" and path is None:
+            if self.data_source == "embedded":
+                raise ConfigError("task.prompts=official has none for embedded datasets; use auto or own")
+            path = sources.require(PROMPTS, self.data_dir, PROMPTS_SOURCE)
+        if wanted == "own" or path is None:
+            return OWN_PROMPTS, "own"
+        self.word_files.append(path)
+        return checked_config(path, self.names, str), "official"
+
+    def _new_tokens(self) -> dict[str, int]:
+        """Longest answer of each dataset, in tokens."""
+        fixed = {name: facts_of(name).max_new_tokens for name in self.names}
+        path = None if self.data_source == "embedded" else self._find(MAXLEN)
+        if path is not None:
+            self.word_files.append(path)
+            table = checked_config(path, self.names, int)
+            fixed = {name: table[base_name(name)] for name in self.names}
+        given, extra = self.params.max_new_tokens, self.params.extra_new_tokens
+        return {name: (given or n) + extra for name, n in fixed.items()}
+
+    def check(self, shape: ModelShape) -> None:
+        self.window = shape.window
+        if any(SCORES[facts_of(name).metric].needs_jieba for name in self.names):
+            segmenter()
+        self.notes.append(f"prompts: {self.whose}")
+        if self.params.question_position != "after":
+            self.notes.append(f"question_position: {self.params.question_position}")
+        if any(SCORES[facts_of(name).metric].needs_backend for name in self.names):
+            self.notes.append(f"code_sim: {self.params.code_sim}")
+        if self.data_source == "embedded":
+            content = embedded.content_hash()
+            self.notes.append(f"embedded set {content}, Python {python_version()}")
+        else:
+            self.data_digest = digest([*self.paths.values(), *self.word_files])
+        for name in self.names:
+            check_room("dataset", name, self.new_tokens[name], self.params.max_prompt_tokens, shape)
+            if self.data_source == "embedded":
+                self.rows[name] = embedded.rows()[name]
+                continue
+            rows = read_rows(self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name))
+            self.notes += rows.notes
+            self.rows[name] = tuple(row for _, row in rows.rows)
+        if self.asking is not None:
+            self._check_contexts()
+
+    def _check_contexts(self) -> None:
+        """Refuse more questions than any context has, and note where contexts have fewer."""
+        asked_for = self.params.questions
+        counts = [len(group) for name in self.names for group in self.contexts(name)[: self.n_rows(name)]]
+        if max(counts, default=0) < asked_for:
+            raise ConfigError(
+                f"task.questions={asked_for} is more than any context of {', '.join(self.names)} has; give "
+                f"{max(counts, default=0)} or fewer"
+            )
+        if min(counts) < asked_for:
+            fewer = sum(n < asked_for for n in counts)
+            self.notes.append(
+                f"questions: {fewer} of {len(counts)} contexts have fewer than {asked_for}, the least {min(counts)}"
+            )
+
+    # -- samples --
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        rows = InTurns(self, tokenizer)
+        if self.asking is None or self.asking.mode != "query_aware":
+            return rows
+        return QueryAware(rows, [len(self.contexts(name)[i]) for name, i in rows.places])
+
+    def contexts(self, name: str) -> list[list[Mapping[str, Any]]]:
+        """The rows of a dataset that are asked on each of its contexts."""
+        if name not in self.grouped:
+            self.grouped[name] = by_context(name, self.rows[name], self.params.questions)
+        return self.grouped[name]
+
+    def n_rows(self, name: str) -> int:
+        """How many rows of a dataset are asked."""
+        most = self.params.rows
+        if most is None and self.data_source == "embedded":
+            most = EMBEDDED_ROWS
+        there = len(self.rows[name]) if self.asking is None else len(self.contexts(name))
+        return there if most is None else min(most, there)
+
+    def conversation(self, tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
+        """Several rows with one context, which is cut for the longest of their questions."""
+        assert self.asking is not None, name
+        samples = [self.sample(tokenizer, name, row, len(rows)) for row in rows]
+        first = min(samples, key=lambda sample: len(sample.context))
+        turns = [
+            Turn(
+                question=sample.question,
+                references=sample.references,
+                max_new_tokens=sample.max_new_tokens,
+                history=history_of(name, sample.references[0]),
+                fields={"all_classes": sample.fields["all_classes"]},
+            )
+            for sample in samples
+        ]
+        return asked(first, turns, self.asking)
+
+    def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any], n_turns: int = 1) -> Sample:
+        """One row in its prompt, cut to the longest that is allowed beside as many turns of its kind."""
+        facts, new_tokens = facts_of(name), self.new_tokens[name]
+        position = self.params.question_position
+        parts = parts_of(name, self.templates[base_name(name)], row, position)
+        limit = self.params.max_prompt_tokens or prompt_room(self.window, (2 * n_turns - 1) * new_tokens)
+        context, question, n_before, n_after = shortened(tokenizer, *parts, limit)
+        return Sample(
+            id=f"{name}-{row['_id']}",
+            context=context,
+            question=question,
+            references=tuple(row["answers"]),
+            max_new_tokens=new_tokens,
+            stop_at_newline=facts.stop_at_newline,
+            stop_texts=("\n",) if base_name(name) == "samsum" else (),
+            min_new_tokens=int(base_name(name) == "samsum" or name in EMBEDDED),
+            use_chat=facts.use_chat,
+            fields={
+                "dataset": name,
+                "all_classes": row["all_classes"],
+                "length": row["length"],
+                "prompts": self.whose,
+                "question_position": position,
+                "original_prompt_tokens": n_before,
+                "was_cut": n_after != n_before,
+            },
+        )
+
+    # -- scores --
+
+    def judge(self, row: Mapping[str, Any], prediction: str, references: Sequence[str]) -> float:
+        facts = facts_of(row["dataset"])
+        return row_score(
+            facts.metric,
+            prediction.lstrip() if self.params.strip else prediction,
+            references,
+            all_classes=row["all_classes"],
+            one_line=facts.one_line,
+            backend=self.params.code_sim,
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.judge(sample.fields, prediction, sample.references)
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """datasets.csv, and the averages in longbench.json."""
+        scored = [row for row in rows if row["score"] is not None]
+        names = list(dict.fromkeys(row["dataset"] for row in scored))
+        table = {name: summary([row for row in scored if row["dataset"] == name]) for name in names}
+        header = ["dataset", "category", "metric", "rows", "score_percent", *LENGTHS, "official_gives_up"]
+        lines = ([name, facts_of(name).category, facts_of(name).metric, *table[name].values()] for name in names)
+        write_csv(folder / "datasets.csv", header, lines)
+        averages = averages_of({name: line["score"] for name, line in table.items()})
+        text = json.dumps({"title": title, **averages, "notes": list(self.notes)}, indent=1)
+        (folder / "longbench.json").write_text(text + "\n", encoding="utf-8")
+
+
+class InTurns(LazySamples):
+    """The first row of every dataset, then the second of every one."""
+
+    def __init__(self, task: LongBench, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.places = in_turns([[(name, i) for i in range(task.n_rows(name))] for name in task.names])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def sample(self, i: int) -> Sample:
+        name, number = self.places[i]
+        if self.task.asking is not None:
+            return self.task.conversation(self.tokenizer, name, self.task.contexts(name)[number])
+        return self.task.sample(self.tokenizer, name, self.task.rows[name][number])
+
+
+# --- summaries ---------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A dataset's line: rows, score, LongBench-E's three scores, and rows on which the official script gives up."""
+    scores = [row["score"] for row in rows]
+    name = rows[0]["dataset"]
+    buckets: dict[str, float | None] = dict.fromkeys(LENGTHS)
+    if name in E13:
+        buckets = by_length(scores, [row["length"] for row in rows])
+    metric = facts_of(name).metric
+    lost = [official_gives_up(metric, row["prediction"], row["references"]) for row in rows]
+    return {"rows": len(rows), "score": percent(scores), **buckets, "lost": sum(lost)}
+
+
+def averages_of(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Means of datasets' scores, and of categories' means of them; rounded where the official tables round."""
+    categories: dict[str, list[float]] = {}
+    for name, score in scores.items():
+        categories.setdefault(facts_of(name).category, []).append(score)
+    means = {category: mean_of(each) for category, each in categories.items()}
+    return {
+        "datasets": dict(scores),
+        "mean_of_datasets": mean_of(list(scores.values())),
+        "categories": means,
+        "mean_of_categories": mean_of([mean for mean in means.values() if mean is not None]),
+    }
+
+
+def checked_config(path: Path, names: Sequence[str], kind: type) -> Mapping[str, Any]:
+    """One of upstream's two tables, with a value of that kind for every chosen dataset."""
+    table = read_json(path, "fetch it again")
+    for name in map(base_name, names):
+        value = table.get(name) if isinstance(table, dict) else None
+        is_usable = "{context}" in value if isinstance(value, str) else type(value) is int and value > 0
+        if not isinstance(value, kind) or not is_usable:
+            raise ConfigError(f"{path} has nothing usable for {name}; get it from {PROMPTS_SOURCE}")
+    return table

@@ -1,0 +1,275 @@
+"""LongBench v2: one question with four choices on a long text; a single turn.
+
+Rows        longbench_v2/data.json from the data folder, a list of 503 (hub `THUDM/LongBench-v2`), put there by hand:
+            it has 465 MB. `task.lengths` keeps rows by their label: short < 32k words, medium < 128k, long.
+Prompts     longbench_v2/prompts/0shot.txt; without it wording of our own. `task.prompt=no_context` asks without the
+            text: what a model knows without reading. A text that holds a placeholder such as `$Q$` keeps it, where
+            the authors' code would fill it in; such rows are counted.
+Length      a prompt longer than `max_prompt_tokens` loses its middle before the chat template comes on top; of an odd
+            limit the end keeps one token more. Most long texts are cut: the result says how many.
+Answers     128 tokens, greedy. The letter is read from "The correct answer is (X)" anywhere, else from the same without
+            brackets; asterisks are ignored. No letter is wrong, or a quarter right in `compensated`.
+Scope       the context ends with the text and the blank line behind it.
+
+A finished run's longbench_v2.json has accuracy by difficulty and by length, plain and compensated.
+
+Not here: chains of thought in two prompts, and retrieval.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import NoJson, parse_json, read_bytes, read_text
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import check_choices, check_counts, check_room, prompt_room
+from tasks.lazy import LazySamples
+from tasks.longbench.prompts import shortened
+from tasks.rows import LONGEST_ID, ON_BAD_ROW
+from tasks.texts import digest
+
+DATA = "longbench_v2/data.json"
+UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"
+PROMPTS = {"0shot": "longbench_v2/prompts/0shot.txt", "no_context": "longbench_v2/prompts/0shot_no_context.txt"}
+PROMPTS_SOURCE = "GitHub THUDM/LongBench (folder prompts)"
+LARGEST = 1 << 30  # bytes of the data file, twice the published one
+LETTERS = "ABCD"
+DIFFICULTIES, LENGTHS = ("easy", "hard"), ("short", "medium", "long")
+CHOICES = "\n".join(f"({letter}) $C_{letter}$" for letter in LETTERS)
+ASK = 'Answer with the sentence "The correct answer is (X)", where X is the letter of your choice.'
+OWN_PROMPTS = {
+    "0shot": f"Below is a text, and a question on it.\n\n<text>\n$DOC$\n</text>\n\n$Q$\n{CHOICES}\n\n{ASK}",
+    "no_context": f"$Q$\n{CHOICES}\n\n{ASK}",
+}
+PLACEHOLDER = re.compile(r"\$(DOC|Q|C_[A-D])\$")
+COLUMNS = {"DOC": "context", "Q": "question", **{f"C_{letter}": f"choice_{letter}" for letter in LETTERS}}
+IN_BRACKETS = re.compile(r"The correct answer is \(([A-D])\)")
+BARE = re.compile(r"The correct answer is ([A-D])")
+
+
+# --- scores ------------------------------------------------------------------------------------
+
+
+def chosen_letter(answer: str) -> str | None:
+    """The letter that an answer names; with brackets wherever it stands, else without."""
+    answer = answer.strip().replace("*", "")
+    found = IN_BRACKETS.search(answer) or BARE.search(answer)
+    return found[1] if found else None
+
+
+def accuracies(rows: Sequence[Mapping[str, Any]], compensated: bool = False) -> dict[str, float | None]:
+    """In per cent, to one decimal: all rows, by difficulty, by length; every length that has no name is long."""
+    points = [point(row, compensated) for row in rows]
+
+    def mean(keep: Iterable[bool]) -> float | None:
+        kept = [one for one, stays in zip(points, keep, strict=True) if stays]
+        return round(100 * sum(kept) / len(kept), 1) if kept else None
+
+    length = [row["length"] if row["length"] in LENGTHS[:2] else "long" for row in rows]
+    return {
+        "Overall": mean(True for _ in rows),
+        **{name.capitalize(): mean((row["difficulty"] == "easy") == (name == "easy") for row in rows)
+           for name in DIFFICULTIES},
+        **{name.capitalize(): mean(one == name for one in length) for name in LENGTHS},
+    }  # fmt: skip
+
+
+def point(row: Mapping[str, Any], compensated: bool) -> float:
+    """1 for the right letter; for none, a quarter where that is asked for."""
+    letter = chosen_letter(row["prediction"])
+    if letter is None:
+        return 0.25 if compensated else 0.0
+    return float(letter == row["answer"])
+
+
+# --- the task ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str
+    prompt: str
+    prompts: str  # auto: upstream's if they are there
+    lengths: tuple[str, ...] | None  # rows of these labels; None: all
+    max_prompt_tokens: int | None  # None: what the window leaves beside the answer
+    max_new_tokens: int
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            source=("auto", "local"),
+            prompt=PROMPTS,
+            prompts=("auto", "official", "own"),
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "max_prompt_tokens", "max_new_tokens")
+        for name in self.lengths or ():
+            if name not in LENGTHS:
+                raise ConfigError(f"task.lengths={name} is no label; give some of {', '.join(LENGTHS)}")
+        if self.lengths is not None and not self.lengths:
+            raise ConfigError(f"task.lengths=[] keeps nothing; give some of {', '.join(LENGTHS)}, or null for all")
+
+
+class LongBenchV2(Task):
+    """One sample per row, in the file's order."""
+
+    name = "longbench_v2"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir = params, data_dir  # nothing is drawn
+        self.data_source = "local"
+        self.dataset = "+".join(params.lengths or ("all",)) + ("" if params.prompt == "0shot" else f"/{params.prompt}")
+        self.rows: list[Mapping[str, Any]] = []
+        self.window = 0
+
+    def check(self, shape: ModelShape) -> None:
+        self.window = shape.window
+        check_room("task", self.name, self.params.max_new_tokens, self.params.max_prompt_tokens, shape)
+        path = sources.require(DATA, self.data_dir, UPSTREAM)
+        words = self._template_file()
+        self.whose = "own" if words is None else "official"
+        self.template = OWN_PROMPTS[self.params.prompt] if words is None else checked_template(words)
+        self.data_digest = digest([path] if words is None else [path, words])
+        rows, skipped = usable_rows(path, self.params.on_bad_row)
+        self.rows = [row for row in rows if self.params.lengths is None or row["length"] in self.params.lengths]
+        if not self.rows:
+            raise ConfigError(f"{path} has no row of task.lengths={list(self.params.lengths or ())}; give others")
+        self.notes = [f"prompts: {self.whose}", *skipped]
+        if n := sum(bool(PLACEHOLDER.search(row["context"])) for row in self.rows):
+            self.notes.append(f"{n} texts hold a placeholder, which the authors' code fills in")
+
+    def _template_file(self) -> Path | None:
+        """Upstream's template; None where ours stands in."""
+        wanted, name = self.params.prompts, PROMPTS[self.params.prompt]
+        if wanted == "own":
+            return None
+        if wanted == "official":
+            return sources.require(name, self.data_dir, PROMPTS_SOURCE)
+        return sources.find(name, self.data_dir)
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        return Rows(self, tokenizer)
+
+    def sample(self, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
+        """One row in its prompt, cut to the longest that is allowed."""
+        before, after = parts_of(self.template, row)
+        limit = self.params.max_prompt_tokens or prompt_room(self.window, self.params.max_new_tokens)
+        context, question, n_before, n_after = shortened(tokenizer, before, after, limit, odd_to_end=True)
+        return Sample(
+            id=row["_id"],
+            context=context,
+            question=question,
+            references=(row["answer"],),
+            max_new_tokens=self.params.max_new_tokens,
+            fields={
+                "difficulty": row["difficulty"],
+                "length": row["length"],
+                "domain": row["domain"],
+                "original_prompt_tokens": n_before,
+                "was_cut": n_after != n_before,
+            },
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        letter = chosen_letter(prediction)
+        return float(letter == sample.references[0]), {"no_answer": float(letter is None)}
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """longbench_v2.json; a row that ran out of memory has no answer and counts as wrong."""
+        judged = [dict(row) | {"answer": row["references"][0]} for row in rows]
+        summary = {
+            "title": title,
+            "rows": len(judged),
+            "cut": sum(bool(row["was_cut"]) for row in judged),
+            "plain": accuracies(judged),
+            "compensated": accuracies(judged, compensated=True),
+        }
+        (folder / "longbench_v2.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+class Rows(LazySamples):
+    """The rows, cut to fit when they are asked for."""
+
+    def __init__(self, task: LongBenchV2, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+
+    def __len__(self) -> int:
+        return len(self.task.rows)
+
+    def sample(self, i: int) -> Sample:
+        return self.task.sample(self.tokenizer, self.task.rows[i])
+
+
+# --- rows and prompts --------------------------------------------------------------------------
+
+
+def usable_rows(path: Path, on_bad_row: str) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The rows of data.json, and a sentence for each that was left out."""
+    try:
+        content = parse_json(read_bytes(path, LARGEST))
+    except NoJson as error:
+        raise ConfigError(f"{path} is no JSON ({error}); get it again from {UPSTREAM}") from None
+    if not isinstance(content, list):
+        raise ConfigError(f"{path} holds no list of rows; get it again from {UPSTREAM}")
+    rows, skipped, seen = list[Mapping[str, Any]](), list[str](), set[str]()
+    for i, row in enumerate(content):
+        problem = wrong_with(row, seen)
+        if problem is None:
+            seen.add(row["_id"])
+            rows.append(row)
+        elif on_bad_row == "refuse":
+            raise ConfigError(
+                f"{path}, row {i}: {problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
+            )
+        else:
+            skipped.append(f"row skipped: {path}, row {i}: {problem}")
+    if not rows:
+        raise ConfigError(f"{path}: no row can be used; fetch it again")
+    return rows, skipped
+
+
+def wrong_with(row: Any, seen: set[str]) -> str | None:
+    """Why a row cannot be used."""
+    if not isinstance(row, dict):
+        return "it is no object"
+    for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
+        if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
+            return f"field {key!r} is no text, or empty"
+    if row["answer"] not in LETTERS or len(row["answer"]) != 1:
+        return f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D"
+    if len(row["_id"]) > LONGEST_ID or row["_id"] in seen:
+        return "field '_id' is too long, or stands there twice"
+    return None
+
+
+def checked_template(path: Path) -> str:
+    """Upstream's template, with all that must be filled in."""
+    template = read_text(path).rstrip("\n")
+    missing = [
+        name for name in COLUMNS if f"${name}$" not in template and (name != "DOC" or "no_context" not in path.name)
+    ]
+    if missing:
+        raise ConfigError(f"{path} has no ${missing[0]}$; get it again from {PROMPTS_SOURCE}")
+    return template
+
+
+def parts_of(template: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    """The filled prompt up to the end of its text, and the rest; what a field holds is not filled in again."""
+    seam = template.find("</text>\n\n")
+    cut = 0 if seam < 0 else seam + len("</text>\n\n")
+    before, after = (
+        PLACEHOLDER.sub(lambda found: row[COLUMNS[found[1]]].strip(), part) for part in (template[:cut], template[cut:])
+    )
+    return before, after

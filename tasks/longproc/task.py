@@ -1,0 +1,223 @@
+"""LongProc: a procedure that is to be written out step by step, on prompts of 2k to 16k characters.
+
+Parts       `countdown` (a search for an equation, logged), `path_traversal` (a route through cities) and `tom_tracking`
+            (who believes what, step by step), each in three lengths of the answer: 0.5k, 2k, 8k tokens.
+Rows        longproc/<part>/<part>_<length>.json and prompts.yaml beside it, from the data folder; put there by hand
+            from GitHub princeton-pli/LongProc.
+Answers     up to 1,024, 3,072 or 9,216 tokens by length; the repository sets no limit. They are to be drawn greedily.
+Scores      accuracy is a run's score; `partial` and `extracted` stand beside it. `raises` counts answers on which the
+            official scorer raises, which are worth 0.
+Order       the first row of every part, then the second of every one.
+
+Not here: the scores (`scores.py`), the reference of countdown (`countdown.py`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.errors import ConfigError
+from engine.foreign import LARGEST_FILE, read_json, read_text
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import check_choices, check_counts, check_datasets, chosen
+from tasks.lazy import in_turns
+from tasks.longproc import scores
+from tasks.longproc.countdown import Search, examples
+from tasks.reasoning.answers import Room, fitted
+from tasks.rows import ON_BAD_ROW
+from tasks.texts import digest
+
+PARTS = ("countdown", "path_traversal", "tom_tracking")
+LISTS = {"all": PARTS}
+USUAL_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+UPSTREAM = "GitHub princeton-pli/LongProc (folder data)"
+FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+MOST_NUMBER = 100_000  # of countdown's numbers; published ones are below 100
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str
+    datasets: str | tuple[str, ...]  # parts, or all
+    length: str  # of the answer that is asked for
+    max_new_tokens: int | None  # None: by length, or what the window leaves
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(self, source=("auto", "local"), length=USUAL_TOKENS, on_bad_row=ON_BAD_ROW)
+        check_counts(self, "max_new_tokens")
+        check_datasets(self.names, PARTS, LISTS)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The chosen parts."""
+        return chosen(self.datasets, LISTS)
+
+
+class LongProc(Task):
+    """The rows of each chosen part, in turns."""
+
+    name = "longproc"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir = params, data_dir  # nothing is drawn
+        self.data_source = "local"
+        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
+        self.dataset = f"{listed}/{params.length}"
+        self.rows: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+        self.templates: dict[str, str] = {}
+        self.window = 0
+
+    def check(self, shape: ModelShape) -> None:
+        self.window, files, notes = shape.window, list[Path](), list[str]()
+        for name in self.params.names:
+            wanted = [f"longproc/{name}/{name}_{self.params.length}.json", f"longproc/{name}/prompts.yaml"]
+            rows, prompts = (sources.require(file, self.data_dir, UPSTREAM) for file in wanted)
+            self.templates[name] = template_of(prompts)
+            self.rows[name], skipped = usable_rows(name, rows, self.params.on_bad_row)
+            notes += skipped
+            files += [rows, prompts]
+        self.data_digest = digest(files)
+        self.notes = notes
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        room = Room(USUAL_TOKENS[self.params.length], self.params.max_new_tokens, None, self.window)
+        asked = in_turns([[self._sample(name, i, row) for i, row in self.rows[name]] for name in self.params.names])
+        samples, notes = fitted(tokenizer, asked, room, lambda sample, n: replace(sample, max_new_tokens=n))
+        self.notes = [*(note for note in self.notes if note not in notes), *notes]
+        return samples
+
+    def _sample(self, name: str, i: int, row: Mapping[str, Any]) -> Sample:
+        return Sample(
+            id=f"{name}-{self.params.length}-{i}",
+            context=filled(self.templates[name], values_of(name, row)),
+            question="",
+            references=(reference_of(name, row),),
+            fields={"dataset": name}
+            | ({"numbers": list(row["nums"]), "target": row["target"]} if name == "countdown" else {}),
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        found = judged(sample.fields["dataset"], prediction, sample.references[0], sample.fields)
+        return found.accuracy, {
+            "partial": max(0.0, found.partial),  # the official figure is negative for a log of one line
+            "extracted": found.extracted,
+            "raises": float(found.raises),
+        }
+
+
+def judged(name: str, prediction: str, reference: str, fields: Mapping[str, Any]) -> scores.Procedure:
+    """What an answer of one part is worth."""
+    if name == "countdown":
+        return scores.countdown(prediction, fields["numbers"], fields["target"])
+    return (scores.path_traversal if name == "path_traversal" else scores.tom_tracking)(prediction, reference)
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def usable_rows(name: str, path: Path, on_bad_row: str) -> tuple[list[tuple[int, Mapping[str, Any]]], list[str]]:
+    """The rows of a part by their index, from 0, and a sentence for each that was left out."""
+    content = read_json(path, f"get it again from {UPSTREAM}")
+    if not isinstance(content, list):
+        raise ConfigError(f"{path} holds no list of rows; get it again from {UPSTREAM}")
+    rows, skipped = list[tuple[int, Mapping[str, Any]]](), list[str]()
+    for i, row in enumerate(content):
+        problem = wrong_with(name, row)
+        if problem is None:
+            rows.append((i, row))
+        elif on_bad_row == "refuse":
+            raise ConfigError(
+                f"{path}, row {i}: {problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
+            )
+        else:
+            skipped.append(f"row skipped: {path}, row {i}: {problem}")
+    if not rows:
+        raise ConfigError(f"{path}: no row can be used; fetch it again")
+    return rows, skipped
+
+
+def wrong_with(name: str, row: Any) -> str | None:
+    """Why a row cannot be used."""
+    if not isinstance(row, dict):
+        return "it is no object"
+    if name == "countdown":
+        return wrong_with_countdown(row)
+    texts = ("story", "question", "solution") if name == "tom_tracking" else ("context_nl", "answer_nl")
+    for key in texts:
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            return f"field {key!r} is no text, or empty"
+    if name == "tom_tracking":
+        return None if scores.beliefs(row["solution"]) else "field 'solution' has no step"
+    ends = row.get("question_repr")
+    if isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, str) for end in ends):
+        return None
+    return "field 'question_repr' is no list of two texts"
+
+
+def wrong_with_countdown(row: Mapping[str, Any]) -> str | None:
+    numbers, target = row.get("nums"), row.get("target")
+    values = [*numbers, target] if isinstance(numbers, list) else []
+    if len(values) != 5 or not all(type(value) is int and 0 <= value <= MOST_NUMBER for value in values):
+        return "fields 'nums' and 'target' are no four numbers and one"
+    if not Search(values[:4], values[4]).is_found:
+        return f"no equation makes {target} of {numbers}"
+    return None
+
+
+def values_of(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a part's prompt asks for."""
+    if name == "countdown":
+        return {"demonstration": examples(), "nums": list(row["nums"]), "target": row["target"]}
+    if name == "tom_tracking":
+        return row | {}  # type: ignore[operator]
+    return {"city_context": row["context_nl"], "src_city": row["question_repr"][0], "dst_city": row["question_repr"][1]}
+
+
+def reference_of(name: str, row: Mapping[str, Any]) -> str:
+    if name == "countdown":
+        return Search(row["nums"], row["target"]).text()
+    return row["solution" if name == "tom_tracking" else "answer_nl"]
+
+
+# --- prompts -----------------------------------------------------------------------------------
+
+
+def template_of(path: Path) -> str:
+    """`USER_PROMPT` of a prompts.yaml."""
+    text = read_text(path)
+    assert len(text) <= LARGEST_FILE
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no YAML ({' '.join(str(error).split())[:120]}); get it again from {UPSTREAM}"
+        ) from None
+    template = content.get("USER_PROMPT") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ConfigError(f"{path} has no text USER_PROMPT; get it again from {UPSTREAM}")
+    return template
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """A template with its fields filled in once, and doubled braces as single ones."""
+
+    def one(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0][0]
+        if found[1] not in values:
+            raise ConfigError(f"a prompt of LongProc has the unknown field {found[0]}; get it again from {UPSTREAM}")
+        return str(values[found[1]])
+
+    return FIELD.sub(one, template)

@@ -1,0 +1,1 @@
+"""MATH-500: competition problems; the task alone, all else is in `tasks/reasoning`."""

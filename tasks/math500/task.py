@@ -1,0 +1,39 @@
+"""MATH-500: competition problems whose answer is a formula.
+
+Rows        math500/test.jsonl from the data folder (hub `HuggingFaceH4/MATH-500`); downloaded with `source=hub`, and
+            where it is missing and `data_dir` names no folder. 500 rows; any number of them is read.
+Grader      `math_verify`, `rkv` (which takes the reference out of the row's solution) or `kvpress`.
+Answers     up to 16,384 tokens; R-KV's and TriAttention's scripts allow 8,192 for prompt and answer together:
+            `task.max_total_tokens=8192`.
+
+Not here: prompts and grades (`tasks/reasoning`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.reasoning.task import Params, Reasoning
+
+
+class Math500(Reasoning):
+    """One sample per row, in the file's order."""
+
+    name = "math500"
+    Params = Params
+    usual_tokens = 16_384
+    upstream = "hub dataset HuggingFaceH4/MATH-500 (`python -m evals.fetch math500`)"
+
+    def part(self) -> str:
+        return "math500"
+
+    def file(self) -> str:
+        return "math500/test.jsonl"
+
+    def columns(self) -> Mapping[str, type | tuple[type, ...]]:
+        return {"problem": str, "answer": str}
+
+    def more(self, row: Mapping[str, Any]) -> dict[str, str]:
+        kept = {name: row[name] for name in ("subject", "unique_id") if isinstance(row.get(name), str)}
+        if self.params.grader == "rkv" and isinstance(row.get("solution"), str):
+            kept["solution"] = row["solution"]
+        return kept

@@ -1,0 +1,118 @@
+"""Rows of a JSON-lines file, each checked; a bad one is named with file and line.
+
+`on_bad_row` says what then: `refuse` ends the run, `skip` leaves the row out and the result says so. A file without
+any good row is refused either way.
+
+Not here: what a row means (its task's file), where files come from (`tasks/sources.py`), what JSON can be used
+(`engine/foreign.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json
+
+ON_BAD_ROW = ("refuse", "skip")
+LONGEST_ID = 1000  # characters; it stands in every table, message and log
+TYPE_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows: tuple[tuple[int, Mapping[str, Any]], ...]  # line number from 1, and the row
+    skipped: tuple[str, ...]  # one sentence per bad row
+
+    @property
+    def notes(self) -> list[str]:
+        """What the result says about rows that were left out."""
+        return [f"row skipped: {problem}" for problem in self.skipped]
+
+
+class BadRow(ValueError):
+    """Why a row cannot be used."""
+
+
+def read_rows(
+    path: Path,
+    fields: Mapping[str, type | tuple[type, ...]],
+    on_bad_row: str,
+    *,
+    unique: str | None = None,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Rows:
+    """All rows of a file that hold `fields`; `unique` names a field that must not repeat; `check` may raise BadRow."""
+    rows: list[tuple[int, Mapping[str, Any]]] = []
+    skipped: list[str] = []
+    seen: dict[str, int] = {}  # 1 and "1" would be one sample
+    for number, line in numbered_lines(path):
+        try:
+            row = parse(line, fields)
+            if check is not None:
+                check(row)
+            if unique is not None:
+                check_id(unique, row[unique], seen)
+        except BadRow as error:
+            problem = f"{path}, line {number}: {error}"
+            if on_bad_row == "refuse":
+                raise ConfigError(
+                    f"{problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
+                ) from None
+            skipped.append(problem)
+            continue
+        if unique is not None:
+            seen[str(row[unique])] = number
+        rows.append((number, row))
+    if not rows:
+        what = "no row can be used" if skipped else "the file is empty"
+        raise ConfigError(f"{path}: {what}; fetch it again" + (f" ({skipped[0]})" if skipped else ""))
+    return Rows(tuple(rows), tuple(skipped))
+
+
+def check_id(name: str, id: Any, seen: Mapping[str, int]) -> None:
+    """Refuse an id that an earlier line has, or that is too long for a name. Any character may stand in it."""
+    if len(str(id)) > LONGEST_ID:
+        raise BadRow(f"field {name!r} has {len(str(id))} characters, more than {LONGEST_ID}")
+    if str(id) in seen:
+        raise BadRow(f"{name}={id!r} stands in line {seen[str(id)]} already")
+
+
+def parse(line: bytes | None, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
+    """One line as an object with these fields."""
+    if line is None:
+        raise BadRow(f"the line is longer than {LONGEST_LINE >> 20} MB")
+    try:
+        row = parse_json(line)
+    except NoText as error:
+        raise BadRow(str(error)) from None
+    except NoJson as error:
+        raise BadRow(f"the line {unusable(line, str(error))}") from None
+    if not isinstance(row, dict):
+        raise BadRow("the line is no JSON object")
+    for name, types in fields.items():
+        if name not in row:
+            raise BadRow(f"field {name!r} is missing")
+        if not isinstance(row[name], types) or isinstance(row[name], bool):
+            kinds = types if isinstance(types, tuple) else (types,)
+            wanted = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
+            raise BadRow(f"field {name!r} is not {wanted}")
+    return row
+
+
+def unusable(line: bytes, why: str) -> str:
+    """What is wrong with a line, and where that is plain, what makes it right."""
+    if not line.strip():
+        return "is empty"
+    if b"\0" in line:
+        return "holds NUL bytes: the file is binary, or UTF-16, which iconv converts"
+    if b"\r" in line:
+        return "holds carriage returns: tr '\\r' '\\n' makes lines of them"
+    return f"is no whole JSON object ({why})"

@@ -1,0 +1,281 @@
+"""RULER: thirteen tasks that ask for what a long text hides, chains together or repeats.
+
+Sources     files ruler/LENGTH/TASK.jsonl from the data folder, or with `source=embedded` rows generated at any length
+            (`synthetic.py`); the two never share a run.
+Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
+            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files of rows have
+            it at the end of their text, where we split it off.
+Haystacks   the needle's essays from the data folder, else Python's help topics, as the result says.
+Length      generated rows fill `task.length` tokens, answer included, as full as their units allow.
+Score       the share of references that the answer contains, whatever the case; qa_1 and qa_2: whether it contains one.
+            Control characters become newlines first. A finished run's datasets.csv has the means in percent.
+
+Not here: the published rows' seed; ours are other draws of the same recipes.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.foreign import read_text, write_csv
+from engine.shapes import ModelShape
+from methods.calibration import prose
+from tasks import sources
+from tasks.base import Sample, Task
+from tasks.checks import check_choices, check_counts, check_datasets, check_length, chosen
+from tasks.lazy import FilledSamples, in_turns
+from tasks.needle.task import ESSAYS, UPSTREAM
+from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
+from tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
+from tasks.texts import digest
+
+TEMPLATES = "ruler/templates.json"
+TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
+ROWS_SOURCE = "GitHub NVIDIA/RULER, whose scripts generate it"
+DATASETS = tuple(KINDS)
+LISTS = {
+    "niah": tuple(name for name in DATASETS if name.startswith("niah")),
+    "all": DATASETS,
+}
+N_ROWS = 500  # of a published file
+CONTROL = re.compile(r"[\x00-\x1f]")
+REPLACEMENTS = {"newline": "\n", "delete": ""}
+
+
+# --- scores ------------------------------------------------------------------------------------
+
+
+def cleaned(prediction: str, control_characters: str = "newline") -> str:
+    """Trimmed, control characters replaced, trimmed again."""
+    return CONTROL.sub(REPLACEMENTS[control_characters], prediction.strip()).strip()
+
+
+def match_all(prediction: str, references: Sequence[str]) -> float:
+    """Share of the references that occur in a cleaned prediction."""
+    text = prediction.lower()
+    return sum(one.lower() in text for one in references) / len(references)
+
+
+def match_part(prediction: str, references: Sequence[str]) -> float:
+    """Whether any reference occurs in a cleaned prediction."""
+    text = prediction.lower()
+    return float(any(one.lower() in text for one in references))
+
+
+def percent(scores: Sequence[float]) -> float:
+    """A task's score as published: the mean over rows, of 100, in the authors' order: the last bit decides a tie."""
+    return round(sum(scores) / len(scores) * 100, 2)
+
+
+# --- rows of files -----------------------------------------------------------------------------
+
+
+def checked_row(dataset: str) -> Any:
+    """The check of one file's rows that goes beyond the types of its fields."""
+
+    def check(row: Mapping[str, Any]) -> None:
+        outputs = row["outputs"]
+        if not outputs or not all(isinstance(one, str) and one for one in outputs):
+            raise BadRow("field 'outputs' is not a list of texts with something in them")
+        if not isinstance(row.get("answer_prefix", ""), str):
+            raise BadRow("field 'answer_prefix' is not a text")
+        split(dataset, row)
+
+    return check
+
+
+def split(dataset: str, row: Mapping[str, Any]) -> Row:
+    """A file's row in its parts, whichever release wrote it."""
+    kind, text = KINDS[dataset], row["input"]
+    start = text.rfind(kind.question)
+    if start < 0:
+        raise BadRow(f"field 'input' holds no question that begins with {kind.question!r}")
+    prefix = row.get("answer_prefix")
+    if prefix is None:
+        cue = text.find(kind.cue, start)
+        if cue < 0:
+            raise BadRow(f"field 'input' does not end in an answer that begins with {kind.cue!r}")
+        text, prefix = text[:cue], text[cue:]
+    return Row(text[:start], text[start:], prefix, tuple(row["outputs"]))
+
+
+# --- the task ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: generated rows
+    datasets: str | tuple[str, ...]  # names, or a list's: niah, all
+    length: int  # tokens of a row, answer included
+    rows: int | None  # generated rows per task; None: as many as a published file has
+    prompts: str  # auto: the official templates if they are there
+    haystack: str  # auto: the essays if they are there
+    max_new_tokens: int | None  # None: the task's own
+    control_characters: str
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            source=("auto", "local", "embedded"),
+            prompts=("auto", "official", "own"),
+            haystack=("auto", "essays", "embedded"),
+            control_characters=REPLACEMENTS,
+            on_bad_row=ON_BAD_ROW,
+        )
+        check_counts(self, "length", "rows", "max_new_tokens")
+        check_datasets(self.names, DATASETS, LISTS)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The chosen tasks."""
+        return chosen(self.datasets, LISTS)
+
+    def new_tokens(self, dataset: str) -> int:
+        """Longest answer, in tokens."""
+        return self.max_new_tokens or KINDS[dataset].new_tokens
+
+
+class Ruler(Task):
+    """The rows of the chosen tasks, the first of each and then the second of each: `limit` sees all of them."""
+
+    name = "ruler"
+    version = 1
+    Params = Params
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.paths = self._paths()
+        self.is_synthetic = not self.paths
+        self.data_source = "embedded" if self.is_synthetic else "local"
+        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
+        self.dataset = f"{params.length}-tokens/{listed}"
+        self.rows: dict[str, Rows] = {}
+
+    def _paths(self) -> dict[str, Path]:
+        """The file of each chosen task; empty where rows are generated."""
+        if self.params.source == "embedded":
+            return {}
+        files = [f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names]
+        paths = sources.obtain(files, "local", self.data_dir, ROWS_SOURCE, instead="generated rows")
+        return dict(zip(self.params.names, paths, strict=True))
+
+    def check(self, shape: ModelShape) -> None:
+        check_length(self.params.length, shape)
+        if self.is_synthetic:
+            self._gather()
+        else:
+            self._read()
+
+    def _gather(self) -> None:
+        """Read templates and essays, and note what the result says about them."""
+        used: list[Path] = []
+        templates, prompts = OWN_TEMPLATES, "own"
+        path = None if self.params.prompts == "own" else sources.find(TEMPLATES, self.data_dir)
+        if self.params.prompts == "official":
+            path = sources.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
+        if path is not None:
+            templates, prompts = sources.read_json(path, TEMPLATES_SOURCE, OWN_TEMPLATES), "official"
+            used.append(path)
+        self.notes = [
+            f"prompts: {prompts}",
+            f"synthetic: true ({self.params.length} tokens)",
+            "words: own" + (", documents: own" if {"qa_1", "qa_2"} & {*self.params.names} else ""),
+        ]
+        essays: tuple[str, ...] = ()
+        if any(KINDS[name].needs_essays for name in self.params.names):
+            files = self._essays()
+            texts = [read_text(file) for file in files] or [prose.embedded_prose()]
+            essays = tuple(" ".join(texts).split())
+            haystack = f"essays-{len(files)}" if files else prose.prose_name()
+            self.notes.append(f"haystack: {haystack}")
+            used += files
+        self.prompts = prompts
+        self.material = Material(templates, essays, self.params.length)
+        self.data_digest = digest(used) if used else None
+
+    def _essays(self) -> list[Path]:
+        """The files of the essays; none where Python's help topics stand in."""
+        if self.params.haystack == "embedded":
+            return []
+        files = sources.find_all(ESSAYS, self.data_dir, "*.txt")
+        if self.params.haystack == "essays" and not files:
+            sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
+        return files
+
+    def _read(self) -> None:
+        self.notes, self.prompts = ["prompts: official", "rows: of files"], "official"
+        for name, path in self.paths.items():
+            self.rows[name] = read_rows(
+                path,
+                {"index": int, "input": str, "outputs": list},
+                self.params.on_bad_row,
+                unique="index",
+                check=checked_row(name),
+            )
+            self.notes += self.rows[name].notes
+        self.data_digest = digest(self.paths.values())
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if self.is_synthetic:
+            return Generated(self, tokenizer)
+        by_task = [
+            [self.sample(name, row["index"], split(name, row), {}) for _, row in rows.rows]
+            for name, rows in self.rows.items()
+        ]
+        return in_turns(by_task)
+
+    def sample(self, dataset: str, index: int, row: Row, fields: Mapping[str, Any]) -> Sample:
+        return Sample(
+            id=f"{dataset}-{index}",
+            context=row.context,
+            question=row.question,
+            answer_prefix=row.answer_prefix,
+            references=row.outputs,
+            max_new_tokens=self.params.new_tokens(dataset),
+            fields={
+                "dataset": dataset,
+                "prompts": self.prompts,
+                "synthetic": self.is_synthetic,
+                **fields,
+            },
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        match = match_part if sample.fields["dataset"].startswith("qa_") else match_all
+        return match(cleaned(prediction, self.params.control_characters), sample.references)
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """datasets.csv: per task its rows and their mean in percent."""
+        scored = [row for row in rows if row["score"] is not None]
+        scores: dict[str, list[float]] = {}
+        for row in scored:
+            scores.setdefault(row["dataset"], []).append(row["score"])
+        lines = ([name, len(each), percent(each)] for name, each in scores.items())
+        write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent"], lines)
+
+
+class Generated(FilledSamples):
+    """Rows in the units of their task, in turns."""
+
+    def __init__(self, task: Ruler, tokenizer: Any) -> None:
+        self.task = task
+        n = task.params.rows or N_ROWS
+        self.places = [(name, row) for row in range(n) for name in task.params.names]
+        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
+
+    def fewest(self, dataset: str) -> int:
+        return KINDS[dataset].fewest
+
+    def surplus(self, units: int, excess: int) -> int:
+        return units // 100
+
+    def draw(self, i: int, units: int) -> Sample:
+        dataset, number = self.places[i]
+        rng = random.Random(f"ruler {self.task.seed} {dataset} {number}")
+        row = KINDS[dataset].make(self.task.material, rng, units)
+        fields = {"length": self.task.params.length, "units": units}
+        return self.task.sample(dataset, number, row, fields)

@@ -1,0 +1,83 @@
+"""Parameters of tasks that ask several questions on one context, and what follows from them.
+
+Not here: how a conversation is asked (`evals/turns`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import ConfigError
+from tasks.base import Sample
+from tasks.lazy import LazySamples
+from tasks.turns.conversation import MODES, Asking, Conversation, Turn, line_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionParams:
+    """The keys that such tasks share."""
+
+    questions: int  # on each context; 1: one question each, asked as ever
+    mode: str | None  # independent | golden | dialogue | query_aware; None: independent, where there are several
+    feed: str  # compressed | tokenwise | dense
+    budget_base: str  # context
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise ConfigError(f"task.questions={self.questions} is below 1; give 1 or more")
+        if self.mode is not None and self.questions == 1 and self.mode in MODES:
+            raise ConfigError(f"task.mode={self.mode} needs several questions; give task.questions=4, or leave it away")
+        _ = self.asking
+
+    @property
+    def asking(self) -> Asking | None:
+        """How conversations are asked; None where each context has one question."""
+        asking = Asking(self.mode or "independent", self.feed, self.budget_base)
+        return None if self.questions == 1 else asking
+
+
+def asked(sample: Sample, turns: Sequence[Turn], asking: Asking) -> Sample:
+    """The sample with these turns in place of its question."""
+    return replace(
+        sample,
+        question="",
+        answer_prefix="",
+        references=(),
+        max_new_tokens=max(turn.max_new_tokens for turn in turns),
+        conversation=Conversation(tuple(turns), asking),
+    )
+
+
+def one_question(sample: Sample, turn: int) -> Sample:
+    """One turn as an ordinary sample, whose question is compressed with the context; turns count from 0."""
+    talk = sample.conversation
+    assert talk is not None, sample.id
+    this = talk.turns[turn]
+    own = {"sample": sample.id, "turn": turn + 1, "turns": len(talk.turns), "mode": talk.asking.mode}
+    return replace(
+        sample,
+        id=line_id(sample.id, turn + 1),
+        question=this.question,
+        answer_prefix=this.answer_prefix,
+        references=this.references,
+        max_new_tokens=this.max_new_tokens,
+        fields={**sample.fields, **this.fields, **own},
+        conversation=None,
+    )
+
+
+class QueryAware(LazySamples):
+    """Every question of samples with turns as a sample of its own."""
+
+    def __init__(self, samples: Sequence[Sample], n_turns: Sequence[int]) -> None:
+        """`n_turns` says how many each sample has."""
+        self.samples = samples
+        self.places = [(i, turn) for i, n in enumerate(n_turns) for turn in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def sample(self, i: int) -> Sample:
+        place, turn = self.places[i]
+        sample: Any = self.samples[place]
+        return one_question(sample, turn)
