@@ -44,6 +44,7 @@ class BudgetRequest:
     memory: Fraction | None = None  # share of the full cache's bytes that may lie on the device behind the prompt
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
     counts: str | None = None  # of COUNTS: what `tokens` count for methods that compress while they generate
+    key_share: Fraction = Fraction(1, 2)  # of a token's bytes those of its key
 
     def __post_init__(self) -> None:
         if self.memory is not None and not 0 < self.memory <= 1:
@@ -153,7 +154,7 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
     share = Fraction(request.tokens or 0) if request.ratio is None else request.ratio * s_prompt
     if drops and request.memory is not None:
         share = min(share, request.memory * s_prompt)
-    extra = request.comm * s_prompt / 2 if drops and request.compensates else Fraction(0)
+    extra = request.comm * s_prompt * request.key_share if drops and request.compensates else Fraction(0)
     nominal = min(floor(share), s_prompt)
     if nominal < 1:
         raise ConfigError(
@@ -182,9 +183,14 @@ def key_bytes(shape: ModelShape, s: int) -> int:
     return shape.h_kv * s * shape.d_h * ELEMENT_BYTES
 
 
+def value_bytes(shape: ModelShape, s: int) -> int:
+    """Bytes that `s` tokens have beside their keys in one layer: of their values, none where these lie in the keys."""
+    return shape.h_kv * s * (shape.width - shape.d_h) * ELEMENT_BYTES
+
+
 def token_bytes(shape: ModelShape) -> int:
     """Bytes of K and V of one token in one layer."""
-    return 2 * key_bytes(shape, 1)
+    return shape.h_kv * shape.width * ELEMENT_BYTES
 
 
 def find_bytes(shape: ModelShape, budget: Budget) -> int:

@@ -16,21 +16,34 @@ class ModelShape:
     n_layers: int
     h: int  # query heads
     h_kv: int  # KV heads
-    d_h: int  # dimensions of a head
+    d_h: int  # dimensions of a key as it is cached, and of the queries that meet it
     window: int  # longest sequence the model was made for, prompt and answer together
     attention_layers: tuple[int, ...]  # with full softmax attention: the ones that methods compress
     d_model: int = 0  # values of a token between two layers; 0: not known
     chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
     chunk: int = 0  # tokens of such a chunk
     hybrid_layers: tuple[int, ...] = ()  # compressed ones with a state beside K and V, which the model keeps to itself
+    value_width: int = 0  # dimensions of a value, where it has others than a key; 0: as many
+    is_latent: bool = False  # a token is one latent for all heads: a value is the first numbers of its key
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"
+        assert not self.is_latent or (self.h_kv == 1 and self.d_v <= self.d_h), (self.h_kv, self.d_h, self.d_v)
 
     @property
     def g(self) -> int:
         """Query heads per KV head."""
         return self.h // self.h_kv
+
+    @property
+    def d_v(self) -> int:
+        """Dimensions of a value."""
+        return self.value_width or self.d_h
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token of one KV head: its key and its value, which a latent has within its key."""
+        return self.d_h if self.is_latent else self.d_h + self.d_v
 
     @property
     def n_own(self) -> int:

@@ -39,8 +39,8 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
 
 def answers_bytes(variants: Sequence["Variant"], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
     """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
-    values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes
-    return [0 if variant.budget.counts is not None else 2 * values * n_new for variant in variants]
+    token = len(shape.attention_layers) * shape.h_kv * shape.width * element_bytes
+    return [0 if variant.budget.counts is not None else token * n_new for variant in variants]
 
 
 def most_at_once(n_bytes: Sequence[int], limit: int | None) -> int:
@@ -58,19 +58,20 @@ def machine_bytes(device: torch.device) -> int:
 def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     budget = variant.budget
-    values = len(shape.attention_layers) * shape.h_kv * shape.d_h * element_bytes  # of a token's keys
+    of_heads = len(shape.attention_layers) * shape.h_kv * element_bytes
+    token, key = of_heads * shape.width, of_heads * shape.d_h
     if variant.is_full:
-        return 2 * values * n_new
+        return token * n_new
     if budget.counts is not None:  # K and V, what a cut copies, and the similarity of one head's keys to each other
         room = min(budget.s_prompt + n_new, 2 * budget.tokens + n_new if budget.most is None else 2 * budget.most)
-        return 2 * values * room + 4 * room * room
-    index = 0 if variant.method.drops else values * budget.s_prompt
-    return 2 * values * (budget.tokens + 2 * n_new) + index
+        return token * room + 4 * room * room
+    index = 0 if variant.method.drops else key * budget.s_prompt
+    return token * (budget.tokens + 2 * n_new) + index
 
 
 def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, devices: Sequence[torch.device]) -> int:
     """Memory for variants, once a prompt of so many tokens was read; `devices` has that of each layer, or of all."""
-    token = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h
+    token = len(shape.attention_layers) * shape.h_kv * shape.width
     passing = PASS_VALUES * (shape.d_model or shape.h * shape.d_h)
     # Of several GPUs the first that is full ends it.
     free = min(free_bytes(device) * len(devices) // devices.count(device) for device in {*devices})

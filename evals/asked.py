@@ -221,7 +221,7 @@ def refuse_many(settings: Settings, shape: ModelShape) -> None:
     """Raise `ConfigError` for more answers to a prompt than anybody waits for."""
     n = settings.sampling.n_answers
     if n > MOST_ANSWERS:
-        token = 2 * len(shape.attention_layers) * shape.h_kv * shape.d_h * (4 if settings.dtype == "float32" else 2)
+        token = len(shape.attention_layers) * shape.h_kv * shape.width * (4 if settings.dtype == "float32" else 2)
         raise ConfigError(
             f"n_answers={n} is out of range; it is at most {MOST_ANSWERS}: with model {shape.name!r} each generated "
             f"token of so many answers takes {checks.gigabytes(n * token)} of keys and values"

@@ -6,6 +6,8 @@ Checks    tests/engine/test_store.py.
 Not here: attention over rows without copying them (`kernels/select_attend.py`).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,17 @@ from torch import Tensor
 def gather_tokens(tokens: Tensor, idx: Tensor) -> Tensor:
     """Rows of `tokens` (1, h_kv, s, d_h) at `idx` (1, h_kv or h, k), as (1, h_kv or h, k, d_h)."""
     return take_rows(tokens, flat_rows(idx, tokens.shape[1], tokens.shape[2]), idx.shape)
+
+
+def is_within(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the first numbers of their keys, in the same memory: one move of keys moves both."""
+    return v.shape[3] < k.shape[3] and v.stride(2) == k.stride(2) and v.data_ptr() == k.data_ptr()
+
+
+def move_both(move: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What `move` makes of keys and of values; of keys alone where the values lie within them, and there again."""
+    moved = move(k)
+    return moved, moved[..., : v.shape[3]] if is_within(k, v) else move(v)
 
 
 def flat_rows(idx: Tensor, h_kv: int, s: int) -> Tensor:

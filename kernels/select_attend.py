@@ -4,16 +4,19 @@
 is a decode step of a method that retrieves: sinks, window and what was fetched; `attend_rows` does so for all rows of a
 batch, wherever their tokens lie.
 
-Shapes    q (1, h, 1, d_h); k, v (1, h_kv, s, d_h); idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the
-          lower half of each); late: more rows of K and V, (1, h_kv, n_late, d_h) each, which idx counts on from s;
+Shapes    q (1, h, 1, d_h); k (1, h_kv, s, d_h); v (1, h_kv, s, d_v), whose rows may be the first numbers of those of k;
+          idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the lower half of each); late: more rows of K
+          and V, n_late, which idx counts on from s;
           spans: rows of each KV head, as many as it has; k and v hold heads behind each other, (1, 1, rows, d_h), or
           each by itself, (1, h_kv, rows, d_h).
           bias (1, heads, tokens) float32 for the heads that have tokens of their own, added to their scaled logits;
-          out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where
+          out (1, h, 1, d_v) in q's dtype, lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where
           there is no token.
 Paths     C++ on a CPU: float32 sums whatever the dtype; rows of a KV head are read once for its query heads, unless
           those chose tokens of their own. Triton on a GPU. Both cut tokens into pieces and join them by log-sum-exp.
 Checks    tests/kernels/test_select_attend.py, benchmarks/bench_select_attend.py.
+
+Long because both paths read what `Tokens` says, each as a list of numbers of its own.
 
 Not here: choosing tokens, counting bytes, many queries with chosen tokens of their own (`kernels/rows/each.py`).
 """
@@ -35,7 +38,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, library
-from kernels.gather import gather_split
+from kernels.gather import gather_split, is_within, move_both
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton, upload
 
 NEVER = 1 << 62  # more rows than any cache has
@@ -104,11 +107,12 @@ class Tokens:
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Copies of K and V, (1, heads, n_chosen, d_h); some row or other where there is no token."""
         if self.spans is not None:
-            return self._unrolled(self.k), self._unrolled(self.v)
+            return move_both(self._unrolled, self.k, self.v)
         if self.idx is None:
             return self.k, self.v
         late_k, late_v = self.late or (None, None)
-        return gather_split(self.k, late_k, self.idx), gather_split(self.v, late_v, self.idx)
+        k = gather_split(self.k, late_k, self.idx)
+        return k, k[..., : self.v.shape[3]] if is_within(self.k, self.v) else gather_split(self.v, late_v, self.idx)
 
     def _unrolled(self, x: Tensor) -> Tensor:
         """The spans of K or V beside each other, (1, h_kv, longest, d_h)."""
@@ -162,10 +166,17 @@ def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
     for part in parts:
         if part.is_packed():
             continue
-        for x in (part.k, part.v, *(part.late or ())):
-            if x.dtype != q.dtype or x.stride()[2:] != (q.shape[3], 1):
+        for k, v in stretches(part):
+            if k.dtype != q.dtype or v.dtype != q.dtype or k.stride()[2:] != (q.shape[3], 1) or v.stride(3) != 1:
+                return False
+            if v.stride(2) != part.v.stride(2):
                 return False
     return True
+
+
+def stretches(part: Tokens) -> list[tuple[Tensor, Tensor]]:
+    """K and V of a part, and of the tokens behind them."""
+    return [(part.k, part.v)] if part.late is None else [(part.k, part.v), part.late]
 
 
 @cache
@@ -176,10 +187,10 @@ def native() -> Any:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.attend_rows.argtypes = [
-        size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, pointer, size
+        size, size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, pointer, size
     ]  # fmt: skip
     lib.attend_each.argtypes = [
-        size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, size
+        size, size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, size
     ]  # fmt: skip
     lib.attend_rows.restype = lib.attend_each.restype = None
     return lib
@@ -195,23 +206,29 @@ def attend_rows_native(q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float
     """All rows of q (n, h, 1, d_h), each over its own parts: out, lse (n, h, 1), undefined for one without any."""
     n, h, s_q, d_h = q.shape
     assert n == len(rows) and s_q == 1, (q.shape, len(rows))
+    d_v = value_width(rows)
     q, packed = q.contiguous(), array("q")
     for part in chain.from_iterable(rows):
         packed.extend(part.packed())
     ends = array("q", accumulate(map(len, rows)))
-    out, lse = torch.empty_like(q), torch.empty(n, h, 1)
+    out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1)
     native().attend_rows(
-        DTYPES[q.dtype], n, h, d_h, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
+        DTYPES[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
         out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
+
+
+def value_width(rows: Sequence[Sequence[Tokens]]) -> int:
+    """Dimensions of a value, of which all parts have as many."""
+    return next(part.v.shape[3] for parts in rows for part in parts)
 
 
 def packed_part(part: Tokens) -> tuple[int, ...]:
     """As `Tokens.packed`, made anew."""
     k, v, idx, late = part.k, part.v, part.idx, part.late
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
-    heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0), NEVER, (0, 0), (0, 0)
+    heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0, 0), NEVER, (0, 0), (0, 0)
     if part.spans is not None:
         starts, counts, n = part.spans
         assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
@@ -221,15 +238,14 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
         _, heads, n = idx.shape
         where = idx.data_ptr()
     if late is not None:
-        k_late, v_late = late
-        assert k_late.stride() == v_late.stride(), (k_late.stride(), v_late.stride())
-        late_numbers, rows = (k_late.data_ptr(), v_late.data_ptr(), k_late.stride(1) * size), s
+        strides = (x.stride(1) * size for x in late)
+        late_numbers, rows = (*(x.data_ptr() for x in late), *strides), s
     if part.bias is not None:
         check_bias(part.bias, heads, n)
         bias = part.bias.data_ptr(), part.bias.stride(1)
     return (
         k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size, heads, n, where, *late_numbers, rows, h_kv,
-        *spans, *bias,
+        *spans, *bias, v.stride(2),
     )  # fmt: skip
 
 
@@ -243,7 +259,9 @@ def check_bias(bias: Tensor, heads: int, n: int) -> None:
 TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
-ITEM = 30  # numbers of a work item, as `attend_items` reads them
+ITEM = 31  # numbers of a work item, as `attend_items` reads them
+ROWS = 32  # query heads of a wide KV head that one program attends with; of a head up to WIDE_HEAD, all of them
+WIDE_HEAD = 256
 
 
 def select_attend_triton(
@@ -282,6 +300,7 @@ def attend_rows_triton(
     parts) float32, its scaled logits are stored there; `others` come on top of a row's parts.
     """
     n, h, d_h = len(rows), q.shape[1], q.shape[3]
+    d_v = value_width(rows) if any(rows) else d_h
     q = q.contiguous()
     heads = [part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row]
     h_kv = min(heads) if others is None else others.h_kv
@@ -303,18 +322,23 @@ def attend_rows_triton(
     numbers = [number for item in items for number in item]
     work = upload([*numbers, *ends, *(item for mine in own for item in mine), *more], q.device)
     g = h // h_kv
-    width = power_of_2(d_h, 16)
-    out, lse = torch.empty_like(q), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
-    sums = torch.empty(n_all, h, d_h, dtype=torch.float32, device=q.device)
+    out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
+    sums = torch.empty(n_all, h, d_v, dtype=torch.float32, device=q.device)
     lses = torch.empty(n_all, h, dtype=torch.float32, device=q.device)
+    values = power_of_2(d_v, 16)
     if items:
-        attend_items[(len(items), h_kv)](
-            q, work, sums, lses, scale, h_kv, d_h, g, power_of_2(g, 16), width, TILE, ITEM, lanes(q, items),
-            INTERPRETED,
+        # A wide head's numbers are a power of two and a rest, and its query heads take turns: registers hold no more.
+        is_wide = d_h > WIDE_HEAD
+        width = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16)
+        rest = power_of_2(d_h - width, 16) if d_h > width else 0
+        n_rows = power_of_2(min(g, ROWS) if is_wide else g, 16)
+        attend_items[(cdiv(g, n_rows), len(items), h_kv)](
+            q, work, sums, lses, scale, h_kv, d_h, d_v, g, n_rows, width, rest, values, TILE // 2 if is_wide else TILE,
+            ITEM, lanes(q, d_v, items), INTERPRETED,
         )  # fmt: skip
     if others is not None:
         others.launch(q, work[len(work) - len(more) :], sums, lses, scale)
-    join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_h, ITEM, width)
+    join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_v, ITEM, values)
     return out, lse
 
 
@@ -325,8 +349,11 @@ def work_items(
     h, g = q.shape[1], q.shape[1] // h_kv
     own_q = q[row] if part.q is None else part.q
     d_h = q.shape[3]
-    for x in (part.k, part.v, *(part.late or ())):
-        assert x.stride()[2:] == (d_h, 1) and x.dtype == q.dtype, (x.stride(), x.dtype)
+    v_row, stretch = part.v.stride(2), stretches(part)
+    for k, v in stretch if part.near is None else [*stretch, part.near[:2]]:
+        assert k.stride()[2:] == (d_h, 1) and v.stride()[2:] == (v_row, 1), (k.stride(), v.stride())
+        assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
+        assert k.stride(1) * v_row == v.stride(1) * d_h or k.shape[1] == 1, (k.stride(), v.stride())
     assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
     away = partial(distance, start=q)
     heads = part.n_heads()
@@ -335,11 +362,10 @@ def work_items(
     k_late, v_late, behind = k, v, NEVER
     if part.late is not None:
         (k_late, v_late), behind = part.late, k.shape[2]
-        assert k_late.stride() == v_late.stride(), (k_late.stride(), v_late.stride())
     near = [0] * 5
     if part.near is not None:
         k_near, v_near, slots = part.near
-        assert k_near.stride() == v_near.stride() and slots.dtype == torch.int32, (k_near.stride(), slots.dtype)
+        assert slots.dtype == torch.int32, slots.dtype
         near = [away(k_near), away(v_near), k_near.stride(1), slots.data_ptr(), slots.stride(0) * (len(slots) > 1)]
     spans = [0] * 2
     if part.spans is not None:
@@ -371,59 +397,72 @@ def work_items(
             j if own_heads else 0, j + 1 if own_heads else g,
             *((0, 0) if logits is None else (logits.data_ptr() + 4 * at, logits.stride(0))), *near, *spans,
             0 if part.bias is None else part.bias.data_ptr() + 4 * j * bias_stride,
-            bias_stride * (g if own_heads else 1),
+            bias_stride * (g if own_heads else 1), v_row,
         ]  # fmt: skip
         found += [[*numbers, first, min(n, first + split)] for first in range(0, n, split)]
     return found
 
 
-def lanes(q: Tensor, items: list[list[int]]) -> int:
+def lanes(q: Tensor, d_v: int, items: list[list[int]]) -> int:
     """Elements that may be loaded at once: 16 bytes where all tokens begin at a multiple of that."""
     wide = 16 // q.element_size()
-    numbers = (q.shape[3], *(number for item in items for number in (*item[1:6], *item[8:11], *item[19:22])))
+    numbers = (q.shape[3], d_v, *(x for item in items for x in (*item[1:6], *item[8:11], *item[19:22], item[28])))
     return wide if all(number % wide == 0 for number in numbers) and q.data_ptr() % 16 == 0 else 1
 
 
 @jit
 def attend_items(
-    q, work, sums, lses, scale, h_kv, d_h,
-    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, ITEM: tl.constexpr,
+    q, work, sums, lses, scale, h_kv, d_h, d_v,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    TILE: tl.constexpr, ITEM: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,  # WIDE: float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
-    """Softmax over the tokens of an item for the query heads of a KV head, padded to ROWS for the tensor cores."""
-    item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Softmax over the tokens of an item for query heads of a KV head, padded to ROWS for the tensor cores.
+
+    Those of wide heads are several programs', side by side, so that a token is read from memory once. A key has WIDTH
+    numbers and, of wide ones, up to REST more.
+    """
+    item, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = work + item * ITEM
     own_q = tl.multiple_of(tl.load(at + 1), LANES)
     k = tl.multiple_of(tl.load(at + 2) + head * tl.load(at + 4), LANES)
     v = tl.multiple_of(tl.load(at + 3) + head * tl.load(at + 5), LANES)
     idx, idx_stride = tl.load(at + 6), tl.load(at + 7)
-    late_stride = tl.load(at + 10)
+    late_stride, v_row = tl.load(at + 10), tl.load(at + 28)
     k_late = tl.multiple_of(tl.load(at + 8) + head * late_stride, LANES)
-    v_late = tl.multiple_of(tl.load(at + 9) + head * late_stride, LANES)
+    v_late = tl.multiple_of(tl.load(at + 9) + head * (late_stride // d_h * v_row), LANES)
     behind, mask_at = tl.load(at + 11), tl.load(at + 12)
     first_head, last_head = tl.load(at + 15), tl.load(at + 16)
     logits_at, logits_stride = tl.load(at + 17), tl.load(at + 18)
     near_stride = tl.load(at + 21)
     k_near = tl.multiple_of(tl.load(at + 19) + head * near_stride, LANES)
-    v_near = tl.multiple_of(tl.load(at + 20) + head * near_stride, LANES)
+    v_near = tl.multiple_of(tl.load(at + 20) + head * (near_stride // d_h * v_row), LANES)
     slots_at = tl.load(at + 22)
     starts_at, counts_at = tl.load(at + 24), tl.load(at + 25)
     bias_at = tl.load(at + 26)
     biases = bias_at.to(tl.pointer_type(tl.float32)) + head * tl.load(at + 27)
-    first, last = tl.load(at + 28).to(tl.int32), tl.load(at + 29).to(tl.int32)
+    first, last = tl.load(at + 29).to(tl.int32), tl.load(at + 30).to(tl.int32)
     start_row = tl.zeros((), tl.int64)
     if counts_at != 0:
         last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + head).to(tl.int32))
         start_row += tl.load(starts_at.to(tl.pointer_type(tl.int64)) + head)
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, mine = column < d_h, (row >= first_head) & (row < last_head)
-    where = own_q + (head * G + row)[:, None] * d_h + column[None]
-    queries = tl.load(q + where, mine[:, None] & inside[None], other=0.0)
+    value_column = tl.arange(0, VALUES)
+    in_value = value_column < d_v
+    of_query = own_q + (head * G + row)[:, None] * d_h
+    queries = tl.load(q + of_query + column[None], mine[:, None] & inside[None], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
+    if REST > 0:
+        rest = WIDTH + tl.arange(0, REST)
+        in_rest = rest < d_h
+        more = tl.load(q + of_query + rest[None], mine[:, None] & in_rest[None], other=0.0)
+        if WIDE:
+            more = more.to(tl.float32)
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    acc = tl.zeros((ROWS, VALUES), tl.float32)
     chosen = idx.to(tl.pointer_type(tl.int64)) + head * idx_stride
     seen_at = mask_at.to(tl.pointer_type(tl.int8)) + head * tl.load(at + 13)
     mask_stride = tl.load(at + 14)
@@ -434,23 +473,29 @@ def attend_items(
         if idx != 0:
             token = tl.load(chosen + place, place < last, other=-1).to(tl.int32).to(tl.int64)
         real, is_late = (place < last) & (token >= 0), token >= behind
-        early, late = tl.where(real & (token < behind), token, 0) * d_h, tl.where(is_late, token - behind, 0) * d_h
-        key_at, value_at = tl.where(is_late, k_late + late, k + early), tl.where(is_late, v_late + late, v + early)
+        early, late = tl.where(real & (token < behind), token, 0), tl.where(is_late, token - behind, 0)
+        key_at = tl.where(is_late, k_late + late * d_h, k + early * d_h)
+        value_at = tl.where(is_late, v_late + late * v_row, v + early * v_row)
         if slots_at != 0:
             slot = tl.load(slots + token, real, other=-1)
-            beside = tl.where(slot >= 0, slot, 0).to(tl.int64) * d_h
+            beside = tl.where(slot >= 0, slot, 0).to(tl.int64)
             key_at, value_at = (
-                tl.where(slot >= 0, k_near + beside, key_at),
-                tl.where(slot >= 0, v_near + beside, value_at),
+                tl.where(slot >= 0, k_near + beside * d_h, key_at),
+                tl.where(slot >= 0, v_near + beside * v_row, value_at),
             )
         seen = mine[:, None] & real[None]
         if mask_at != 0:
             seen = seen & (tl.load(seen_at + row[:, None] * mask_stride + place[None], seen, other=0) != 0)
-        there = real[:, None] & inside[None]
-        keys = tl.load(q + key_at[:, None] + column[None], there, other=0.0)
+        keys = tl.load(q + key_at[:, None] + column[None], real[:, None] & inside[None], other=0.0)
         if WIDE:
             keys = keys.to(tl.float32)
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if REST > 0:
+            keys = tl.load(q + key_at[:, None] + rest[None], real[:, None] & in_rest[None], other=0.0)
+            if WIDE:
+                keys = keys.to(tl.float32)
+            logits = tl.dot(more, tl.trans(keys), logits, input_precision="ieee")
+        logits *= scale
         if bias_at != 0:
             logits += tl.load(biases + place, place < last, other=0.0)[None]
         logits = tl.where(seen, logits, -1e30)
@@ -460,7 +505,7 @@ def attend_items(
         higher = tl.maximum(highest, tl.max(logits, 1))
         weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)
-        values = tl.load(q + value_at[:, None] + column[None], there, other=0.0)
+        values = tl.load(q + value_at[:, None] + value_column[None], real[:, None] & in_value[None], other=0.0)
         if WIDE:
             values = values.to(tl.float32)
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -469,11 +514,11 @@ def attend_items(
     some = tl.where(total > 0, total, 1.0)
     to = (item * h_kv + head) * G + row
     tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), row < G)
-    tl.store(sums + to[:, None] * d_h + column[None], acc / some[:, None], mine[:, None] & inside[None])
+    tl.store(sums + to[:, None] * d_v + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])
 
 
 @jit
-def join_items(sums, lses, out, lse, work, n_items, h, d_h, ITEM: tl.constexpr, WIDTH: tl.constexpr):
+def join_items(sums, lses, out, lse, work, n_items, h, d_v, ITEM: tl.constexpr, WIDTH: tl.constexpr):
     """The items of one row for one query head, weighted by their log-sum-exps."""
     row, head = tl.program_id(0), tl.program_id(1)
     ends = work + n_items * ITEM
@@ -489,12 +534,12 @@ def join_items(sums, lses, out, lse, work, n_items, h, d_h, ITEM: tl.constexpr, 
         higher = tl.maximum(highest, tl.max(mine, 0))
         weights, shrink = tl.exp(mine - higher), tl.exp(highest - higher)
         # What an item has of other query heads was never written.
-        there = ((place < last) & (weights > 0))[:, None] & (column < d_h)[None]
-        part = tl.load(sums + (item * h + head)[:, None] * d_h + column[None], there, other=0.0)
+        there = ((place < last) & (weights > 0))[:, None] & (column < d_v)[None]
+        part = tl.load(sums + (item * h + head)[:, None] * d_v + column[None], there, other=0.0)
         acc = acc * shrink + tl.sum(part * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         highest = higher
     some = tl.where(total > 0, total, 1.0)
     to = row * h + head
-    tl.store(out + to * d_h + column, (acc / some).to(out.dtype.element_ty), column < d_h)
+    tl.store(out + to * d_v + column, (acc / some).to(out.dtype.element_ty), column < d_v)
     tl.store(lse + to + tl.arange(0, 1), tl.where(total > 0, highest + tl.log(some), float("-inf")))

@@ -44,7 +44,7 @@ def bends_of(shape: ModelShape) -> Bends:
     if not shape.d_model:
         return Bends()
     weights = 12 * shape.d_model**2
-    return Bends(weights / (2 * shape.h * shape.d_h), weights / (2 * shape.h_kv * shape.d_h))
+    return Bends(weights / (2 * shape.h * shape.d_h), weights / (shape.h_kv * shape.width))
 
 
 class Line:

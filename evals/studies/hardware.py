@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import terminal
 from engine.books.ledger import Entry
-from engine.budget import BudgetRequest, parse_fraction
+from engine.budget import BudgetRequest, parse_fraction, token_bytes
 from engine.checkpoints.load import shape_of
 from engine.decode import attend_group
 from engine.errors import ConfigError, unknown_name
@@ -286,7 +286,7 @@ class Numbers(TorchDispatchMode):
 
 def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums_columns: bool) -> Counts:
     """The counts in one line of a ledger."""
-    token = 2 * ELEMENT_BYTES * shape.d_h  # of one KV head
+    token = token_bytes(shape) // shape.h_kv
     meta = entry.resident_meta_bytes + entry.moved_meta_bytes + entry.searched_bytes
     on_host = entry.resident_host_bytes > 0
     return Counts(
@@ -338,7 +338,7 @@ def layers_of(shape: ModelShape, config: Any) -> Layers:
         d_h=shape.d_h,
         layer_weights=attention + 3 * d * config.intermediate_size,
         head_weights=d * config.vocab_size,
-        kv_bytes=2 * ELEMENT_BYTES * shape.h_kv * shape.d_h,
+        kv_bytes=token_bytes(shape),
     )
 
 

@@ -21,12 +21,15 @@ struct Part {
     int64_t heads, n;                 // h_kv or h; tokens of each, places in idx included
     const int64_t *idx;               // (heads, n) rows, below 0: none; null: rows 0 to n
     const char *k_late, *v_late;      // rows from n_rows on; null: there are none
-    int64_t late_stride, n_rows;      // bytes from head to head; rows of k and v
+    int64_t k_late_stride, v_late_stride, n_rows;  // bytes from head to head; rows of k and v
     int64_t kv_heads;                 // heads of k and v, or 1 where all heads' rows lie behind each other
     const int64_t *starts, *counts;   // (heads), a head's first row and its rows, at most n; null: rows 0 to n
     const float *bias;                // (heads, n), added to scaled logits; null: nothing is
     int64_t bias_stride;              // numbers from head to head
+    int64_t v_row;                    // numbers from value to value: more than it has where values lie within keys
 };
+
+INLINE int64_t padded_to(int64_t d) { return (d + WIDTH - 1) / WIDTH * WIDTH; }  // whole vectors
 
 INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
@@ -56,14 +59,14 @@ INLINE void ask_for(const void *row, int64_t bytes) {
 
 // Scaled logits of G query heads (padded to whole vectors) over n rows; `rows` is padded to whole fours.
 template <class T, int G>
-INLINE void logits_of(const float *q, int64_t d, const T *const *rows, const T *const *values, int n, float scale,
-                      float (*logits)[CHUNK], bool first) {
-    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH, bytes = d * sizeof(T);
+INLINE void logits_of(const float *q, int64_t d, const T *const *rows, const T *const *values, int64_t d_v, int n,
+                      float scale, float (*logits)[CHUNK], bool first) {
+    const int64_t padded = padded_to(d), bytes = d * sizeof(T), value_bytes = d_v * sizeof(T);
     for (int t = 0; t < n; t += 4) {
         if (first)
             for (int i = 0; i < 4; i++) {
                 if (t + AHEAD + i < n) ask_for(rows[t + AHEAD + i], bytes);
-                ask_for(values[t + i], bytes);
+                ask_for(values[t + i], value_bytes);
             }
         vf sums[G][4] = {};
         for (int64_t at = 0; at < padded; at += WIDTH) {
@@ -103,7 +106,7 @@ INLINE void columns_of(const float (*weights)[CHUNK], const T *const *rows, int 
 template <class T, int G>
 INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, int64_t d, float *out, int64_t stride) {
     constexpr int MOST = 16 / G >= 8 ? 8 : 4;
-    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH;
+    const int64_t padded = padded_to(d);
     int64_t at = 0;
     for (; at + MOST * WIDTH <= padded; at += MOST * WIDTH) columns_of<T, G, MOST>(weights, rows, n, at, d, out, stride);
     if (MOST == 8 && at + 4 * WIDTH <= padded) {
@@ -115,21 +118,21 @@ INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, 
 
 // G of the query heads that share a chunk's rows.
 template <class T, int G>
-void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, const float *bias, int n, float scale,
-                float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
+void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, int64_t d_v, const float *bias, int n,
+                float scale, float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
     alignas(64) float weights[G][CHUNK];
-    logits_of<T, G>(q, d, k, v, n, scale, weights, first);
+    logits_of<T, G>(q, d, k, v, d_v, n, scale, weights, first);
     if (bias)
         for (int g = 0; g < G; g++)
             for (int t = 0; t < n; t++) weights[g][t] += bias[t];
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(weights[g], n);
-    sums_of<T, G>(weights, v, n, d, out, stride);
+    sums_of<T, G>(weights, v, n, d_v, out, stride);
 }
 
 template <class T>
-void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, const Part *parts, T *out, float *lse,
-            int n_threads) {
-    const int64_t padded = (d + WIDTH - 1) / WIDTH * WIDTH;
+void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, int64_t n_parts, const Part *parts, T *out,
+            float *lse, int n_threads) {
+    const int64_t padded = padded_to(d), wide = padded_to(d_v);  // of queries, of sums
     const std::vector<Chunk> items = chunks_in(n_parts, parts);
     std::vector<int64_t> work(1);  // of the items so far
     for (const Chunk &item : items) work.push_back(work.back() + (item.stop - item.start) * (h / item.part->heads) * d);
@@ -138,8 +141,8 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
     for (int64_t p = 0; p < n_parts; p++) chunks += chunks_of(parts[p].n);
 
     // Queries, then sums of every query head's chunks, then what joins them.
-    const std::unique_ptr<float[]> room(new float[h * padded * (1 + chunks) + 16]);
-    float *queries = room.get(), *sums = queries + h * padded;
+    const std::unique_ptr<float[]> room(new float[h * (padded + wide * (1 + chunks)) + 16]);
+    float *queries = room.get(), *joined = queries + h * padded, *sums = joined + h * wide;
     std::vector<Partial> partials(h * chunks, {-INFINITY, 0});
     for (int64_t head = 0; head < h; head++)
         for (int64_t at = 0; at < padded; at += WIDTH) store(queries + head * padded + at, load_part(q + head * d, at, d));
@@ -149,8 +152,9 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         const int64_t head = items[number].head, first = part->starts ? part->starts[head] : 0;
         const int64_t owner = head * part->kv_heads / part->heads;
         const T *k = (const T *)(part->k + owner * part->k_stride), *v = (const T *)(part->v + owner * part->v_stride);
-        const T *k_late = (const T *)(part->k_late + owner * part->late_stride);
-        const T *v_late = (const T *)(part->v_late + owner * part->late_stride);
+        const T *k_late = (const T *)(part->k_late + owner * part->k_late_stride);
+        const T *v_late = (const T *)(part->v_late + owner * part->v_late_stride);
+        const int64_t v_row = part->v_row;
 
         const T *k_rows[CHUNK + 4], *v_rows[CHUNK + 4];
         float biases[CHUNK];
@@ -161,10 +165,10 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
             if (part->bias) biases[n] = part->bias[head * part->bias_stride + t];
             const bool is_late = row >= part->n_rows;
             k_rows[n] = is_late ? k_late + (row - part->n_rows) * d : k + row * d;
-            v_rows[n++] = is_late ? v_late + (row - part->n_rows) * d : v + row * d;
+            v_rows[n++] = is_late ? v_late + (row - part->n_rows) * v_row : v + row * v_row;
         }
         const int64_t g = h / part->heads;
-        float *mine = sums + (head * g * chunks + items[number].place) * padded;
+        float *mine = sums + (head * g * chunks + items[number].place) * wide;
         Partial *joins = partials.data() + head * g * chunks + items[number].place;
         if (n == 0) return;
         for (int i = n; i < n + 4; i++) k_rows[i] = k_rows[n - 1], v_rows[i] = v_rows[n - 1];
@@ -173,8 +177,8 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         for (int64_t i = 0; i < g;) {
             const int64_t left = g - i;
             const auto over = [&](auto run, int64_t step) {
-                run(asking + i * padded, d, k_rows, v_rows, part->bias ? biases : nullptr, n, scale, mine + i * chunks * padded, chunks * padded,
-                    joins + i * chunks, chunks, i == 0 && part->idx);
+                run(asking + i * padded, d, k_rows, v_rows, d_v, part->bias ? biases : nullptr, n, scale,
+                    mine + i * chunks * wide, chunks * wide, joins + i * chunks, chunks, i == 0 && part->idx);
                 i += step;
             };
 #if defined(__AVX512F__)
@@ -198,25 +202,25 @@ void attend(int64_t h, int64_t d, const T *q, float scale, int64_t n_parts, cons
         const Partial *mine = partials.data() + head * chunks;
         float highest = -INFINITY, total = 0;
         for (int64_t c = 0; c < chunks; c++) highest = mine[c].highest > highest ? mine[c].highest : highest;
-        float *row = queries + head * padded;  // no longer needed
-        memset(row, 0, padded * sizeof(float));
+        float *row = joined + head * wide;
+        memset(row, 0, wide * sizeof(float));
         for (int64_t c = 0; c < chunks; c++) {
             if (mine[c].total == 0) continue;
             const float factor = std::exp(mine[c].highest - highest);
             total += factor * mine[c].total;
-            for (int64_t at = 0; at < padded; at += WIDTH)
-                store(row + at, load(row + at) + splat(factor) * load(sums + (head * chunks + c) * padded + at));
+            for (int64_t at = 0; at < wide; at += WIDTH)
+                store(row + at, load(row + at) + splat(factor) * load(sums + (head * chunks + c) * wide + at));
         }
         lse[head] = total > 0 ? highest + std::log(total) : -INFINITY;
-        for (int64_t i = 0; i < d; i++) store_one(out + head * d + i, total > 0 ? row[i] / total : 0.0f);
+        for (int64_t i = 0; i < d_v; i++) store_one(out + head * d_v + i, total > 0 ? row[i] / total : 0.0f);
     }
 }
 
 }  // namespace
 
-// Queries of n rows (n, h, d), each over parts of its own: those of row i end at ends[i]. A row without parts is left as
-// it is. Each row's numbers are those that it has alone, whatever the number of threads.
-extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, const void *q, float scale,
+// Queries of n rows (n, h, d), each over parts of its own: those of row i end at ends[i]; out (n, h, d_v). A row without
+// parts is left as it is. Each row's numbers are those that it has alone, whatever the number of threads.
+extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale,
                             const int64_t *ends, const void *parts, void *out, float *lse, int64_t n_threads) {
     const Part *all = (const Part *)parts;
     const auto first_of = [&](int64_t i) { return i ? ends[i - 1] : 0; };
@@ -240,8 +244,8 @@ extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, cons
     }
     const auto run = [&](const auto *queries, auto *outs) {
         const auto row = [&](int64_t i, int threads) {
-            attend(h, d, queries + i * h * d, scale, ends[i] - first_of(i), all + first_of(i), outs + i * h * d, lse + i * h,
-                   threads);
+            attend(h, d, d_v, queries + i * h * d, scale, ends[i] - first_of(i), all + first_of(i), outs + i * h * d_v,
+                   lse + i * h, threads);
         };
         for (const int64_t i : large) row(i, (int)n_threads);
         parallel_near(work, (int)n_threads, [&](int64_t at) { row(small[at], 1); });
@@ -255,7 +259,7 @@ extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, cons
 }
 
 // Many queries (n, h, d) over one part each: that of query i has the places idx + i * heads * n and biases alike.
-extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, const void *q, float scale,
+extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale,
                             const void *part, void *out, float *lse, int64_t n_threads) {
     const Part all = *(const Part *)part;
     const auto run = [&](const auto *queries, auto *outs) {
@@ -263,7 +267,7 @@ extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, cons
             Part own = all;
             own.idx += i * all.heads * all.n;
             if (own.bias) own.bias += i * all.heads * all.bias_stride;
-            attend(h, d, queries + i * h * d, scale, 1, &own, outs + i * h * d, lse + i * h, 1);
+            attend(h, d, d_v, queries + i * h * d, scale, 1, &own, outs + i * h * d_v, lse + i * h, 1);
         });
     };
     if (dtype == FLOAT32)

@@ -1,6 +1,6 @@
 """Attention of many queries, each over chosen tokens of its own: the tokens of a feed, which one call reads.
 
-Shapes    q (1, h, n, d_h); idx (n, heads, k), -1: no token; bias alike, float32; out (1, h, n, d_h), lse (1, h, n).
+Shapes    q (1, h, n, d_h); idx (n, heads, k), -1: no token; bias alike, float32; out (1, h, n, d_v), lse (1, h, n).
 Paths     C++ on a CPU; elsewhere one query after the other, as the reference has it.
 Checks    tests/kernels/test_select_attend.py.
 
@@ -25,14 +25,15 @@ def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
     if not native_takes(q, [part]):
         each = [attend_parts_ref(queries[:, i].unsqueeze(2), [of_query(part, i)], scale) for i in range(n)]
         return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 2)
-    out, lse = torch.empty_like(queries), torch.empty(1, n, h)
+    d_v = part.v.shape[3]
+    out, lse = queries.new_empty(1, n, h, d_v), torch.empty(1, n, h)
     numbers = [*packed_part(replace(part, bias=None))]
     if part.bias is not None:
         assert part.bias.shape == part.idx.shape and part.bias.is_contiguous(), part.bias.shape
         assert part.bias.dtype == torch.float32, part.bias.dtype
-        numbers[-2:] = part.bias.data_ptr(), part.bias.shape[2]
+        numbers[-3:-1] = part.bias.data_ptr(), part.bias.shape[2]
     native().attend_each(
-        DTYPES[q.dtype], n, h, d_h, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
+        DTYPES[q.dtype], n, h, d_h, d_v, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
         out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out.transpose(1, 2), lse.transpose(1, 2)

@@ -128,6 +128,8 @@ class Rules:
         cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
+        if request.compensates:
+            request = replace(request, key_share=Fraction(shape.d_h, shape.width))
         if partner is not None and cls.drops:
             return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
         code = None if partner is None else partner.token_code()

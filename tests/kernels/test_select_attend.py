@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.jit import triton
+from kernels.jit import INTERPRETED, triton
 from kernels.rows.each import attend_each
 from kernels.select_attend import (
     Near,
@@ -28,13 +28,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
 has_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
-# h, h_kv, d_h, s, n_chosen
+# h, h_kv, d_h, s, n_chosen, d_v; below 0: so many numbers of the key are the value
 SHAPES = [
-    (6, 2, 16, 40, 12),
-    (9, 3, 64, 700, 300),
-    (4, 4, 20, 30, 7),
-    (7, 1, 7, 9, 9),
-    (8, 2, 128, 300, 1),
+    (6, 2, 16, 40, 12, 16),
+    (9, 3, 64, 700, 300, 64),
+    (4, 4, 20, 30, 7, 20),
+    (7, 1, 7, 9, 9, 7),
+    (8, 2, 128, 300, 1, 128),
+    (6, 2, 24, 60, 20, 16),
+    (4, 2, 16, 60, 20, 40),
+    (6, 1, 40, 130, 70, -32),
+    (37, 1, 272, 90, 40, -256),
 ]
 
 
@@ -43,17 +47,21 @@ def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def problem(
-    shape: tuple[int, int, int, int, int], per_query_head: bool, dtype: torch.dtype
+    shape: tuple[int, int, int, int, int, int], per_query_head: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tokens, float]:
     """A query and chosen rows, some of them late, some of them no token."""
-    h, h_kv, d_h, s, n = shape
+    h, h_kv, d_h, s, n, d_v = shape
     draws = torch.Generator().manual_seed(7)
     idx = torch.rand(1, h if per_query_head else h_kv, s + 5, generator=draws).topk(n).indices
     if n > 3:
         idx[0, 0, 1] = -1
         idx[0, -1, -2:] = -1
-    k, v = (draw(1, h_kv, s, d_h, seed=i, dtype=dtype) for i in (1, 2))
-    late = (draw(1, h_kv, 8, d_h, seed=3, dtype=dtype), draw(1, h_kv, 8, d_h, seed=4, dtype=dtype))
+
+    def pair(n: int, seed: int) -> tuple[Tensor, Tensor]:
+        k = draw(1, h_kv, n, d_h, seed=seed, dtype=dtype)
+        return k, k[..., :-d_v] if d_v < 0 else draw(1, h_kv, n, d_v, seed=seed + 1, dtype=dtype)
+
+    (k, v), late = pair(s, 1), pair(8, 3)
     return draw(1, h, 1, d_h, seed=5, dtype=dtype), Tokens(k, v, idx, late), d_h**-0.5
 
 
@@ -103,7 +111,7 @@ def check(run: Callable[[Tensor, Tokens, float], tuple[Tensor, Tensor]], dtype: 
             right, right_lse = exact(q, [part], scale)
             allowed = 2 * (plain(q, part, scale) - right).abs().max() + 4e-7
             assert out.dtype == dtype
-            assert out.shape == q.shape
+            assert out.shape == (*q.shape[:3], part.v.shape[3])
             assert (out - right).abs().max() <= allowed, (shape, per_query_head)
             assert lse.dtype == torch.float32
             torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=2e-6)
@@ -153,13 +161,17 @@ def test_triton_agrees_with_float64(dtype: torch.dtype) -> None:
     check(in_triton, dtype)
 
 
-def batch(dtype: torch.dtype) -> tuple[Tensor, list[list[Tokens]]]:
-    """Rows with parts of every kind: whole, chosen by KV heads and by query heads, masked, far with copies near."""
+def batch(dtype: torch.dtype, d_v: int = 16) -> tuple[Tensor, list[list[Tokens]]]:
+    """Rows with parts of every kind: whole, chosen by KV heads and by query heads, masked, far with copies near.
+
+    Values have `d_v` numbers; below 0 they are the first numbers of their keys.
+    """
     h, h_kv, d_h = 6, 2, 16
     draws = torch.Generator().manual_seed(3)
 
     def some(heads: int, n: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.randn(1, heads, n, d_h, generator=draws).to(dtype) for _ in "kv")  # type: ignore[return-value]
+        k = torch.randn(1, heads, n, d_h, generator=draws).to(dtype)
+        return k, k[..., :-d_v] if d_v < 0 else torch.randn(1, heads, n, d_v, generator=draws).to(dtype)
 
     def chosen(heads: int, n: int, k: int) -> Tensor:
         return torch.rand(1, heads, n, generator=draws).topk(k).indices
@@ -169,7 +181,8 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, list[list[Tokens]]]:
     idx[0, 2, 5:9] = -1
     keys = chosen(h_kv, 400, 270)
     slots = torch.where(torch.rand(h_kv, 400, generator=draws) < 0.5, torch.arange(400).expand(h_kv, -1), -1).int()
-    near = Near(far[0].clone(), far[1].clone(), slots)
+    copies = far[0].clone()
+    near = Near(copies, copies[..., :-d_v] if d_v < 0 else far[1].clone(), slots)
     seen = torch.rand(1, h, 300, generator=draws) < 0.4
     own_q = torch.randn(1, h, 1, d_h, generator=draws).to(dtype)
     rows = [
@@ -183,8 +196,9 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, list[list[Tokens]]]:
 
 @has_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dtype) -> None:
-    q, rows = batch(dtype)
+@pytest.mark.parametrize("d_v", [16, 8, 24, -8])
+def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dtype, d_v: int) -> None:
+    q, rows = batch(dtype, d_v)
     moved = [[changed(part, lambda x: deep_to(x, GPU)) for part in parts] for parts in rows]
     n_tokens = sum(part.n_tokens() for part in rows[2])
     logits = [None, None, torch.empty(q.shape[1], n_tokens, device=GPU), None]
@@ -194,7 +208,9 @@ def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dt
         plain, _ = attend_parts_ref(q[i : i + 1], parts, 0.25)
         wide = [changed(part, doubled_part) for part in parts]
         right, right_lse = attend_parts_ref(q[i : i + 1].float(), wide, 0.25)
-        assert (out[i : i + 1].cpu() - right).abs().max() <= 2 * (plain - right).abs().max() + 4e-7
+        # Triton's interpreter cuts bfloat16 off where a GPU rounds.
+        cut = right.abs().max() * torch.finfo(dtype).eps if INTERPRETED and dtype == torch.bfloat16 else 0
+        assert (out[i : i + 1].cpu() - right).abs().max() <= 2 * (plain - right).abs().max() + 6e-7 + cut
         torch.testing.assert_close(lse[i : i + 1].cpu(), right_lse, rtol=1e-6, atol=2e-6)
     assert logits[2] is not None
     torch.testing.assert_close((logits[2] - lse[2]).exp().sum(-1), torch.ones(q.shape[1], device=GPU))
@@ -224,7 +240,7 @@ def doubled_part(x: object) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_gets_llamas_shape_right(dtype: torch.dtype) -> None:
-    q, part, scale = problem((32, 8, 128, 8192, 1000), True, dtype)
+    q, part, scale = problem((32, 8, 128, 8192, 1000, 128), True, dtype)
     right, right_lse = exact(q, [part], scale)
     out, lse = in_triton(q, part, scale)
     assert (out - right).abs().max() <= 2 * (plain(q, part, scale) - right).abs().max() + 4e-7
@@ -265,10 +281,14 @@ def test_without_any_token_the_output_is_zero_and_weighs_nothing(path: str) -> N
 @has_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[5:8]])
 def test_each_of_many_queries_has_places_of_its_own(
-    dtype: torch.dtype, per_query_head: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int, int],
+    per_query_head: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q, part, scale = problem(SHAPES[0], per_query_head, dtype)
+    q, part, scale = problem(shape, per_query_head, dtype)
     assert part.idx is not None
     idx = torch.cat([part.idx, part.idx.flip(2) // 2, torch.full_like(part.idx, -1)])
     bias = draw(*idx.shape, seed=6, dtype=torch.float32)
@@ -297,7 +317,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 @has_native
 def test_threads_change_no_bit() -> None:
-    q, part, scale = problem((8, 2, 64, 3000, 2000), True, torch.float32)
+    q, part, scale = problem((8, 2, 64, 3000, 2000, 64), True, torch.float32)
     before, results = torch.get_num_threads(), []
     try:
         for n_threads in (1, 2, 3):
@@ -312,10 +332,11 @@ def test_threads_change_no_bit() -> None:
 
 @has_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_one_call_are_what_each_is_alone(dtype: torch.dtype) -> None:
-    q, rows = batch(dtype)
+@pytest.mark.parametrize("d_v", [16, 24, -8])
+def test_rows_of_one_call_are_what_each_is_alone(dtype: torch.dtype, d_v: int) -> None:
+    q, rows = batch(dtype, d_v)
     rows = [[replace(part, q=None) for part in parts if part.mask is None] for parts in rows[:3]]
-    k, v = (draw(1, rows[0][0].k.shape[1], 9000, q.shape[3], seed=i, dtype=dtype) for i in (1, 2))
+    k, v = (draw(1, 2, 9000, x.shape[3], seed=i, dtype=dtype) for i, x in enumerate((rows[0][0].k, rows[0][0].v)))
     rows, q = [*rows, [], [Tokens(k, v)], rows[0]], torch.cat([q[:3], q[:3]])
     before = torch.get_num_threads()
     try:
