@@ -12,12 +12,13 @@ Not here: what a method makes of an observation.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.causal import causal
+from kernels.attend_kept import kept_sums
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kernels.rows.rotation import turned_back
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Observation(ABC):
     """Something seen of one layer while the prompt is read."""
+
+    of_all_weights: ClassVar[bool] = False  # whether it adds up weights of all queries: of the pairs that a pass keeps
 
     @abstractmethod
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -164,6 +167,8 @@ class ColumnSums(Observation):
     Float32 whatever the dtype of the model, and float64 where blocks of queries are added up.
     """
 
+    of_all_weights: ClassVar[bool] = True
+
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return self.observe_pass(q, k, scale, None)
 
@@ -171,6 +176,13 @@ class ColumnSums(Observation):
         if lse is None and q.is_cuda:
             lse = query_lse(q, k, scale)
         return column_sums(q, k, scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        if trace.kept is None or lse is None:
+            return self.observe_pass(q, k, scale, lse)
+        return kept_sums(q, k, scale, trace.kept, lse).unsqueeze(0).float()
 
 
 # Queries of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
@@ -238,12 +250,20 @@ class BandSums(Observation):
     """
 
     window: int
+    of_all_weights: ClassVar[bool] = True
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return self.observe_pass(q, k, scale, None)
 
     def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
         return band_sums(q, k, scale, self.window, query_lse(q, k, scale) if lse is None else lse)
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+    ) -> Tensor:
+        if trace.kept is None or lse is None:
+            return self.observe_pass(q, k, scale, lse)
+        return kept_sums(q, k, scale, trace.kept, lse, self.window).unsqueeze(0).float()
 
 
 BAND_LOGIT_TOKENS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums

@@ -24,7 +24,8 @@ from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
 from engine.sampling.finite import REMEDY, check_pass, is_cause
 from engine.shapes import ModelShape
-from engine.sparse import VerticalSlash
+from engine.sparse.base import SparsePrefill
+from kernels.attend_kept import Kept
 from kernels.rows.rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Trace:
         self.seconds = 0.0
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
+        self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
@@ -195,7 +197,7 @@ def prefill(
     observations: Iterable[Observation] = (),
     on_layer: Callable[[Trace, int], None] | None = None,
     thinning: Thinning | None = None,
-    sparsity: VerticalSlash | None = None,
+    sparsity: SparsePrefill | None = None,
     chunk: int | None = None,
 ) -> Trace:
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
@@ -251,13 +253,14 @@ class _Reading:
         trace: Trace,
         observations: tuple[Observation, ...],
         on_layer: Callable[[Trace, int], None] | None,
-        sparsity: VerticalSlash | None = None,
+        sparsity: SparsePrefill | None = None,
     ) -> None:
         self.trace, self.observations, self.on_layer = trace, observations, on_layer
         self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.attention_layers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+        self.trace.kept = None
         with span("attention", layer):
             out, lse = self.attention(layer, q, k, v, scale, window)
         if layer in self.compressed:
@@ -273,12 +276,15 @@ class _Reading:
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and each query's log-sum-exp where the pass is exact."""
+        """The layer's output, and each query's log-sum-exp of what was computed; None where sums want all pairs."""
         if self.sparsity is not None and window is None:
-            if not self.sparsity.keeps_all(k.shape[2]):
-                out, share = self.sparsity.attend(q, k, v, scale)
+            if not self.sparsity.is_exact(layer, k.shape[2]):
+                out, lse, share, kept = self.sparsity.attend(q, k, v, scale, layer)
                 self.trace.shares.append(share)
-                return out, None
+                if self.sparsity.observe == "exact":
+                    return out, None
+                self.trace.kept = kept
+                return out, lse
             self.trace.shares.append(torch.ones((), dtype=torch.float64, device=q.device))
         return causal(q, k, v, scale, window)
 

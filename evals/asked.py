@@ -31,7 +31,7 @@ from methods.rules.dropping.allocators import check_allocator
 from tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
-    from engine.sparse import VerticalSlash
+    from engine.sparse.base import SparsePrefill
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
@@ -53,7 +53,7 @@ class Asked:
     task: Task
     task_params: Any
     shape: ModelShape | None  # None: the model's header does not say it
-    sparsity: "VerticalSlash | None"  # of the prefill
+    sparsity: "SparsePrefill | None"  # of the prefill
     coding: Coding | None = None  # who makes codes of what the method keeps, or has on the host
 
 
@@ -192,6 +192,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
     if asked.sparsity is not None:
+        asked.sparsity.check(shape)
         checks.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
     task.check(shape)
     checks.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
@@ -256,7 +257,7 @@ def class_and_params(choice: Choice) -> tuple[Any, Any]:
     return kind, build_params(kind, choice.params, choice.group)
 
 
-def sparsity_of(settings: Settings, rules: type[Rules]) -> "VerticalSlash | None":
+def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None":
     """What the prefill leaves out; None where that is nothing."""
     chosen = settings.prefill
     if chosen is None:

@@ -15,7 +15,7 @@ from engine.checkpoints.digests import changed_at
 from engine.errors import ConfigError
 from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import Checkpoint, ModelShape
-from engine.sparse import VerticalSlash
+from engine.sparse.base import SparsePrefill
 from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
 from evals.models import Found, located, look_into, look_up, resolve_hardware
 from evals.outside import is_target
@@ -42,7 +42,7 @@ class Cell:
     shape: ModelShape
     config: dict[str, Any]  # what identifies the run
     path: Path
-    sparsity: VerticalSlash | None = None  # of the prefill
+    sparsity: SparsePrefill | None = None  # of the prefill
     coding: Coding | None = None  # of a composition: who makes codes
     draw: int | None = None  # of a prompt's answers, where several are drawn
 
@@ -182,6 +182,8 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
         config["method_data_digest"] = method_data
     if sparsity is not None:
         config["prefill_version"] = sparsity.version
+        if (prefill_data := sparsity.data_digest()) is not None:
+            config["prefill_data_digest"] = prefill_data
     if asked.coding is not None and asked.coding.rules.version != FIRST:  # runs of the first one do not say it
         config["compose_version"] = asked.coding.rules.version
     return config

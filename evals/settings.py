@@ -45,7 +45,7 @@ LATER = {
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
     "task": "tasks.base.Task",
-    "prefill": "engine.sparse.VerticalSlash",
+    "prefill": "engine.sparse.base.SparsePrefill",
     "logger": "evals.logger.Logger",
 }
 KEYS = (  # everything at the top of conf/config.yaml, groups included

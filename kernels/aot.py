@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from io import StringIO
 from itertools import product
@@ -175,8 +175,15 @@ def prompt_sites(shape: Shape, s: int) -> None:
     lse = empty(1, shape.h, s, dtype=torch.float32)
     column_sums.column_sums_triton(q, k, shape.d_h**-0.5, None, lse, 100)
     column_sums.column_sums_triton(q, k, shape.d_h**-0.5, empty(s, dtype=torch.float32), lse)
-    kept, met = empty(shape.h, s, dtype=torch.bool), empty(shape.h, s + 63, dtype=torch.bool)
-    attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept, met, 64)
+    columns = attend_kept.Kept(s, 64, s - 100, vertical=empty(shape.h, s, dtype=torch.bool))
+    columns = replace(columns, met=empty(shape.h, s + 63, dtype=torch.bool))
+    for kept in (
+        columns,
+        *(attend_kept.Kept(s, b, s, empty(shape.h, s // b, s // b, dtype=torch.bool), b) for b in (16, 32, 64, 128)),
+        attend_kept.Kept(s, 128, s, empty(shape.h, s // 128, s // 64, dtype=torch.bool), 64),
+    ):
+        attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept)
+        attend_kept.kept_sums_triton(q, k, shape.d_h**-0.5, kept, lse, 100)
 
 
 def weight_sites(shape: Shape, s: int) -> None:

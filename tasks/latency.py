@@ -38,7 +38,7 @@ from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from engine.sampling.finite import REMEDY
 from engine.shapes import ModelShape
-from engine.sparse import VerticalSlash
+from engine.sparse.base import SparsePrefill
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.full import full_attention
@@ -52,7 +52,7 @@ class Timed:
     """What is timed: a variant, and how its prompt is read."""
 
     variant: Variant
-    sparsity: VerticalSlash | None = None
+    sparsity: SparsePrefill | None = None
     chunk: int | None = None  # of the prefill
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests import golden_metrics
 from tests.engine import test_budget, test_entries
 from tests.engine.caches import test_blocks
+from tests.engine.sparse import test_rules
 from tests.methods.compacting import test_attention_matching
 from tests.methods.decoding import test_rkv, test_schedule, test_triattention
 from tests.methods.dropping import (
@@ -117,6 +118,11 @@ RUNNERS: dict[str, Runner] = {
     "pqcache/iters_*.npz": test_pqcache.run_vectors,
     "pqcache/fit_*.npz": test_pqcache.run_vectors,
     "pqcache/bytes_*.npz": test_pqcache.run_vectors,
+    "prefill_a_shape/*.npz": test_rules.run_vectors,
+    "prefill_block_sparse/*.npz": test_rules.run_vectors,
+    "prefill_flexprefill/*.npz": test_rules.run_vectors,
+    "prefill_top_cdf/*.npz": test_rules.run_vectors,
+    "prefill_xattention/*.npz": test_rules.run_vectors,
     "metrics/longbench_metrics.json": test_longbench.run_metric_vectors,
     "metrics/longbench_datasets.json": test_longbench.run_dataset_vectors,
     "metrics/needle_ruler.json": golden_metrics.run_needle_ruler,

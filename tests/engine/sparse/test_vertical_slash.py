@@ -1,4 +1,4 @@
-"""The sparse prefill against its definition, written out with dense masks in float64."""
+"""MInference's columns and diagonals against their definition, written out with dense masks in float64."""
 
 from fractions import Fraction
 from typing import Any
@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import sparse
 from engine.causal import causal
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, LastQueries
 from engine.prefill import Trace, prefill
-from engine.sparse import VerticalSlash, diagonal_sums, votes
+from engine.sparse import vertical_slash
+from engine.sparse.vertical_slash import VerticalSlash, diagonal_sums, n_pairs, votes
+from kernels import attend_kept
 from tests.tiny import prompt, tiny
 
 SIZES = [(50, 4, 2, 8), (97, 6, 2, 16), (64, 2, 2, 64), (130, 3, 1, 32), (20, 2, 1, 64), (33, 1, 1, 1)]
 
 
-def pattern(n_vertical: Any = 7, n_slash: Any = 9, **changes: int) -> VerticalSlash:
-    counts = {"n_last": 12, "n_first": 3, "n_near": 4, "block": 8} | changes
-    return VerticalSlash(Fraction(str(n_vertical)), Fraction(str(n_slash)), **counts)
+def pattern(n_vertical: Any = 7, n_slash: Any = 9, **changes: Any) -> VerticalSlash:
+    counts: dict[str, Any] = {"n_last": 12, "n_first": 3, "n_near": 4, "block": 8, "dense_last": 0} | changes
+    shares = {"n_vertical": Fraction(str(n_vertical)), "n_slash": Fraction(str(n_slash))}
+    return VerticalSlash(density=None, layers=None, observe="kept", **shares, **counts)
 
 
 def draw(s: int, h: int, h_kv: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -82,10 +84,10 @@ def masked(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tenso
 def test_it_is_attention_over_the_mask_that_the_definition_gives(
     s: int, h: int, h_kv: int, block: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(attend_kept, "CHUNK_BYTES", chunk_bytes)
     q, k, v = draw(s, h, h_kv)
     rule = pattern(block=block)
-    out, share = rule.attend(q, k, v, 0.25)
+    out, _, share, _ = rule.attend(q, k, v, 0.25)
     mask = allowed(q, k, 0.25, rule)
     expected = masked(q.double(), k.double(), v.double(), 0.25, mask)
     assert out.dtype == torch.float32
@@ -98,7 +100,7 @@ def test_it_is_attention_over_the_mask_that_the_definition_gives(
 def test_in_half_precision_it_errs_no_more_than_plain_attention_over_the_mask() -> None:
     q, k, v = draw(97, 6, 2, torch.bfloat16)
     rule = pattern(block=16)
-    out, _ = rule.attend(q, k, v, 0.25)
+    out = rule.attend(q, k, v, 0.25).out
     mask = allowed(q, k, 0.25, rule)
     truth = masked(q.double(), k.double(), v.double(), 0.25, mask)
     plain = masked(q, k, v, 0.25, mask)
@@ -109,7 +111,7 @@ def test_in_half_precision_it_errs_no_more_than_plain_attention_over_the_mask() 
 @pytest.mark.parametrize("n", [1, 5, 40])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 25])
 def test_votes_are_sums_over_the_last_queries(n: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(vertical_slash, "CHUNK_BYTES", chunk_bytes)
     q, k, _ = draw(40, 6, 2)
     found = votes(q[:, :, -n:], k, 0.25)
     for head, weights in enumerate(exact_weights(q, k, 0.25)):
@@ -139,7 +141,7 @@ def test_shares_and_numbers_are_counted_and_the_forced_ones_are_the_least() -> N
 @pytest.mark.parametrize(("n_vertical", "n_slash"), [(97, 4), (3, 97)])
 def test_with_everything_kept_it_is_exact_attention(n_vertical: int, n_slash: int) -> None:
     q, k, v = draw(97, 6, 2)
-    out, share = pattern(n_vertical, n_slash, block=16).attend(q, k, v, 0.25)
+    out, _, share, _ = pattern(n_vertical, n_slash, block=16).attend(q, k, v, 0.25)
     torch.testing.assert_close(out, causal(q, k, v, 0.25)[0], atol=1e-5, rtol=1e-5)
     assert share == 1.0
 
@@ -158,7 +160,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_grows_with_the_square_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(attend_kept, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(vertical_slash, "CHUNK_BYTES", 1 << 18)
     sizes = []
     for s in (1024, 2048):
         q, k, v = draw(s, 2, 1)
@@ -183,6 +186,14 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(changes: dict[str, Any], s
     with pytest.raises(ConfigError) as caught:
         pattern(**changes)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dense_last", [0, 13])
+@pytest.mark.parametrize(("s", "h", "h_kv", "block"), SIZES)
+def test_pairs_are_counted_without_making_them(s: int, h: int, h_kv: int, block: int, dense_last: int) -> None:
+    q, k, _ = draw(s, h, h_kv)
+    kept = pattern(block=block, dense_last=min(s, dense_last)).choose(q, k, 0.25, 0)
+    assert n_pairs(kept).tolist() == kept.seen().sum((1, 2)).tolist()
 
 
 # In the pass over a prompt.
@@ -223,7 +234,7 @@ def test_layers_with_a_sliding_window_stay_exact() -> None:
 def test_on_a_gpu_it_is_what_it_is_on_a_cpu() -> None:
     q, k, v = draw(300, 6, 2)
     rule = pattern(20, 30, block=16)
-    here, share = rule.attend(q, k, v, 0.25)
-    there, again = rule.attend(q.cuda(), k.cuda(), v.cuda(), 0.25)
+    here, _, share, _ = rule.attend(q, k, v, 0.25)
+    there, _, again, _ = rule.attend(q.cuda(), k.cuda(), v.cuda(), 0.25)
     torch.testing.assert_close(there.cpu(), here, atol=1e-3, rtol=1e-3)
     assert again == share

@@ -8,14 +8,15 @@ their K and V, and whatever methods build of these are approximate. Decoding is 
 
 Symbols   paper k_v, k_s, last_q = `n_vertical`, `n_slash`, `n_last`; a diagonal is the distance from a query back to a
           key, 0 its own. For queries a to a + block - 1 the diagonal d stands for columns a - d to a - d + block - 1.
-Cost      n_last * s logits to vote; then per head and block of queries as many columns as are kept. At no time more
-          than `CHUNK_BYTES` of them, and masks of h * s.
+Cost      n_last * s logits to vote; then per head and block of queries as many columns as are kept.
 Differs   the authors search a pattern of three and its sizes for every head of a model ahead of time, and take this one
           with 1,000 columns and 6,096 diagonals where they have none; here all heads are alike. Their kernel lengthens
           a run of neighbouring diagonals to whole blocks, up to block - 1 columns more than are asked for.
+Settings  sparse-frontier's vertical-slash (Nawrot et al., 2025, arXiv 2504.17768) is this with `n_first=4`, `n_near=64`
+          and `n_last=64`: conf/prefill/vertical_slash.yaml.
 Fails     where a token is needed that none of the last queries looks at, as in retrieval from a long list of pairs.
 
-Not here: when it is used (`engine/prefill.py`), exact attention (`engine/attend.py`).
+Not here: attention over it (`kernels/attend_kept.py`).
 """
 
 from dataclasses import dataclass
@@ -25,22 +26,25 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.fft import irfft, rfft
+from torch.nn.functional import pad
 
 from engine.budget import show
 from engine.checks import whole_numbers
 from engine.errors import ConfigError
-from kernels.attend_kept import attend_kept_triton, takes_triton
+from engine.sparse.base import SparsePrefill
+from engine.sparse.blocks import places
+from kernels.attend_kept import Kept, met_by
 
-# Of gathered K and V with their masks, and of the votes' logits, whose softmax takes as much again.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20  # of the votes' logits, whose softmax takes as much again
+HALVINGS = 12  # of the interval in which a density's counts are searched
 
 
-@dataclass(frozen=True)
-class VerticalSlash:
+@dataclass(frozen=True, kw_only=True)
+class VerticalSlash(SparsePrefill):
     """How many columns and diagonals are kept; the keys of conf/prefill/minference.yaml."""
 
-    n_vertical: Fraction  # columns of a head; below 1 a share of the prompt
+    n_vertical: Fraction  # columns of a head; below 1 a share of the prompt; with a `density` their relation counts
     n_slash: Fraction  # diagonals of a head; below 1 a share of the prompt
     n_last: int  # queries that vote
     n_first: int  # columns that are always among those kept
@@ -48,9 +52,11 @@ class VerticalSlash:
     block: int  # queries that share their columns
 
     title: ClassVar[str] = "MInference"
-    version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
+    version: ClassVar[int] = 2
+    asks_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("n_vertical", "n_slash"):
             value = getattr(self, key)
             if value < 0 or (value >= 1 and value.denominator != 1):
@@ -66,22 +72,42 @@ class VerticalSlash:
         return min(s, max(n_vertical, self.n_first)), min(s, max(n_slash, self.n_near))
 
     def keeps_all(self, s: int) -> bool:
-        """Whether this is exact attention for a prompt of `s` tokens."""
+        if self.density is not None:
+            return s <= max(self.n_first, self.n_near)
         return max(self.counts(s)) >= s
 
-    def kept(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Which columns and which diagonals stay, (h, s) bool each."""
-        n_vertical, n_slash = self.counts(k.shape[2])
+    def estimate(self, s: int) -> float:
+        return min(1.0, 2 * self.n_last / s)
+
+    def choose(self, q: Tensor, k: Tensor, scale: float, layer: int) -> Kept:
         vertical, slash = votes(q[:, :, -self.n_last :], k, scale)
-        return strongest(vertical, n_vertical, self.n_first), strongest(slash, n_slash, self.n_near)
+        ranks = ranked(vertical, self.n_first), ranked(slash, self.n_near)
+        s = k.shape[2]
+        if self.density is None:
+            return self.kept(ranks, self.counts(s))
+        return self.fitting(ranks, s)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Causal attention (1, h, s, d_h) over what is kept, and which share of all pairs of query and key that is.
+    def kept(self, ranks: tuple[Tensor, Tensor], counts: tuple[int | Tensor, int | Tensor]) -> Kept:
+        """The best columns and diagonals of each head."""
+        vertical, slash = (rank < n for rank, n in zip(ranks, counts, strict=True))
+        s = vertical.shape[1]
+        return Kept(s, self.block, s - self.n_dense(s), vertical=vertical, met=met_by(slash, self.block))
 
-        The share stays on the device, so that nobody waits for it.
-        """
-        vertical, slash = self.kept(q, k, scale)
-        return attend_kept(q, k, v, scale, vertical, slash, self.block)
+    def fitting(self, ranks: tuple[Tensor, Tensor], s: int) -> Kept:
+        """As many columns and diagonals, in the relation of the parameters, as `density` allows: by halving, unread."""
+        asked, (h, device) = self.counts(s), (len(ranks[0]), ranks[0].device)
+        low, high = torch.tensor([0.0, 1.0], dtype=torch.float64).to(device, non_blocking=True)
+
+        def at(part: Tensor) -> Kept:
+            least = self.n_first, self.n_near
+            counts = [(part * s * n / max(asked)).floor().clamp(min=m) for n, m in zip(asked, least, strict=True)]
+            return self.kept(ranks, (counts[0], counts[1]))
+
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            fits = n_pairs(at(middle)).sum() <= h * self.n_pairs(s)
+            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+        return at(low)
 
 
 def votes(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -112,58 +138,24 @@ def diagonal_sums(weights: Tensor) -> Tensor:
     return moved.sum(-2)[..., :s].flip(-1)
 
 
-def strongest(scores: Tensor, n: int, n_always: int) -> Tensor:
-    """The first `n_always` of each row and the highest of the others, `n` in all: (h, s) bool."""
+def ranked(scores: Tensor, n_always: int) -> Tensor:
+    """Where each entry of a row (h, s) stands, the first `n_always` before all others: int64 from 0."""
     scores[:, :n_always] = torch.inf
-    best = scores.topk(n, sorted=False).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return places(scores.sort(dim=-1, descending=True, stable=True).indices)
 
 
-def attend_kept(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, vertical: Tensor, slash: Tensor, block: int
-) -> tuple[Tensor, Tensor]:
-    """As `VerticalSlash.attend`, over the given columns and diagonals, (h, s) bool each."""
-    (_, h, s, d_h), h_kv = q.shape, k.shape[1]
-    kv_head = torch.arange(h, device=q.device).unsqueeze(-1) // (h // h_kv)  # (h, 1)
-    met, n_all = met_by(slash, block), h * (s * (s + 1) // 2)
-    if takes_triton(q):
-        out, pairs = attend_kept_triton(q, k, v, scale, vertical, met, block)
-        return out, pairs.sum().double() / n_all
-    out = torch.empty(1, h, s, d_h, dtype=q.dtype, device=q.device)
-    n_pairs = torch.zeros((), dtype=torch.int64, device=q.device)
-    for start in range(0, s, block):
-        stop = min(start + block, s)
-        keep = vertical[:, :stop] | met[:, block - (stop - start) : start + block].flip(-1)
-        columns = listed(keep, beyond=s)  # (h, width)
-        queries = torch.arange(start, stop, device=q.device).unsqueeze(-1)
-        width = columns.shape[1]
-        head_bytes = width * (2 * d_h + 2 * (stop - start)) * q.element_size()
-        n_heads = max(1, CHUNK_BYTES // max(1, head_bytes))
-        for head in range(0, h, n_heads):
-            heads = slice(head, min(head + n_heads, h))
-            seen = columns[heads].unsqueeze(1) <= queries  # (heads, queries, width)
-            where = kv_head[heads], columns[heads].clamp(max=s - 1)
-            n_pairs += seen.sum()
-            out[:, heads, start:stop] = scaled_dot_product_attention(
-                q[:, heads, start:stop], k[0][where].unsqueeze(0), v[0][where].unsqueeze(0),
-                attn_mask=seen.unsqueeze(0), scale=scale,
-            )  # fmt: skip
-    return out, n_pairs.double() / n_all
-
-
-def met_by(slash: Tensor, block: int) -> Tensor:
-    """Whether a block of queries meets a column: (h, s + block - 1) bool, the first query less the column at block - 1.
-
-    That is, `met[:, first - column + block - 1]`: any of the distances from first - column on is kept, `block` of them.
-    """
-    n_until = pad(slash.int(), (block, block - 1)).cumsum(-1)
-    return n_until[:, block:] > n_until[:, :-block]
-
-
-def listed(keep: Tensor, beyond: int) -> Tensor:
-    """The columns that are kept, ascending, (h, most of a head); rows with fewer end in `beyond`."""
-    rank = keep.cumsum(-1)  # from 1
-    head, column = keep.nonzero(as_tuple=True)
-    columns = column.new_full((len(keep), int(rank[:, -1].max())), beyond)
-    columns[head, rank[head, column] - 1] = column
-    return columns
+def n_pairs(kept: Kept) -> Tensor:
+    """Pairs of each head (h,) int64, counted without making them: columns that a diagonal meets by a convolution."""
+    assert kept.vertical is not None and kept.met is not None
+    s, block, device = kept.s, kept.block, kept.vertical.device
+    vertical, behind = kept.vertical, kept.met[:, block - 1 :].clone()  # by the first query less the column
+    behind[:, 0] = False  # the block's own columns are counted below
+    first = torch.arange(0, kept.dense_from, block, device=device)
+    sizes = (kept.dense_from - first).clamp(max=block)
+    both = irfft(rfft(vertical.double(), 2 * s) * rfft(behind.double(), 2 * s), 2 * s)[:, first].round().long()
+    columns = pad(vertical.cumsum(-1), (1, 0))[:, first] + behind.cumsum(-1)[:, first] - both  # before the block
+    own = pad(vertical, (0, len(first) * block))[:, : len(first) * block].unflatten(1, (-1, block))
+    own = own | kept.met[:, None, :block].flip(-1)
+    lookers = (sizes.unsqueeze(-1) - torch.arange(block, device=device)).clamp(min=0)  # queries from each column on
+    dense = (s * (s + 1) - kept.dense_from * (kept.dense_from + 1)) // 2
+    return (columns * sizes).sum(-1) + (own * lookers).sum((1, 2)) + dense

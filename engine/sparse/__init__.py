@@ -1,0 +1,1 @@
+"""Prefills that compute a part of the causal attention: one file for each rule of what is computed."""

@@ -1,0 +1,117 @@
+"""FlexPrefill (Lai et al., 2025, arXiv 2502.20766): each head takes as many columns and diagonals as its weights need.
+
+The prompt's last queries show a head's columns and distances. So many of each are kept, in whole blocks, as it takes to
+hold a share gamma of the weights. Where the head's block means tell the same weights, the head is query-aware: it keeps
+the least of columns and distances, and of all pairs of block means the largest up to the same share.
+
+Symbols   paper block_size, gamma, tau, min_budget = `block`, `gamma`, `tau`, `min_budget`.
+Cost      `block` queries on all keys, 2 * block / s of all pairs; means of blocks beside it.
+Differs   the paper selects columns and diagonals of tokens; as in the authors' code their number counts, in blocks of
+          `cover_unit` tokens, and whole blocks are taken. Theirs has 128 there whatever the block; null is the block.
+          As in their code, diagonals of a prompt that is no multiple of `block` are pooled from its first token on.
+Fails     where the prompt's last tokens are a template that asks for nothing: they choose for all.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.checks import share, whole_numbers
+from engine.errors import ConfigError
+from engine.sparse.blocks import BlockRule, means, meets, places, products
+from engine.sparse.vertical_slash import votes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexPrefill(BlockRule):
+    """The keys of conf/prefill/flexprefill.yaml."""
+
+    block: int
+    gamma: Fraction  # share of the weights; a `density` fixes it instead
+    tau: Fraction  # heads whose means are no further from their weights are query-aware; 0: none
+    min_budget: int  # tokens of columns and of distances that a head keeps at least; with a `density`, one block
+    max_budget: int | None  # and at most
+    cover_unit: int | None  # columns or distances that count as a block; null: `block`
+
+    title: ClassVar[str] = "FlexPrefill"
+    asks_last: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_numbers("prefill", self, block=1, min_budget=1, max_budget=1, cover_unit=1)
+        share("prefill.gamma", self.gamma)
+        share("prefill.tau", self.tau)
+        if self.max_budget is not None and self.max_budget < self.min_budget:
+            raise ConfigError(
+                f"prefill.max_budget={self.max_budget} is below prefill.min_budget={self.min_budget}; give no less"
+            )
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return self.block, self.block
+
+    @property
+    def least(self) -> int:
+        """Blocks of columns and of distances that a head keeps at least."""
+        return 1 if self.density is not None else -(-self.min_budget // self.block)
+
+    def keeps_all(self, s: int) -> bool:
+        return s <= max(2, self.least) * self.block
+
+    def estimate(self, s: int) -> float:
+        return min(1.0, 2 * self.block / s)
+
+    def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
+        return float(self.gamma)
+
+    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        s, b = k.shape[2], self.block
+        n = -(-s // b)
+        vertical, slash = (x / b for x in votes(q[:, :, -b:], k, scale))  # (h, s), the latter by distance
+        slash = slash.flip(-1)
+        of_columns, of_distances = (pad(x, (0, n * b - s)).unflatten(-1, (n, b)).sum(-1) for x in (vertical, slash))
+        aware = self.query_aware(q, k, scale, of_columns)
+        columns = self.taken(vertical, of_columns, aware)
+        distances = self.taken(slash.flip(-1), of_distances.flip(-1), aware)
+        behind = torch.arange(n, device=q.device).unsqueeze(-1) - torch.arange(n, device=q.device)
+        levels = torch.minimum(columns.unsqueeze(1), distances[:, behind.clamp(min=0)])
+        return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, scale)), levels)
+
+    def query_aware(self, q: Tensor, k: Tensor, scale: float, of_columns: Tensor) -> Tensor:
+        """Which heads' block means tell what their last queries see: (h,) bool."""
+        last = q[0, :, -self.block :].float().mean(1, keepdim=True)  # (h, 1, d_h)
+        guess = (products(last, means(k, self.block)).squeeze(1) * scale).softmax(-1).double()
+        found = of_columns.double()
+        middle = (guess + found) / 2
+        divergence = (torch.xlogy(guess, guess / middle) + torch.xlogy(found, found / middle)).sum(-1) / 2
+        return divergence.clamp(min=0).sqrt() < float(self.tau)
+
+    def taken(self, weights: Tensor, of_blocks: Tensor, aware: Tensor) -> Tensor:
+        """From which gamma on a head keeps each block: (h, n) float64; the first block always."""
+        n, unit = of_blocks.shape[1], self.cover_unit or self.block
+        so_far = weights.double().sort(-1, descending=True).values.cumsum(-1)
+        # A head keeps c // unit + 1 blocks, c one more than the entries whose sum is no more than gamma.
+        entry = torch.arange(n, device=weights.device) * unit - 2
+        by_rank = so_far[:, entry.clamp(0, so_far.shape[1] - 1)]
+        by_rank = by_rank.masked_fill(entry >= so_far.shape[1], torch.inf).masked_fill(entry < 0, -torch.inf)
+        by_rank[:, 1:].masked_fill_(aware.unsqueeze(-1), torch.inf)
+        by_rank[:, : self.least] = -torch.inf
+        if self.max_budget is not None:
+            by_rank[:, -(-self.max_budget // self.block) :] = torch.inf
+        scores = of_blocks.clone()
+        scores[:, 0] = torch.inf
+        rank = places(scores.sort(dim=-1, descending=True, stable=True).indices)
+        return by_rank.gather(-1, rank)
+
+    def of_means(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """From which gamma on a query-aware head keeps each pair of blocks: all rows of it in one order."""
+        n = -(-k.shape[2] // self.block)
+        logits = products(means(q, self.block), means(k, self.block)) * scale
+        logits.masked_fill_(~meets(k.shape[2], self.block, self.block, q.device), -torch.inf)
+        weights = logits.softmax(-1).double().flatten(1)
+        order = weights.sort(dim=-1, descending=True, stable=True)
+        return (order.values.cumsum(-1) / n).gather(-1, places(order.indices)).unflatten(-1, (n, n))

@@ -1,0 +1,99 @@
+"""Top-cdf, as SpargeAttention selects (Zhang et al., 2025, arXiv 2502.18137): block means, where they may speak.
+
+Blocks whose tokens are alike are judged by their means: a row of blocks keeps the largest weights up to a share `cdf`.
+Blocks whose tokens differ are always computed: such keys in all rows, and such queries with all keys.
+
+Symbols   paper b_q, b_k, theta, tau = `block_q`, `block_k`, `sim_threshold`, `cdf`.
+Cost      products of block means, 1 / (block_q * block_k) of all pairs'.
+Differs   selection only: their 8-bit products and the kernel that skips while it computes are speed. A row's own blocks
+          are always kept here; theirs can leave a query without a key.
+Fails     as all rules of means do, and computes nearly everything where no block's tokens are alike.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from engine.budget import show
+from engine.checks import share, whole_numbers
+from engine.errors import ConfigError
+from engine.sparse.blocks import BlockRule, means, places, products
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopCdf(BlockRule):
+    """The keys of conf/prefill/top_cdf.yaml."""
+
+    block_q: int
+    block_k: int
+    sim_threshold: Fraction  # mean cosine of a block's tokens above which its mean speaks for it
+    cdf: Fraction | None  # share of a row's weights; null: `topk`; a `density` fixes either instead
+    topk: Fraction | None  # share of all blocks of keys that a row keeps
+    smooth_k: bool  # keys less their mean over the prompt
+    attention_sink: bool  # the first block is always kept
+
+    title: ClassVar[str] = "Top-cdf (SpargeAttention-like)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_numbers("prefill", self, block_q=1, block_k=1)
+        if not -1 <= self.sim_threshold <= 1:
+            raise ConfigError(
+                f"prefill.sim_threshold={show(self.sim_threshold)} is out of range; it is a cosine from -1 to 1"
+            )
+        if (self.cdf is None) == (self.topk is None):
+            raise ConfigError(
+                "prefill.cdf and prefill.topk are two ways to say what a row keeps; give one of them and null for the "
+                "other"
+            )
+        share("prefill.cdf", self.cdf or Fraction(0))
+        share("prefill.topk", self.topk or Fraction(0))
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return self.block_q, self.block_k
+
+    def keeps_all(self, s: int) -> bool:
+        return s <= self.block_q or (self.density is None and 1 in (self.cdf, self.topk))
+
+    def estimate(self, s: int) -> float:
+        return 1 / (self.block_q * self.block_k)
+
+    def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
+        if self.cdf is not None:
+            return float(self.cdf)
+        assert self.topk is not None
+        return int(self.topk * -(-s // self.block_k))
+
+    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        g, k = q.shape[1] // k.shape[1], k.float()
+        if self.smooth_k:
+            k = k - k.mean(2, keepdim=True)
+        alike_q, alike_k = alike(q, self.block_q), alike(k, self.block_k).repeat_interleave(g, 0)
+        alike_q, alike_k = alike_q > float(self.sim_threshold), alike_k > float(self.sim_threshold)
+        n_q, n_k = alike_q.shape[1], alike_k.shape[1]
+        rows, keys = torch.arange(1, n_q + 1, device=q.device).unsqueeze(-1), torch.arange(n_k, device=q.device)
+        causal = keys * self.block_k < rows * self.block_q
+        logits = products(means(q, self.block_q), means(k, self.block_k)) * scale
+        speaks = causal & alike_k.unsqueeze(1)
+        logits.masked_fill_(~speaks, torch.finfo(torch.float32).min)
+        order = logits.softmax(-1).masked_fill_(~speaks, 0).double().sort(dim=-1, descending=True, stable=True)
+        if self.cdf is not None:
+            by_rank = order.values.cumsum(-1)
+            by_rank[..., 0] = -torch.inf
+        else:
+            by_rank = torch.arange(1.0, n_k + 1, dtype=torch.float64, device=q.device).expand_as(order.values)
+        levels = by_rank.gather(-1, places(order.indices))
+        always = ~alike_k.unsqueeze(1) | ~alike_q.unsqueeze(-1)
+        if self.attention_sink:
+            always = always | (keys == 0)
+        return levels.masked_fill(always, -torch.inf).masked_fill(~causal, torch.inf)
+
+
+def alike(x: Tensor, block: int) -> Tensor:
+    """Mean cosine of all pairs of tokens in a block, a token with itself included: (heads, blocks) float32."""
+    return means(normalize(x.float(), dim=-1), block).square().sum(-1)

@@ -1,0 +1,165 @@
+"""XAttention (Xu et al., 2025, arXiv 2503.16428): sums along antidiagonals of small squares weigh blocks of pairs.
+
+Of `stride` neighbouring queries and as many keys, the products along the square's antidiagonal are one logit for all of
+its pairs. A row of blocks keeps the blocks with the largest sums of such weights, until they hold a share `threshold`.
+
+Symbols   paper B, S = `block`, `stride`.
+Cost      1 / stride of all pairs' products.
+Differs   `select=code` does as the authors' code in its first chunk of queries: there the first block loses its mark as
+          one that is always kept and is kept all the same, so that up to one block more is taken than is needed.
+          `select=paper` does not. Their code also leaves out all earlier chunks on one path, which is not reproduced.
+Fails     where single pairs off the antidiagonals count.
+"""
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.checks import one_of, share, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from engine.sparse.blocks import BlockRule, meets, places
+
+LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
+MOST_GROUPED = 1 << 28  # what the authors' chunks are limited by
+SMALLEST_CHUNK = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class XAttention(BlockRule):
+    """The keys of conf/prefill/xattention.yaml."""
+
+    block: int
+    stride: int  # tokens of a group
+    threshold: Fraction | Path  # share of the weights, or a JSON file of one per layer and head; not with `density`
+    select: str  # "code" or "paper"
+    chunk_size: int | None  # queries of the authors' chunks; null: by the prompt's length, as theirs
+
+    title: ClassVar[str] = "XAttention"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_numbers("prefill", self, block=1, stride=1, chunk_size=1)
+        one_of("prefill.select", self.select, ("code", "paper"))
+        if self.block % self.stride:
+            raise ConfigError(
+                f"prefill.stride={self.stride} does not divide prefill.block={self.block}; give one that does"
+            )
+        if isinstance(self.threshold, Fraction):
+            share("prefill.threshold", self.threshold)
+        else:
+            self.table()
+
+    def table(self) -> list[list[float]]:
+        """The file's thresholds, by layer and head."""
+        assert isinstance(self.threshold, Path)
+        try:
+            read: Any = json.loads(self.threshold.expanduser().read_text())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "is not JSON"
+            raise ConfigError(
+                f"prefill.threshold={self.threshold} cannot be read ({reason}); give a share from 0 to 1, or a JSON "
+                "file of a list of shares per layer"
+            ) from None
+        rows = read if isinstance(read, list) else []
+        values = [x for row in rows for x in (row if isinstance(row, list) else [None])]
+        if not values or any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= 1 for x in values):
+            raise ConfigError(
+                f"prefill.threshold={self.threshold} does not hold a list of shares from 0 to 1 per layer; write "
+                "[[0.9, 0.8, …], …] with a number for each query head"
+            )
+        return read
+
+    def check(self, shape: ModelShape) -> None:
+        super().check(shape)
+        if isinstance(self.threshold, Path):
+            sizes = {len(row) for row in self.table()}
+            if (len(self.table()), sizes) != (shape.n_layers, {shape.h}):
+                raise ConfigError(
+                    f"prefill.threshold={self.threshold} does not fit model {shape.name!r}; it needs {shape.n_layers} "
+                    f"lists of {shape.h} shares"
+                )
+
+    def data_digest(self) -> str | None:
+        if not isinstance(self.threshold, Path):
+            return None
+        return sha256(json.dumps(self.table()).encode()).hexdigest()[:16]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return self.block, self.block
+
+    def keeps_all(self, s: int) -> bool:
+        return s <= self.block or (self.density is None and self.threshold == 1)
+
+    def estimate(self, s: int) -> float:
+        return 1 / self.stride
+
+    def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
+        """What is taken is below the threshold."""
+        of_heads = [self.threshold] if isinstance(self.threshold, Fraction) else self.table()[layer]
+        bound = torch.tensor([float(x) for x in of_heads], dtype=like.dtype)
+        below = torch.nextafter(bound, torch.full_like(bound, -torch.inf))
+        return below.to(like.device, non_blocking=True)[:, None, None]
+
+    def first_rows(self, s: int) -> int:
+        """Rows of blocks in the authors' first chunk of queries; none where the paper's rule holds for all."""
+        if self.select == "paper":
+            return 0
+        longest = 1 << max(0, s - 1).bit_length()
+        chunk = self.chunk_size or max(SMALLEST_CHUNK, min(longest, MOST_GROUPED // longest))
+        return chunk // self.block
+
+    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        s = k.shape[2]
+        sums = self.block_sums(q, k, scale).double()  # (h, n, n)
+        n = sums.shape[1]
+        row = torch.arange(n, device=q.device)
+        is_own, is_first = row.unsqueeze(-1) == row, (row == 0).expand(n, n)
+        in_first_chunk = (row < self.first_rows(s)).unsqueeze(-1)
+        always = is_own | is_first
+        marked = torch.where(in_first_chunk, is_own, always)  # counted as taken before any other
+        order = sums.masked_fill(marked | ~meets(s, self.block, self.block, q.device), -torch.inf)
+        order = order.sort(dim=-1, descending=True, stable=True)
+        others = order.values.clamp(min=0)
+        before = others.cumsum(-1) - others  # of the others, what is taken before each
+        own = sums.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+        first = sums[..., :1].masked_fill(row.unsqueeze(-1) == 0, 0)
+        # In the first chunk two blocks count as marked and one is: each of the others is taken by the sum before the
+        # last one, and the best of them by none.
+        late = own + first + before
+        early = pad(own + before, (1, -1))
+        early[..., 0] = 0
+        taken = torch.where(in_first_chunk, early, late) / sums.sum(-1, keepdim=True)
+        return taken.gather(-1, places(order.indices)).masked_fill(always, -torch.inf)
+
+    def block_sums(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """Weights of groups, summed over each block: (h, n, n) float32; a row's sum is its groups."""
+        (_, h, s, _), g = q.shape, q.shape[1] // k.shape[1]
+        n, per_block = -(-s // self.block), self.block // self.stride
+        n_groups, n_real = n * per_block, -(-s // self.stride)
+        gap = (0, 0, 0, n * self.block - s)
+        sums = torch.empty(h, n, n, device=q.device)
+        group = torch.arange(n_groups, device=q.device)
+        n_rows = max(1, LOGIT_BYTES // (4 * n_groups * per_block))  # of blocks
+        for head in range(h):
+            queries = pad(q[0, head].float(), gap).unflatten(0, (n_groups, self.stride)).flip(1).flatten(1)
+            if head % g == 0:
+                keys = pad(k[0, head // g].float(), gap).unflatten(0, (n_groups, self.stride)).flatten(1)
+            for start in range(0, n, n_rows):
+                rows = slice(start * per_block, min(start + n_rows, n) * per_block)
+                logits = (queries[rows] * (scale / self.stride)) @ keys[: rows.stop].mT
+                logits.masked_fill_(group[: rows.stop] > group[rows].unsqueeze(-1), -torch.inf)
+                weights = logits.softmax(-1).masked_fill_((group[rows] >= n_real).unsqueeze(-1), 0)
+                weights = pad(weights, (0, n_groups - rows.stop))
+                sums[head, start : start + n_rows] = weights.unflatten(0, (-1, per_block)).unflatten(
+                    -1, (n, per_block)
+                ).sum((1, 3))  # fmt: skip
+        return sums
