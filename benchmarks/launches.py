@@ -38,7 +38,7 @@ from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
 from evals.studies.hardware import FULL_REQUEST, method_of
 from methods.base import SelectiveAttention
-from methods.rules.quantising.base import QuantisingRules
+from methods.quantising.base import QuantisingMethod
 
 N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
@@ -122,7 +122,7 @@ def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
     """What the method is asked for, in the currency that it takes."""
     if kind.of_answers:
         return OF_ANSWERS
-    if issubclass(kind, QuantisingRules):
+    if issubclass(kind, QuantisingMethod):
         return OF_CODES
     return REQUEST if kind.has_budget else FULL_REQUEST
 

@@ -15,7 +15,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
 # Queries of a block behind a window. A block meets window + BLOCK - 1 keys: larger ones compute more that is hidden,
 # smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
 # 0.25, 0.26 and 0.33 (a mask of 6,000 x 6,000: 2.3).
@@ -101,11 +100,13 @@ def fused(
     """
     is_causal = is_causal and hidden is None
     if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=is_causal, attn_mask=hidden, scale=scale
         )
     bias = None if hidden is None else hidden.expand(*q.shape[:2], -1, -1)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, is_causal, scale=scale
+    )
     return out, lse[..., : q.shape[2]]  # it pads them
 
 
@@ -122,7 +123,7 @@ def flash(
             *tokens, softmax_scale=scale, causal=is_causal, window_size=(left, right), return_attn_probs=True
         )
     else:
-        out, lse, *_ = aten._flash_attention_forward(
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip

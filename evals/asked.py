@@ -24,10 +24,10 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.terminal import say
 from evals import outside
-from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, load_rules
+from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class
 from evals.typed import build, build_params
-from methods.rules.base import Coding, Rules
-from methods.rules.dropping.allocators import check_allocator
+from methods.allocator import check_allocator
+from methods.rules import Coding, Rules
 from tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
@@ -244,7 +244,7 @@ def refuse_counts(settings: Settings, rules: type[Rules]) -> None:
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:
     """The rules of the method that is chosen, and its parameters, checked."""
-    rules = load_rules(choice)
+    rules = load_class(choice)
     try:
         return rules, build_params(rules, choice.params, choice.group)
     except ConfigError as error:

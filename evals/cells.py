@@ -21,7 +21,7 @@ from evals.models import Found, located, look_into, look_up, resolve_hardware
 from evals.outside import is_target
 from evals.settings import Settings, load_class
 from methods.base import SelectiveAttention
-from methods.rules.base import Coding, Rules
+from methods.rules import Coding, Rules
 from methods.variant import Variant
 from results import read_config, run_name
 from results.config import differing_keys

@@ -40,7 +40,7 @@ from evals.turns.converse import converse
 from evals.turns.encode import TalkPrompt, encode_talk
 from evals.turns.waiting import Waiting, check_memory, check_window, line_ids_of
 from methods.base import SelectiveAttention
-from methods.rules.full import FullRules
+from methods.full import Full
 from methods.variant import Variant
 from results import RunFolder, RunResult, SampleRow, environment, summarise
 from results.files import file_stem
@@ -404,7 +404,7 @@ class Group:
         """Summarise a cell's samples; its result is written last."""
         folder, settings = self.folders[cell.path], cell.settings
         folder.sort([id for one in self.prompts or () for id in line_ids_of(one, cell)])
-        full = next((self.folders[other.path].rows for other in self.every if other.rules is FullRules), ())
+        full = next((self.folders[other.path].rows for other in self.every if other.rules is Full), ())
         result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"
         with folder.placing() as beside:

@@ -4,7 +4,7 @@ The file's class is found, and the defaults of its `Params` take the place of a 
 called after its file. What the file holds identifies a run, so that an edited file never goes on with old answers:
 `Choice.target` is `PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it.
 
-Imports stand in functions: a file of ours must import without torch, and a user's file imports it.
+A user's file may look up in torch what it likes while it is imported, so torch is loaded before it.
 
 Not here: files that the user's file imports. They are no part of a run's identity.
 """
@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError, RunError
+from engine.lazy import load_torch
 from evals.typed import build_params
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
@@ -104,6 +105,7 @@ def new_module(name: str, source: bytes, path: Path) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up
     try:
+        load_torch()  # a user's file may look up in it what it likes
         exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]

@@ -1,7 +1,7 @@
 """Runs cells: checked, grouped by what can share a prefill, each group's samples asked here or on a pool of workers.
 
 Whatever can be refused is refused before the first folder is made, for all cells: what settings and a model's header
-tell before torch is imported, what only prompts tell before weights are loaded.
+tell before torch is loaded, what only prompts tell before weights are loaded.
 
 Not here: what is asked for (`evals/asked.py`), what a cell is (`evals/cells.py`), the loop over samples
 (`evals/loop.py`), workers (`evals/shards.py`).
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.lazy import load_torch
 from evals.asked import ask, refuse_nothing_left
 from evals.settings import Settings
 from results import RunResult
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def prepare(cells: Sequence[Settings]) -> "list[Cell]":
     """A cell for each of the settings, checked as far as that goes without weights."""
     asked = ask(cells)
-    from evals.cells import ready_cells  # imports torch, so after the checks
+    load_torch()  # which waited for the checks
+    from evals.cells import ready_cells
 
     return ready_cells(asked)
 
@@ -30,7 +32,6 @@ def prepare(cells: Sequence[Settings]) -> "list[Cell]":
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
     ready = prepare(cells)
-    # These import torch, so after the checks.
     from evals.cells import distinct, grouped
     from evals.logger import Copies
     from evals.loop import Group, run_group

@@ -1,7 +1,7 @@
 """From one composed configuration to `Settings`: typed, range-checked, frozen.
 
 Below this file nobody sees a `DictConfig` and nobody looks a parameter up by a string. The classes
-of methods and tasks are named here but imported only by `load_class`, since they import torch.
+of methods and tasks are named here but imported only by `load_class`, which lets torch wait.
 
 Not here: defaults (the YAML files hold them), ranges of a method's or task's own parameters (its
 `Params` checks them), and what the command line may say (`evals/overrides.py`).
@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +24,11 @@ from engine.budget import COUNTS, BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError, unknown_name
+from engine.lazy import wait_for_torch
 from engine.sampling.spec import Sampling
 from evals import outside
 from evals.typed import build, convert, same_names
-from methods.rules.base import Rules
-from methods.rules.dropping.allocators import UNIFORM, Allocator
+from methods.allocator import UNIFORM, Allocator
 from tasks.prompt import CHATS, SCOPES
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
@@ -328,7 +327,8 @@ def from_words(words: Sequence[str]) -> Settings:
 
 
 def load_class(choice: Choice) -> type:
-    """The class that a file of conf/ names in `_target_`, or a file of the user's. Imports its module, and so torch."""
+    """The class that a file of conf/ names in `_target_`, or a file of the user's. torch is loaded when it is used."""
+    wait_for_torch()
     if outside.is_target(choice.target):
         return outside.load(choice.target)
     module, _, name = choice.target.rpartition(".")
@@ -342,16 +342,6 @@ def load_class(choice: Choice) -> type:
         if not module.startswith(error.name or ""):
             raise  # the module is there; something that it needs is not
         return of_kind(choice, None)
-
-
-def load_rules(choice: Choice) -> type[Rules]:
-    """The rules of a chosen method: of a file of their own, which imports no torch, or the method's class itself."""
-    module, _, name = choice.target.rpartition(".")
-    rules = f"methods.rules.{module.removeprefix('methods.')}"
-    if not outside.is_target(choice.target) and module.startswith("methods.") and find_spec(rules):
-        if found := getattr(importlib.import_module(rules), f"{name}Rules", None):
-            return found
-    return load_class(choice)
 
 
 def of_kind(choice: Choice, found: Any) -> type:
@@ -479,7 +469,7 @@ def default_comm(*, _root_: DictConfig) -> str:
 def compresses_answers(target: str) -> bool:
     """Whether the class is of methods that cut while they answer, whichever file it is in."""
     try:
-        return load_rules(Choice("method", "", target, {})).of_answers
+        return load_class(Choice("method", "", target, {})).of_answers
     except ConfigError:
         return False  # no class: `of_kind` refuses it by name
 

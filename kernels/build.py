@@ -40,7 +40,12 @@ LEVELS = {  # what torch calls a processor, and what it can do
 }
 MAKING = ".making-"  # before the name of a folder that a compiler works in
 PATIENCE_S = 600  # with a compiler; ours take seconds
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as simd.h counts them
+
+
+@cache
+def dtypes() -> dict[torch.dtype, int]:
+    """Types that kernels read, as simd.h counts them."""
+    return {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @cache

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 
@@ -132,7 +132,7 @@ def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Ten
     q, k, lse = (x.contiguous() for x in (q, k, lse.float()))
     largest = torch.empty(h_kv, h // h_kv, n, dtype=torch.float64)
     native().column_sums(
-        DTYPES[q.dtype], h, h_kv, n, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), n * d_h,
+        dtypes()[q.dtype], h, h_kv, n, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), n * d_h,
         lse.data_ptr(), None, scale, largest.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return largest.amax(1).float()
@@ -143,7 +143,7 @@ def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Ten
 
 def takes_native(q: Tensor, k: Tensor) -> bool:
     """Whether the C++ can work on such tensors."""
-    fits = q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in DTYPES
+    fits = q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in dtypes()
     return fits and native() is not None
 
 
@@ -167,7 +167,7 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
     q, k, lse, row_weights = (x.contiguous() for x in (q, k, lse.float(), row_weights.float()))
     sums = torch.empty(h_kv, h // h_kv, s, dtype=torch.float64)
     native().column_sums(
-        DTYPES[q.dtype], h, h_kv, s, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), s * d_h,
+        dtypes()[q.dtype], h, h_kv, s, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), s * d_h,
         lse.data_ptr(), row_weights.data_ptr(), scale, sums.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return sums
@@ -182,7 +182,7 @@ KEYS, QUERIES = {2: 128, 4: 64}, {2: 64, 4: 16}  # by the bytes of an element
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel can work on such tensors."""
-    return q.is_cuda and q.dtype == k.dtype and q.dtype in DTYPES and triton is not None
+    return q.is_cuda and q.dtype == k.dtype and q.dtype in dtypes() and triton is not None
 
 
 def column_sums_triton(

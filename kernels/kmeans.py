@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from kernels.build import library
 
@@ -185,7 +184,7 @@ def cluster_means_ref(points: Tensor, labels: Tensor, centroids: Tensor) -> tupl
     n_rows = max(1, CHUNK_BYTES // (12 * c * len(points)))  # int64 rows, and their float32 copy
     sums = torch.zeros_like(centroids, dtype=torch.float32)
     for some, theirs in zip(points.split(n_rows, 1), labels.split(n_rows, 1), strict=True):
-        sums += one_hot(theirs, c).float().mT @ some.float()
+        sums += torch.nn.functional.one_hot(theirs, c).float().mT @ some.float()
     return divide(sums, count_labels(labels, c), centroids)
 
 

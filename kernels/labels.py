@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.topk import top_stable
 
 
@@ -49,7 +49,7 @@ def label_top_ref(weights: Tensor, labels: Tensor, n_tokens: int, k: int) -> Ten
 
 def takes_native(labels: Tensor) -> bool:
     """Whether the C++ can read them."""
-    is_known = labels.dtype in DTYPES and labels.device.type == "cpu"
+    is_known = labels.dtype in dtypes() and labels.device.type == "cpu"
     return is_known and labels.stride(1) == 1 and native() is not None
 
 
@@ -71,7 +71,7 @@ def label_top_native(weights: Tensor, labels: Tensor, n_tokens: int, k: int) -> 
     idx, weights = torch.empty(n, heads, k, dtype=torch.int64), weights.contiguous()
     for row in range(n):
         native().label_top(
-            DTYPES[labels.dtype], heads, stored, c, weights[row].data_ptr(), labels.data_ptr(), labels.stride(0),
+            dtypes()[labels.dtype], heads, stored, c, weights[row].data_ptr(), labels.data_ptr(), labels.stride(0),
             labels.stride(2), n_tokens, k, idx[row].data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
     return idx

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.jit import cdiv, jit, power_of_2, tl, triton
 from kernels.topk import pack_key, pack_keys_ref
 
@@ -98,7 +98,7 @@ def page_scores_torch(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 def takes_native(x: Tensor) -> bool:
     """Whether the C++ can work on such a tensor."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and native() is not None
+    return x.device.type == "cpu" and x.dtype in dtypes() and native() is not None
 
 
 @cache
@@ -121,7 +121,7 @@ def page_bounds_native(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     kmin = keys.new_empty(1, h_kv, cdiv(s, page_len), d_h)
     kmax = torch.empty_like(kmin)
     native().page_bounds(
-        DTYPES[keys.dtype], h_kv, s, d_h, page_len, keys.data_ptr(), keys.stride(1),
+        dtypes()[keys.dtype], h_kv, s, d_h, page_len, keys.data_ptr(), keys.stride(1),
         kmin.data_ptr(), kmax.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return kmin, kmax
@@ -132,7 +132,7 @@ def page_scores_native(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
     (_, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
     q, room, scores = q.contiguous(), torch.empty(2 * h * (d_h + 16)), torch.empty(1, h, n_pages)
     native().page_scores(
-        DTYPES[q.dtype], h, h_kv, n_pages, d_h, q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), kmin.stride(1),
+        dtypes()[q.dtype], h, h_kv, n_pages, d_h, q.data_ptr(), kmin.data_ptr(), kmax.data_ptr(), kmin.stride(1),
         room.data_ptr(), scores.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return scores

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.jit import triton
 from kernels.pq_fit import Assign, assign_torch, assign_triton, code_dtype
 
@@ -28,7 +28,7 @@ GROUP = 64  # tokens whose planes lie together
 
 def pq_codes(keys: Tensor, centroids: Tensor) -> Tensor:
     """The nearest centroid of every part of every key, of equal ones the lower id."""
-    rows_lie_together = keys.stride(-1) == 1 and keys.dtype in DTYPES
+    rows_lie_together = keys.stride(-1) == 1 and keys.dtype in dtypes()
     if rows_lie_together and keys.device.type == "cpu" and native() is not None:
         return pq_codes_native(keys, centroids)
     assign = assign_triton if keys.is_cuda and triton is not None else assign_torch
@@ -74,7 +74,7 @@ def pq_codes_native(keys: Tensor, centroids: Tensor) -> Tensor:
     centroids = centroids.float().contiguous()
     codes = torch.empty(h_kv, m, n, dtype=code_dtype(c))
     native().pq_codes(
-        DTYPES[keys.dtype], h_kv, m, n, c, d_m, keys.data_ptr(), keys.stride(0), keys.stride(1),
+        dtypes()[keys.dtype], h_kv, m, n, c, d_m, keys.data_ptr(), keys.stride(0), keys.stride(1),
         centroids.data_ptr(), codes.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return codes

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.gather import gather_split, is_within, move_both
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton, upload
 
@@ -161,7 +161,7 @@ def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[
 
 def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
     """Whether `attend_rows_native` can work on these, of whichever row."""
-    if q.device.type != "cpu" or q.dtype not in DTYPES or native() is None:
+    if q.device.type != "cpu" or q.dtype not in dtypes() or native() is None:
         return False
     for part in parts:
         if part.is_packed():
@@ -213,7 +213,7 @@ def attend_rows_native(q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float
     ends = array("q", accumulate(map(len, rows)))
     out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1)
     native().attend_rows(
-        DTYPES[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
+        dtypes()[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
         out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse

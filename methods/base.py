@@ -34,8 +34,8 @@ from engine.prefill import Thinning, Trace
 from engine.rows import append_rows, fetch_rows
 from engine.shapes import ModelShape
 from engine.store import Store
-from methods.rules.base import Coding, Rules
-from methods.rules.dropping.allocators import UNIFORM, Allocator
+from methods.allocator import UNIFORM, Allocator
+from methods.rules import Coding, Rules
 from methods.turns import Turns
 from methods.variant import Partner, Variant
 

@@ -35,7 +35,7 @@ from methods.calibration.files import Calibration, place
 from methods.calibration.kinds import KINDS, kind_of
 from methods.calibration.known import calibrate, last_tokens
 from methods.calibration.prose import embedded_prose, prose_name
-from methods.rules.dropping.duo_attention import TABLES
+from methods.dropping.duo_attention import TABLES
 
 OWN = ("text", "tokens", "out")  # keys of this command
 OF_A_RUN = ("model", "device", "dtype")

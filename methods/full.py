@@ -5,18 +5,31 @@ Differs   ratio, budget, comm and cache have no meaning here: it has no budget, 
 Fails     never; it is what the others approximate.
 """
 
-from engine.budget import EVERYTHING
+from dataclasses import dataclass
+
+from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
-from methods.rules.full import FullRules
 from methods.variant import Variant
 
 
-class Full(FullRules, SelectiveAttention):
+class Full(SelectiveAttention):
+    title = "Full"
+    drops = False
+    has_budget = False
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+    @classmethod
+    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
+        return resolve(EVERYTHING, s_prompt, cls.drops)
+
     def arrange(self, layer: int) -> None:
         self.store.keep_all(layer)
 
 
 def full_attention(shape: ModelShape, s_prompt: int) -> Variant:
     """Full attention on prompts of so many tokens, which others are compared with."""
-    return Full.variant_for(FullRules.Params(), EVERYTHING, shape, s_prompt)
+    return Full.variant_for(Full.Params(), EVERYTHING, shape, s_prompt)

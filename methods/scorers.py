@@ -7,8 +7,8 @@ every query head chooses for itself. Methods name a scorer here and an allocator
 Not here: what the prefill observes (`engine/observe.py`), and scores that only one method has.
 """
 
+import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
@@ -27,7 +27,7 @@ def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:
 
 def pool_scores(raw: Tensor, kernel: int, pooling: str) -> Tensor:
     """Scores (1, heads, s) smoothed over `kernel` neighbours; beyond the ends `avg` counts zeros, `max` nothing."""
-    pool = avg_pool1d if pooling == "avg" else max_pool1d
+    pool = torch.nn.functional.avg_pool1d if pooling == "avg" else torch.nn.functional.max_pool1d
     return pool(raw, kernel, stride=1, padding=kernel // 2)
 
 

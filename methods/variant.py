@@ -1,6 +1,6 @@
 """`Variant`: a method with its parameters, its budget and its integers for prompts of one length.
 
-Not here: the method (`methods/base.py`), what follows from a budget (`methods/rules`).
+Not here: the method (`methods/base.py`), what follows from a budget (`methods/rules.py`).
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.prefill import Thinning, Trace
 from engine.store import Coder
-from methods.rules.base import Coding
-from methods.rules.dropping.allocators import UNIFORM, Allocator
+from methods.allocator import UNIFORM, Allocator
+from methods.rules import Coding
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention

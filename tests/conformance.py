@@ -40,9 +40,9 @@ from evals import outside
 from evals.overrides import config_groups
 from evals.settings import from_words, load_class
 from evals.typed import build_params
+from methods.allocator import Allocator
 from methods.base import SelectiveAttention
 from methods.full import Full
-from methods.rules.dropping.allocators import Allocator
 from methods.variant import Variant
 from plots.looks import known
 from tests.tiny import prompt, tiny

@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
     *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run", "first_look"),
     *("results", "evals.settings", "evals.overrides"),
     *(f"evals.screen.{name}" for name in ("caches", "check", "estimate", "fits", "table")),
-    *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods" / "rules")),
+    *("methods.rules", "methods.allocator"),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )
 
@@ -137,6 +137,15 @@ def test_a_long_file_says_why(file: Path) -> None:
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_this_module_imports_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_waits_while_methods_are_imported() -> None:
+    """A command line is checked by them before anything is computed; `methods.calibrate` is a command of its own."""
+    modules = [module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods") and file.stem != "calibrate"]
+    code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
+    code += "".join(f"import {module}\nassert 'torch._C' not in sys.modules, '{module}'\n" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -18,7 +18,7 @@ try:
 except SystemExit as stop:
     code = stop.code
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(code, used.ru_utime + used.ru_stime, *({"torch", "transformers"} & sys.modules.keys()))
+print(code, used.ru_utime + used.ru_stime, *({"torch._C", "transformers"} & sys.modules.keys()))
 """
 RIGHT = """
 import sys

@@ -3,7 +3,7 @@
 Counted like the ledger counts: K and V in whatever form, scales and zero points, codes, centroids, bounds, and the
 buffer for fetched tokens, of which one serves all layers. What could ship with the model is a constant and not here.
 
-Not here: any method's numbers (`methods/rules`), the check at every step (`engine/books/ledger.py`).
+Not here: any method's numbers (`methods`), the check at every step (`engine/books/ledger.py`).
 """
 
 from collections.abc import Callable

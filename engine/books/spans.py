@@ -30,7 +30,6 @@ import torch
 from engine.books.clock import between, now
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Record:
     """What was noted, in the order in which spans ended."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device = CPU if device is None else device
+        self.device = torch.device("cpu") if device is None else device
         self.thread = get_ident()
         self.marks: list[tuple[str, int | None, Any, Any, int, int]] = []
         self.depths: dict[int, int] = {}
@@ -61,7 +60,7 @@ class Record:
         device = self.device
         if device.type == "cuda" and get_ident() != self.thread:
             is_own = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
-            return now(device if is_own else CPU)
+            return now(device if is_own else torch.device("cpu"))
         return now(device)
 
     def stretches(self) -> list[Stretch]:

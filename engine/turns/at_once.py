@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.attend import Part
 from engine.causal import causal, fused, whole
@@ -81,7 +80,7 @@ def past(at: Layer, feed: Feed) -> list[tuple[Tensor, Tensor]]:
     parts, hidden = [part for part in at.resident() if part.n_tokens()], outgoing(at, len(feed.moments), feed.q.dtype)
     hides: list[Tensor | None] = [None] * len(parts)
     if hidden is not None:
-        hides[-1] = pad(hidden, (parts[-1].n_tokens() - at.n_window, 0))
+        hides[-1] = torch.nn.functional.pad(hidden, (parts[-1].n_tokens() - at.n_window, 0))
     return [over(feed.q, part, feed.scale, hide) for part, hide in zip(parts, hides, strict=True)]
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,6 +106,8 @@ class _Copier:
         return made
 
     def make(self, thing: Any) -> Any:
+        import numpy as np  # slow to import, and a refused command copies nothing
+
         if isinstance(thing, Tensor):
             return self.tensor(thing)
         if isinstance(thing, torch.Generator):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
@@ -73,7 +73,7 @@ class Side(NamedTuple):
         table = 0 if self.table is None else self.table.data_ptr()
         return (
             self.kind, self.bits, self.group, self.n, codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
-            codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], DTYPES[scales.dtype],
+            codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], dtypes()[scales.dtype],
             self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), table,
         )  # fmt: skip
 
@@ -104,7 +104,7 @@ def attend_packed_ref(q: Tensor, packed: Packed, scale: float) -> tuple[Tensor, 
 
 def takes_packed(q: Tensor, packed: Packed) -> bool:
     """Whether `attend_packed_native` can work on this."""
-    if q.device.type != "cpu" or q.dtype not in DTYPES or len(q) != 1 or native() is None:
+    if q.device.type != "cpu" or q.dtype not in dtypes() or len(q) != 1 or native() is None:
         return False
     d_h, sides = q.shape[-1], packed[:2]
     return all(side.is_native(d_h) and side.exact.dtype == q.dtype for side in sides) and packed.v.kind == BY_TOKEN
@@ -129,7 +129,7 @@ def attend_packed_native(q: Tensor, packed: Packed, scale: float) -> tuple[Tenso
     numbers = [*packed.k.numbers(), *packed.v.numbers()]
     out, lse = torch.empty_like(q), torch.empty(1, h, 1)
     native()(
-        DTYPES[q.dtype], h, packed.k.exact.shape[1], d_h, packed.n, q.data_ptr(), scale,
+        dtypes()[q.dtype], h, packed.k.exact.shape[1], d_h, packed.n, q.data_ptr(), scale,
         (ctypes.c_int64 * len(numbers))(*numbers), out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 
 
 class Tables(NamedTuple):
@@ -107,7 +107,7 @@ def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: fl
 
     codes (h, tables) int16 and q (h, d_h) float32 are the queries', keys (1, h_kv, s, d_h) those of all positions.
     """
-    if native() is None or keys.dtype not in DTYPES:
+    if native() is None or keys.dtype not in dtypes():
         return find_twice_ref(codes, q, keys, hashed, least)
     (h, n_tables), (h_kv, _, n) = codes.shape, hashed.tables.tokens.shape
     d_h, tables, threads = q.shape[1], hashed.tables, torch.get_num_threads()
@@ -123,7 +123,7 @@ def find_twice(codes: Tensor, q: Tensor, keys: Tensor, hashed: Hashed, least: fl
     idx, weights = torch.empty(1, h, most, dtype=torch.int64), torch.empty(1, h, most)
     middle = keys[:, :, hashed.first :]
     native().weigh_found(
-        DTYPES[keys.dtype], h, h_kv, d_h, n, tables.bits, n_tables, least, hashed.first, q.data_ptr(),
+        dtypes()[keys.dtype], h, h_kv, d_h, n, tables.bits, n_tables, least, hashed.first, q.data_ptr(),
         middle.data_ptr(), keys.stride(1), hashed.means.data_ptr(), hashed.norms.data_ptr(), found.data_ptr(),
         counts.data_ptr(), most, idx.data_ptr(), weights.data_ptr(), threads,
     )  # fmt: skip

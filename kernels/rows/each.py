@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES
+from kernels.build import dtypes
 from kernels.select_attend import Tokens, attend_parts_ref, native, native_takes, packed_part
 
 
@@ -33,7 +33,7 @@ def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
         assert part.bias.dtype == torch.float32, part.bias.dtype
         numbers[-3:-1] = part.bias.data_ptr(), part.bias.shape[2]
     native().attend_each(
-        DTYPES[q.dtype], n, h, d_h, d_v, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
+        dtypes()[q.dtype], n, h, d_h, d_v, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
         out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out.transpose(1, 2), lse.transpose(1, 2)

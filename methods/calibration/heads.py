@@ -4,7 +4,7 @@ A text is read and repeated (`engine/passes/repetition.py`); a head's number is 
 tokens gets from any query of the repetition, over all stretches of the text. KVzip's authors propose it in place of
 trained gates, which take two passes and a backward one for each of thousands of steps.
 
-Not here: how a budget is made of it (`methods/rules/dropping/duo_attention.py`).
+Not here: how a budget is made of it (`methods/dropping/duo_attention.py`).
 """
 
 from collections.abc import Mapping, Sequence

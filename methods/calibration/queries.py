@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.kinds import backbone
+from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.rotations import unmoved
+from engine.shapes import ModelShape
 from methods.calibration.base import Seen, Statistics
-from methods.rules.decoding.triattention import unpaired
 
 USUAL_BASE = 10_000.0  # of the angular speeds, where there is no model
 
@@ -62,3 +63,11 @@ def speeds_of(model: Model) -> Tensor:
     if model.turn is None or unmoved in model.turn.values() or not found or 2 * len(found[0]) != model.shape.d_h:
         raise unpaired(model.shape)
     return found[0]
+
+
+def unpaired(shape: ModelShape) -> ConfigError:
+    """What is said of a model whose heads are not whole pairs of front and back channels."""
+    return ConfigError(
+        f"{shape.name} does not rotate all {shape.d_h} dimensions of a head in pairs of a front and a back half, which "
+        "TriAttention's statistics need; use another method with it"
+    )

@@ -1,7 +1,7 @@
 """`CuttingMethod`: a method that cuts its cache every few steps while the model answers, as a schedule and an order.
 
 A method of this kind writes `order`, which slots of a layer stay and in which order. When that is asked is the
-schedule's (`methods/rules/decoding/schedule.py`), the same for all. What it keeps beside K and V follows its tokens in
+schedule's (`methods/decoding/schedule.py`), the same for all. What it keeps beside K and V follows its tokens in
 `reorder`.
 
 Not here: any order.
@@ -17,7 +17,7 @@ from engine.caches.queries import QueryRing
 from engine.observe import LastQueries, Observation
 from kernels.topk import top_stable_ref
 from methods.base import SelectiveAttention
-from methods.rules.decoding.schedule import DecodingRules, Schedule
+from methods.decoding.schedule import DecodingRules, Schedule
 
 
 class CuttingMethod(DecodingRules, SelectiveAttention):

@@ -11,15 +11,49 @@ Differs   the length of the answers that it is compared with is `answer_tokens`,
 Fails     where the thought that is left out was needed.
 """
 
+from dataclasses import dataclass, replace
+
+from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
+from engine.checks import whole_number, whole_numbers
+from engine.errors import ConfigError
 from engine.sampling.cues import Interruption
+from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
-from methods.rules.decoding.full_stopped import FullStoppedRules, stopping_length
-from methods.rules.decoding.schedule import Schedule
+from methods.decoding.schedule import DecodingRules, Schedule
 
 
-class FullStopped(FullStoppedRules, SelectiveAttention):
-    params: FullStoppedRules.Params
+class FullStopped(DecodingRules, SelectiveAttention):
+    title = "Full, stopped"
+    drops = False
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        answer_tokens: int | None
+        marker: str | None
+        cue: str
+
+        def __post_init__(self) -> None:
+            whole_number("method.interval", self.interval, 1)
+            whole_numbers("method", self, answer_tokens=1)
+            if not self.cue:
+                raise ConfigError("method.cue is empty; give the words that an answer begins with")
+
+    params: Params
     plan: Schedule
+
+    @classmethod
+    def schedule(cls, params: Params, target: int) -> Schedule:
+        return Schedule(target, params.interval)
+
+    @classmethod
+    def budget_with(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
+        """That of full attention, which it is until it stops; its plan has what was asked for."""
+        return replace(resolve(EVERYTHING, s_prompt, drops=False), nominal_tokens=cls.target(params, request))
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Schedule:
+        return cls.schedule(params, budget.nominal_tokens)
 
     def arrange(self, layer: int) -> None:
         self.store.keep_all(layer)
@@ -29,3 +63,18 @@ class FullStopped(FullStoppedRules, SelectiveAttention):
         marker = self.params.marker
         text = f"\n{marker}\n\n{self.params.cue}" if marker else self.params.cue
         return Interruption(stopping_length(self.plan, self.trace.s_prompt, longest), text, marker)
+
+
+def stopping_length(schedule: Schedule, s_prompt: int, n_answer: int) -> int:
+    """Tokens of a full-attention answer with as many entries as `n_answer` tokens have under a schedule."""
+    allowed, n = 0, schedule.target if schedule.cuts_prompt(s_prompt) else s_prompt
+    for n_seen in range(s_prompt + 1, s_prompt + n_answer + 1):
+        n += 1
+        allowed += n
+        if schedule.is_due(n, n_seen, s_prompt):
+            n = schedule.target
+    length = 0
+    while length < n_answer and allowed >= s_prompt + length + 1:
+        length += 1
+        allowed -= s_prompt + length
+    return length

@@ -14,6 +14,7 @@ Fails     on long answers: sums of the prompt, which all later tokens looked at,
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
@@ -22,23 +23,41 @@ from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
 from methods.base import SelectiveAttention
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.rules.decoding.h2o_decode import H2ODecodeRules
-from methods.rules.decoding.schedule import Schedule
+from methods.decoding.schedule import Schedule, check_schedule, schedule_notes
 from methods.scorers import reduce_group
 
 SUM_BYTES = 4
 
 
-class H2ODecode(H2ODecodeRules, CuttingMethod):
+class H2ODecode(CuttingMethod):
+    title = "H2O while decoding"
     wants_weights = True
-    params: H2ODecodeRules.Params
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        schedule: str
+        at_prefill: bool
+
+        def __post_init__(self) -> None:
+            check_schedule(self)
+
+    params: Params
     sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, slot by slot
+
+    @classmethod
+    def least(cls, params: Params) -> tuple[int, str]:
+        return 2, "half of it is for heavy hitters and half for recent tokens"
+
+    @classmethod
+    def notes(cls, params: Params) -> list[str]:
+        return schedule_notes(params)
 
     def setup(self) -> None:
         self.sums = {}
 
     @classmethod
-    def observations(cls, params: H2ODecodeRules.Params, plan: Schedule) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Schedule) -> tuple[Observation, ...]:
         return (ColumnSums(),)
 
     @property

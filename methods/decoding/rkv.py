@@ -20,15 +20,21 @@ Fails     where an answer returns to what it has not looked at for longer than t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.checks import each_one_of, share
+from engine.errors import ConfigError
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.rules.decoding.rkv import RKVRules
+from methods.decoding.schedule import check_schedule, schedule_notes
 from methods.scorers import pool_scores
 
 SIMILAR = 0.5  # cosine above which the code calls two keys alike
+
 LEAST_NORM = 1e-8
 
 
@@ -68,11 +74,36 @@ def head_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor]) -> Tensor:
     return similar.mean(0).softmax(-1)
 
 
-class RKV(RKVRules, CuttingMethod):
-    params: RKVRules.Params
+class RKV(CuttingMethod):
+    title = "R-KV"
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        window: int
+        kernel: int
+        mix: Fraction
+        order: str
+        schedule: str
+        at_prefill: bool
+
+        def __post_init__(self) -> None:
+            check_schedule(self)
+            check_window(self)
+            share("method.mix", self.mix)
+
+    params: Params
 
     @classmethod
-    def n_queries(cls, params: RKVRules.Params) -> int:
+    def least(cls, params: Params) -> tuple[int, str]:
+        return least_with_window(params)
+
+    @classmethod
+    def notes(cls, params: Params) -> list[str]:
+        return order_notes(params)
+
+    @classmethod
+    def n_queries(cls, params: Params) -> int:
         return params.window
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
@@ -94,3 +125,21 @@ class RKV(RKVRules, CuttingMethod):
 
     def protected(self, layer: int) -> range:
         return self.latest(self.params.window)
+
+
+def check_window(params: Any) -> None:
+    """Raise `ConfigError` for a window, a kernel or an order that there is not."""
+    if params.window < 1:
+        raise ConfigError(f"method.window={params.window} is out of range; it is a number of tokens, at least 1")
+    if params.kernel < 1 or params.kernel % 2 == 0:
+        raise ConfigError(f"method.kernel={params.kernel} has no middle; use an odd number of tokens, 1 for no pooling")
+    each_one_of("method", params, order=("score", "position"))
+
+
+def least_with_window(params: Any) -> tuple[int, str]:
+    return params.window + 1, f"the last method.window={params.window} tokens stay, and at least one before them"
+
+
+def order_notes(params: Any) -> list[str]:
+    """What a table says where slots are ordered or cut otherwise than the authors do it."""
+    return ["by position"] * (params.order == "position") + schedule_notes(params)

@@ -10,18 +10,43 @@ Differs   - it is R-KV without redundancy, and not the SnapKV of `methods/droppi
 Fails     as R-KV does.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.rkv import window_importance
-from methods.rules.decoding.snapkv_decode import SnapKVDecodeRules
+from methods.decoding.rkv import check_window, least_with_window, order_notes, window_importance
+from methods.decoding.schedule import check_schedule
 
 
-class SnapKVDecode(SnapKVDecodeRules, CuttingMethod):
-    params: SnapKVDecodeRules.Params
+class SnapKVDecode(CuttingMethod):
+    title = "SnapKV while decoding"
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        window: int
+        kernel: int
+        order: str
+        schedule: str
+        at_prefill: bool
+
+        def __post_init__(self) -> None:
+            check_schedule(self)
+            check_window(self)
+
+    params: Params
 
     @classmethod
-    def n_queries(cls, params: SnapKVDecodeRules.Params) -> int:
+    def least(cls, params: Params) -> tuple[int, str]:
+        return least_with_window(params)
+
+    @classmethod
+    def notes(cls, params: Params) -> list[str]:
+        return order_notes(params)
+
+    @classmethod
+    def n_queries(cls, params: Params) -> int:
         return params.window
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:

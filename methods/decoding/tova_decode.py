@@ -11,10 +11,12 @@ Differs   with `interval=1` it is TOVA as published (`methods/dropping/tova.py`)
 Fails     as TOVA does, and more with a longer interval: what is left hangs on one query of many.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from methods.decoding.cutting import CuttingMethod, best_first, in_place
-from methods.rules.decoding.tova_decode import TOVADecodeRules
+from methods.decoding.schedule import check_schedule, schedule_notes
 
 
 def query_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -23,11 +25,26 @@ def query_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     return (queries @ keys[0].float().mT).softmax(-1).mean((0, 1))
 
 
-class TOVADecode(TOVADecodeRules, CuttingMethod):
-    params: TOVADecodeRules.Params
+class TOVADecode(CuttingMethod):
+    title = "TOVA while decoding"
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        schedule: str
+        at_prefill: bool
+
+        def __post_init__(self) -> None:
+            check_schedule(self)
+
+    params: Params
 
     @classmethod
-    def n_queries(cls, params: TOVADecodeRules.Params) -> int:
+    def notes(cls, params: Params) -> list[str]:
+        return schedule_notes(params)
+
+    @classmethod
+    def n_queries(cls, params: Params) -> int:
         return 1
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:

@@ -24,20 +24,36 @@ Fails     where queries of a head have no centre, and on what was said just now:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.budget import BudgetRequest
+from engine.checks import each_one_of, whole_number
+from engine.errors import ConfigError
 from engine.observe import ModelFact, Observation
+from engine.shapes import Checkpoint, ModelShape
 from kernels.topk import top_stable_ref
+from methods.calibration.files import check_calibration, check_file, digest_of_file
 from methods.calibration.known import Calibrated
-from methods.calibration.queries import as_complex
+from methods.calibration.queries import as_complex, unpaired
 from methods.decoding.cutting import CuttingMethod
-from methods.rules.decoding.schedule import Schedule
-from methods.rules.decoding.triattention import TriAttentionRules
+from methods.decoding.schedule import Schedule
+
+CHOICES = {
+    "mode": ("per_head", "global", "per_layer_head"),
+    "aggregate": ("mean", "max"),
+    "reduce": ("max", "mean"),
+    "trigger": ("slack", "gated"),
+    "calibrate": ("missing", "never"),
+}
+
 
 POSITION_BYTES = 4
+
 LEAST_DEVIATION = 1e-6
 
 
@@ -112,11 +128,65 @@ def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
     return with_all(of_groups(scores, h_kv, reduce), scores)
 
 
-class TriAttention(TriAttentionRules, CuttingMethod):
-    params: TriAttentionRules.Params
+class TriAttention(CuttingMethod):
+    title = "TriAttention"
+
+    @dataclass(frozen=True)
+    class Params:
+        interval: int
+        mode: str
+        normalize: bool
+        aggregate: str
+        reduce: str
+        n_offsets: int
+        trigger: str
+        count_prompt: bool
+        protect_prompt: bool
+        calibrate: str
+        calibration_file: Path | None
+
+        def __post_init__(self) -> None:
+            whole_number("method.interval", self.interval, 1)
+            whole_number("method.n_offsets", self.n_offsets, 1)
+            each_one_of("method", self, **CHOICES)
+            if self.reduce == "mean" and self.mode != "per_layer_head":
+                raise ConfigError(
+                    f"method.reduce=mean with method.mode={self.mode} is not allowed; use "
+                    "method.mode=per_layer_head with it"
+                )
+
+    params: Params
 
     @classmethod
-    def observations(cls, params: TriAttentionRules.Params, plan: Schedule) -> tuple[Observation, ...]:
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        check_file(params.calibration_file, "queries", shape)
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if model.n_rotary != model.shape.d_h and not model.is_drawn:
+            raise unpaired(model.shape)
+        check_calibration(params.calibration_file, "queries", params.calibrate == "missing", model)
+
+    @classmethod
+    def data_digest(cls, params: Params) -> str | None:
+        return digest_of_file(params.calibration_file)
+
+    @classmethod
+    def protects_prompt(cls, params: Params) -> bool:
+        return params.protect_prompt
+
+    @classmethod
+    def schedule(cls, params: Params, target: int) -> Schedule:
+        return Schedule(target, params.interval, params.trigger, at_prefill=False, count_prompt=params.count_prompt)
+
+    @classmethod
+    def notes(cls, params: Params) -> list[str]:
+        mode = [] if params.mode == "per_head" else [params.mode.replace("_", " ")]
+        return [*mode, "prompt protected"] if params.protect_prompt else mode
+
+    @classmethod
+    def observations(cls, params: Params, plan: Schedule) -> tuple[Observation, ...]:
         return (statistics(params),)
 
     @property
@@ -175,6 +245,6 @@ class TriAttention(TriAttentionRules, CuttingMethod):
         return {"calibration": dict(self.trace.origins.get(what, {})), "constant_bytes": n_bytes}
 
 
-def statistics(params: TriAttentionRules.Params) -> Calibrated:
+def statistics(params: TriAttention.Params) -> Calibrated:
     """What the model has to be calibrated for."""
     return Calibrated("queries", "statistics", params.calibration_file, params.calibrate == "missing")

@@ -12,14 +12,35 @@ Fails     as PyramidKV and Ada-KV.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from engine.errors import ConfigError
+from methods.allocator import Allocator
 from methods.dropping.adakv import AdaKV
 from methods.dropping.allocators import Counts
-from methods.rules.dropping.ada_pyramid import AdaPyramidRules
 
 
-class AdaPyramid(AdaPyramidRules, AdaKV):
-    params: AdaPyramidRules.Params
+class AdaPyramid(AdaKV):
+    title = "Ada-Pyramid"
+
+    @dataclass(frozen=True)
+    class Params(AdaKV.Params):
+        beta: int
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.beta < 1:
+                raise ConfigError(
+                    f"method.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
+                )
+            if self.floor == "protect":
+                raise ConfigError("method.floor=protect is kvpress' rule, which has no pyramid; use method.floor=mix")
+
+    params: Params
+
+    @classmethod
+    def own_allocator(cls, params: Params) -> Allocator:
+        return Allocator("pyramid_head_mix", params.alpha, params.beta)
 
     def counts(self) -> Sequence[Counts]:
         if not self.params.match_published:

@@ -18,15 +18,21 @@ Fails     as SnapKV; and where a head with flat scores holds what is asked for: 
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.budget import Budget, BudgetRequest, show
+from engine.checks import each_one_of
+from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
+from engine.shapes import ModelShape
+from methods.allocator import Allocator
 from methods.dropping.allocators import Counts, head_mix, head_mix_published
-from methods.dropping.snapkv import shrunk_window, voted_scores, voter
-from methods.rules.dropping.adakv import AdaKVRules
+from methods.dropping.snapkv import SnapKV, fit_window, shrunk_window, voted_scores, voter
 from methods.scoring import ScoringMethod
 
 
@@ -36,12 +42,67 @@ def normalised_heads(scores: Tensor, c: int) -> Tensor:
     return scores * (best / scores.sum(-1).clamp(min=torch.finfo(scores.dtype).tiny)).unsqueeze(-1)
 
 
-class AdaKV(AdaKVRules, ScoringMethod):
-    params: AdaKVRules.Params
-    plan: AdaKVRules.Plan
+class AdaKV(ScoringMethod):
+    title = "Ada-SnapKV"
+    drops = True
+    comparable = "heads"
+
+    @dataclass(frozen=True)
+    class Params(SnapKV.Params):
+        alpha: Fraction
+        floor: str
+        normalize: bool
+        skip: int
+        match_published: bool
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            each_one_of("method", self, floor=("mix", "protect"))
+            if not 0 <= self.alpha <= 1:
+                raise ConfigError(
+                    f"method.alpha={show(self.alpha)} is out of range; it is a share from 0 (heads share all) to 1 "
+                    "(all heads alike)"
+                )
+            if self.skip < 0:
+                raise ConfigError(
+                    f"method.skip={self.skip} is out of range; it is a number of first layers whose heads are alike"
+                )
+            if self.floor == "protect" and (self.normalize or self.match_published):
+                raise ConfigError(
+                    "method.floor=protect is kvpress' rule, which has no normalize and no match_published; "
+                    "use method.floor=mix with these"
+                )
+
+    @dataclass(frozen=True)
+    class Plan(SnapKV.Plan):
+        """What a layer keeps of the prompt, per KV head in the mean over its heads."""
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def observations(cls, params: AdaKVRules.Params, plan: AdaKVRules.Plan) -> tuple[Observation, ...]:
+    def own_allocator(cls, params: Params) -> Allocator:
+        return Allocator("head_mix" if params.floor == "mix" else "head_protect", params.alpha)
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        n_layers = len(shape.attention_layers)
+        if params.skip > n_layers:
+            raise ConfigError(
+                f"method.skip={params.skip} is more than the {n_layers} layers of {shape.name}; use at most {n_layers}"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return AdaKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        label = super().label(params, request)
+        return label if params.floor == "mix" else label.replace(cls.title, f"{cls.title}, protect")
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
     def scores(self, layer: int) -> Tensor:

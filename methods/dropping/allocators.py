@@ -1,7 +1,7 @@
 """How many tokens each layer and head keeps, for methods that keep the best: free functions to whole numbers.
 
 Counts are tokens per head beside the protected ones: for each layer that is compressed one number, or a list of one
-for each head. `uniform` needs no scores, nor does PyramidKV's (`methods/rules/dropping/pyramidkv.py`); `by_need` and
+for each head. `uniform` needs no scores, nor does PyramidKV's (`methods/dropping/pyramidkv.py`); `by_need` and
 `globally_best` divide the budget once the scores of all layers are there; `head_mix` and `head_protect` divide one
 layer's among its heads. Among equal scores the lower layer, head and position come first.
 
@@ -9,7 +9,7 @@ Symbols   `c` a layer's tokens per head, of which `count[a]` would be head a's i
           their head; `alpha` the share that all heads get alike.
 
 Not here: what a token is worth (`methods/scorers.py`), which methods may be divided how
-(`methods/rules/dropping/allocators.py`).
+(`methods/allocator.py`).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,7 @@ from math import floor
 import torch
 from torch import Tensor
 
-from methods.rules.dropping.allocators import Allocator
-from methods.rules.dropping.pyramidkv import pyramid
+from methods.allocator import Allocator
 
 Counts = int | list[int]  # of one layer: of every head, or of each
 
@@ -154,3 +153,22 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     for i in order[: total - sum(sizes)]:
         sizes[i] += 1
     return sizes
+
+
+def pyramid(s: int, cap: int, w: int, beta: int, n_layers: int) -> list[int]:
+    """Most in the first layer, fewest in the last: PyramidKV's integers for a prompt of `s`, floors included.
+
+    `cap` is the nominal mean, with the `w` protected tokens that every layer keeps.
+    """
+    if s < cap:
+        return [max(0, s - w)] * n_layers
+    mean = cap - w
+    if s < 2 * mean or n_layers == 1:
+        return [mean] * n_layers
+    last = mean // beta
+    first = 2 * mean - last
+    if first >= s - w:  # too short for this slope: the first layer keeps all, the last the balance
+        first = s - w
+        last = 2 * mean - first
+    step = (first - last) // (n_layers - 1)
+    return [first - rank * step for rank in range(n_layers)]

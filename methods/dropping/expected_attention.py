@@ -27,9 +27,11 @@ A file of statistics: python -m methods.dropping.expected_attention MODEL TEXTS 
 `embedded`, TEXTS a text of which the first 100 pieces of 1,000 characters are read.
 """
 
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,18 +39,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.budget import Budget, BudgetRequest
+from engine.checks import each_one_of, share, tokens, whole_number
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import Observation, QueryStatistics, at_once
 from engine.prefill import prefill
+from engine.shapes import Checkpoint, ModelShape
 from engine.terminal import say
-from methods.rules.dropping.expected_attention import TENSORS, ExpectedAttentionRules
+from methods.allocator import Allocator
 from methods.scoring import ScoringMethod
+
+TENSORS = ("query_mean", "query_cov")  # of a file of statistics: (layers, h, d_h) and (layers, h, d_h, d_h)
+LONGEST_HEADER = 1 << 20  # bytes
+MAKE = "python -m methods.dropping.expected_attention MODEL TEXTS FILE makes one"
 
 Turn = Callable[[Tensor, int | Tensor], Tensor]
 
 CHUNK_BYTES = 1 << 20  # of keys times covariance at a time, while they are in the cache
+
 ROTATIONS = 64  # positions whose rotations are made at a time
+
 N_TEXTS, TEXT_CHARACTERS = 100, 1000  # of a file of statistics, as the authors'
 
 
@@ -102,14 +113,99 @@ def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool
     return attention.unsqueeze(0)
 
 
-class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
-    params: ExpectedAttentionRules.Params
-    plan: ExpectedAttentionRules.Plan
+class ExpectedAttention(ScoringMethod):
+    title = "Expected Attention"
+    drops = True
+    comparable = "heads"
+    is_scorer = True
+
+    @dataclass(frozen=True)
+    class Params:
+        n_future: int
+        n_sink: int
+        eps: float
+        alpha: Fraction
+        covariance: bool
+        value_norm: bool
+        stats: str
+        stats_file: Path | None
+        rotary: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, stats=("prompt", "file"), rotary=("model", "none"))
+            whole_number("method.n_future", self.n_future, 1)
+            tokens("method.n_sink", self.n_sink)
+            share("method.alpha", self.alpha)
+            if not 0 <= self.eps < float("inf"):
+                raise ConfigError(f"method.eps={self.eps} is out of range; it is added to probabilities, and 0 or more")
+            if self.stats == "prompt" and self.stats_file is not None:
+                raise ConfigError(
+                    f"method.stats_file={self.stats_file} has no effect with method.stats=prompt; leave it out or set "
+                    "method.stats=file"
+                )
+            if self.stats == "file" and self.stats_file is None:
+                raise ConfigError(
+                    f"method.stats=file needs a file of query statistics; add method.stats_file=…, {MAKE}"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        """What a layer keeps of the prompt."""
+
+        cap: int  # tokens per KV head, the sinks included
+        n_sink: int
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def observations(
-        cls, params: ExpectedAttentionRules.Params, plan: ExpectedAttentionRules.Plan
-    ) -> tuple[Observation, ...]:
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        if params.stats_file is None:
+            return
+        wanted = [len(shape.attention_layers), shape.h, shape.d_h]
+        header = header_of(params.stats_file)
+        for name, sizes in zip(TENSORS, (wanted, [*wanted, shape.d_h]), strict=True):
+            found = header[name].get("shape") if isinstance(header.get(name), dict) else None
+            if found != sizes:
+                raise ConfigError(
+                    f"method.stats_file={params.stats_file} has {name} of shape {found}, and {shape.name} has layers, "
+                    f"query heads and dimensions {wanted}; use statistics of this model: {MAKE}"
+                )
+
+    @classmethod
+    def check_model(cls, params: Params, model: Checkpoint) -> None:
+        if params.rotary == "model" and not model.n_rotary:
+            raise ConfigError(
+                f"the model {model.shape.name!r} has no rotary positions of the known kind, by which "
+                "method.rotary=model could turn its queries; use method.rotary=none"
+            )
+        if params.stats_file is None:
+            return
+        made_of = (header_of(params.stats_file).get("__metadata__") or {}).get("model_digest")
+        if made_of not in model.digests:
+            raise ConfigError(
+                f"method.stats_file={params.stats_file} was made with the model {made_of} and this is "
+                f"{model.digests[0]}; use statistics of this model: {MAKE}"
+            )
+
+    @classmethod
+    def data_digest(cls, params: Params) -> str | None:
+        if params.stats_file is None:
+            return None
+        with opened(params.stats_file) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+
+    @classmethod
+    def own_allocator(cls, params: Params) -> Allocator:
+        return Allocator("head_protect", params.alpha)
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        cap = budget.tokens
+        return ExpectedAttention.Plan(cap, params.n_sink if params.n_sink < cap else cap // 4)
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return () if params.stats == "file" else (QueryStatistics(plan.n_sink, params.rotary == "model"),)
 
     def ends(self) -> tuple[int, int]:
@@ -149,6 +245,30 @@ class ExpectedAttention(ExpectedAttentionRules, ScoringMethod):
             return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
         found = trace.once(("query statistics", path), lambda: read_statistics(path))
         return found[trace.shape.attention_layers.index(layer)].to(trace.device_of(layer))
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, and its `__metadata__`."""
+    with opened(path) as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        text = file.read(n_bytes) if n_bytes <= LONGEST_HEADER else b""
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ConfigError(f"method.stats_file={path} is no safetensors file of query statistics; {MAKE}")
+    return header
+
+
+def opened(path: Path) -> Any:
+    """The file, to be read."""
+    try:
+        return path.expanduser().open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"method.stats_file={path} cannot be read: {error.strerror}; give a file of query statistics, {MAKE}"
+        ) from None
 
 
 def read_statistics(path: Path) -> Tensor:

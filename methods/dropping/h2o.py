@@ -22,17 +22,22 @@ Fails     where an answer needs what the prompt did not look at. Sums over the w
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from engine.budget import Budget, split
 from engine.caches.eviction import Learning, learn_rows
+from engine.checks import each_one_of, share, tokens
+from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
+from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
 from methods.evicting import read_evicting
-from methods.rules.dropping.h2o import H2ORules
 from methods.scorers import keep_top, lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
 from methods.variant import Variant
@@ -46,18 +51,73 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
     return lowest_slot(scores.masked_fill(outside, torch.inf), positions)
 
 
-class H2O(H2ORules, ScoringMethod):
+class H2O(ScoringMethod):
+    title = "H2O"
+    drops = True
+    comparable = "heads"
+    is_scorer = True
     wants_weights = True
 
-    params: H2ORules.Params
-    plan: H2ORules.Plan
+    @dataclass(frozen=True)
+    class Params:
+        n_sink: int
+        heavy_share: Fraction
+        reduce: str
+        generated: str
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                reduce=("sum", "max", "query_head"),
+                generated=("inside", "on_top"),
+                budget_rule=("fair", "official"),
+            )
+            if self.reduce == "query_head" and self.generated == "inside":
+                raise ConfigError(
+                    "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"
+                )
+            tokens("method.n_sink", self.n_sink)
+            share("method.heavy_share", self.heavy_share)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided; the current token comes on top."""
+
+        n_sink: int
+        n_heavy: int
+        n_recent: int
+
+        @property
+        def tokens(self) -> int:
+            return self.n_sink + self.n_heavy + self.n_recent
+
+    params: Params
+    plan: Plan
     sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.budget_rule == "official":
+            return official_shares(params, budget)
+        fair = split(budget.tokens, params.n_sink, 1 - params.heavy_share)
+        return H2O.Plan(fair.n_sink, fair.k, fair.n_local)
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return params.generated == "inside"
+
+    @classmethod
+    def evicts(cls, params: Params) -> str:
+        inside = params.generated == "inside"
+        return "H2O evicts while it decodes; use method.generated=on_top with it" if inside else ""
 
     def setup(self) -> None:
         self.sums = {}
 
     @classmethod
-    def observations(cls, params: H2ORules.Params, plan: H2ORules.Plan) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (ColumnSums(),)
 
     def ends(self) -> tuple[int, int]:
@@ -171,3 +231,22 @@ class H2O(H2ORules, ScoringMethod):
         past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1
         start = max(0, past - self.plan.n_recent)
         return sorted({*range(min(self.plan.n_sink, n)), *range(start, n)})
+
+
+def official_shares(params: H2O.Params, budget: Budget) -> H2O.Plan:
+    """The integers of PQCache's authors, sinks on top of the ratio; in double precision, as they compute them.
+
+    They compensate by calling with a larger ratio.
+    """
+    paid = budget.tokens > budget.nominal_tokens
+    ratio = float(budget.ratio + (budget.comm / 2 if paid else 0))
+    n_sink = min(params.n_sink, budget.s_prompt)
+    besides = budget.s_prompt - n_sink
+    n_heavy = int(ratio * float(params.heavy_share) * besides)
+    n_recent = int(ratio * float(1 - params.heavy_share) * besides)
+    if n_sink + n_heavy + n_recent < 1:
+        raise ConfigError(
+            f"a share of {ratio:.3g} keeps no token of a prompt of {budget.s_prompt} with "
+            "method.budget_rule=official; raise ratio or budget"
+        )
+    return H2O.Plan(n_sink, n_heavy, n_recent)

@@ -19,15 +19,20 @@ Fails     where attention sinks have ordinary keys, and on texts whose answer is
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.budget import Budget, BudgetRequest
+from engine.checks import each_one_of, whole_numbers
+from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from methods.dropping.allocators import Counts
-from methods.rules.dropping.keydiff import KeyDiffRules
 from methods.scorers import keep_top, lowest_slot
 from methods.scoring import ScoringMethod
+
+LABELS = {"simulated": "simulated blocks", "none": "one-shot"}
 
 LEAST_LENGTH, LEAST_FACTOR = 1e-12, 1e-8  # of a key that is brought to length 1, and of each length in a cosine
 
@@ -59,9 +64,41 @@ def survivors(keys: Tensor, n: int, block_len: int) -> Tensor:
     return kept
 
 
-class KeyDiff(KeyDiffRules, ScoringMethod):
-    params: KeyDiffRules.Params
-    plan: KeyDiffRules.Plan
+class KeyDiff(ScoringMethod):
+    title = "KeyDiff"
+    drops = True
+    comparable = "heads"  # defined, but unpublished: where all keys of a head point one way, pooling starves it
+    is_scorer = True
+
+    @dataclass(frozen=True)
+    class Params:
+        blocks: str
+        block_len: int
+        evict: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, blocks=(*LABELS,), evict=("prompt", "always"))
+            whole_numbers("method", self, block_len=1)
+
+    @dataclass(frozen=True)
+    class Plan:
+        tokens: int  # that every KV head keeps
+
+    params: Params
+    plan: Plan
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return KeyDiff.Plan(budget.tokens)
+
+    @classmethod
+    def evicts(cls, params: Params) -> str:
+        return "KeyDiff evicts while it decodes; use method.evict=prompt with it" if params.evict == "always" else ""
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        """Says how the prompt was read: `simulated` blocks compress keys that an exact prefill has made."""
+        return super().label(params, request).replace(cls.title, f"{cls.title} ({LABELS[params.blocks]})")
 
     def ends(self) -> tuple[int, int]:
         return 0, 0

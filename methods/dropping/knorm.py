@@ -20,13 +20,17 @@ Fails     on models that normalise their keys (Qwen3, Gemma3): what is left of t
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.budget import Budget
+from engine.checks import each_one_of, whole_numbers
+from engine.shapes import ModelShape
 from methods.dropping.allocators import Counts
-from methods.rules.dropping.knorm import KnormRules
 from methods.scorers import lowest_slots
 from methods.scoring import ScoringMethod
 
@@ -36,10 +40,43 @@ def shortness(keys: Tensor) -> Tensor:
     return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
 
 
-class Knorm(KnormRules, ScoringMethod):
-    params: KnormRules.Params
-    plan: KnormRules.Plan
+class Knorm(ScoringMethod):
+    title = "Knorm"
+    drops = True
+    is_scorer = True
+    skips = True
+    comparable = "none"  # norms of two heads have two scales: pooled, one head would win everything
+
+    @dataclass(frozen=True)
+    class Params:
+        full_layers: int
+        every: int | None
+        prune_after: int
+        budget_rule: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, budget_rule=("fair", "official"))
+            whole_numbers("method", self, full_layers=0, every=1, prune_after=0)
+
+    @dataclass(frozen=True)
+    class Plan:
+        tokens: int  # that every KV head of a compressed layer keeps
+
+    params: Params
+    plan: Plan
     spreads: list[Tensor]  # of each compressed layer's norms
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if budget.s_prompt < params.prune_after:
+            return Knorm.Plan(budget.s_prompt)
+        if params.budget_rule == "official":
+            return Knorm.Plan(official_count(budget))
+        return Knorm.Plan(budget.tokens)
+
+    @classmethod
+    def evicts(cls, params: Params) -> str:
+        return "" if params.every is None else "Knorm prunes again while it decodes; use method.every=null with it"
 
     def setup(self) -> None:
         self.spreads = []
@@ -95,3 +132,13 @@ class Knorm(KnormRules, ScoringMethod):
         share = self.plan.tokens / self.trace.s_prompt
         spread = torch.stack(self.trace.gathered(self.spreads)).mean().item()
         return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}
+
+
+def official_count(budget: Budget) -> int:
+    """The authors' rounding, up, of a product in double precision, as they compute it.
+
+    Where `comm` is paid back, the share is larger by half of it.
+    """
+    paid = budget.tokens > budget.nominal_tokens
+    share = float(budget.ratio + (budget.comm / 2 if paid else 0))
+    return min(ceil(share * budget.s_prompt), budget.s_prompt)

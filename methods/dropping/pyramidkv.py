@@ -13,22 +13,82 @@ Fails     as SnapKV; and where a high layer needs more than `window` + C / `beta
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from engine.budget import Budget
+from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
-from methods.dropping.snapkv import shrunk_window, voted_scores, voter
-from methods.rules.dropping.pyramidkv import PyramidKVRules
+from engine.shapes import ModelShape
+from methods.dropping.allocators import pyramid
+from methods.dropping.snapkv import SnapKV, fit_window, shrunk_window, voted_scores, voter
 from methods.scoring import ScoringMethod
 
 
-class PyramidKV(PyramidKVRules, ScoringMethod):
-    params: PyramidKVRules.Params
-    plan: PyramidKVRules.Plan
+def schedule(s: int, cap: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":
+    """The schedule for one `cap`, its window shrunk where `cap` leaves no room for it."""
+    w = fit_window(cap, window)
+    return PyramidKV.Plan(cap, w, tuple(pyramid(s, cap, w, beta, n_layers)))
+
+
+def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":
+    """The schedule with the largest `cap` that keeps at most `n_tokens` per layer in the mean.
+
+    Found after at most about n_layers / 2 tries; a cap of 1 keeps one token everywhere and always fits.
+    """
+    tries = (schedule(s, cap, window, beta, n_layers) for cap in range(n_tokens, 0, -1))
+    return next(plan for plan in tries if plan.total <= n_tokens * n_layers)
+
+
+class PyramidKV(ScoringMethod):
+    title = "PyramidKV"
+    drops = True
+
+    @dataclass(frozen=True)
+    class Params(SnapKV.Params):
+        beta: int
+        match_published: bool
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.beta < 1:
+                raise ConfigError(
+                    f"method.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        """What the layers keep of the prompt."""
+
+        cap: int  # nominal mean of tokens per KV head over the layers, the window included
+        window: int  # the prompt's last tokens, kept by every layer
+        counts: tuple[int, ...]  # tokens before the window, per compressed layer from the first
+
+        @property
+        def total(self) -> int:
+            """Tokens per KV head, all layers together."""
+            return sum(self.counts) + self.window * len(self.counts)
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def observations(cls, params: PyramidKVRules.Params, plan: PyramidKVRules.Plan) -> tuple[Observation, ...]:
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        s, n_layers = budget.s_prompt, len(shape.attention_layers)
+        if budget.attends_all:
+            w = fit_window(s, params.window)
+            return PyramidKV.Plan(s, w, (s - w,) * n_layers)
+        make = schedule if params.match_published else fit_schedule
+        return make(s, budget.tokens, params.window, params.beta, n_layers)
+
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        return super().uncodable(params) or "PyramidKV keeps other numbers of tokens in each layer"
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
     def scores(self, layer: int) -> Tensor:

@@ -16,32 +16,79 @@ Fails     where the question comes after the compression, or later text needs wh
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes
+from engine.budget import Budget, key_bytes
+from engine.checks import each_one_of
+from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, window_scores
 from engine.prefill import Trace
-from methods.rules.dropping.snapkv import SnapKVRules
+from engine.shapes import ModelShape
 from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from methods.scoring import ScoringMethod
 from methods.variant import Variant
 
+POOLINGS = ("max", "avg")
+REDUCTIONS = ("mean", "sum", "max", "query_head")
 
-def voted_scores(trace: Trace, params: SnapKVRules.Params, window: int, layer: int) -> Tensor:
+
+def fit_window(cap: int, window: int) -> int:
+    """The observation window within `cap` tokens; it must leave some of them for the past."""
+    return window if cap > window else max(1, cap // 2)
+
+
+def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int) -> Tensor:
     """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
     votes = window_votes(trace, LastQueries(params.window), window, layer)
     return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
 
 
-class SnapKV(SnapKVRules, ScoringMethod):
-    params: SnapKVRules.Params
-    plan: SnapKVRules.Plan
+class SnapKV(ScoringMethod):
+    title = "SnapKV"
+    drops = True
+    comparable = "heads"
+    is_scorer = True
+
+    @dataclass(frozen=True)
+    class Params:
+        window: int
+        kernel: int
+        pooling: str
+        reduce: str
+
+        def __post_init__(self) -> None:
+            if self.window < 1:
+                raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
+            if self.kernel < 1 or self.kernel % 2 == 0:
+                raise ConfigError(
+                    f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
+                )
+            each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """What a layer keeps of the prompt."""
+
+        cap: int  # tokens per KV head, the window included
+        window: int  # the prompt's last tokens
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def observations(cls, params: SnapKVRules.Params, plan: SnapKVRules.Plan) -> tuple[Observation, ...]:
+    def extends(cls, params: Params) -> bool:
+        return params.reduce != "query_head"
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return SnapKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
     def scores(self, layer: int) -> Tensor:
@@ -72,7 +119,7 @@ class SnapKV(SnapKVRules, ScoringMethod):
         return super().report() | shrunk_window(self)
 
 
-def voter(params: SnapKVRules.Params) -> Hashable:
+def voter(params: SnapKV.Params) -> Hashable:
     """What the votes depend on, beside the window's length: methods that share it share their scores."""
     return "votes", params.kernel, params.pooling, params.reduce
 

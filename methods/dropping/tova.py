@@ -18,32 +18,66 @@ Fails     where an answer needs what the latest query does not look at: a token 
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
 
+from engine.budget import Budget, BudgetRequest
 from engine.caches.eviction import Learning, learn_rows
+from engine.checks import each_one_of
 from engine.observe import MeanWeights, Observation
+from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
 from methods.evicting import read_evicting
-from methods.rules.dropping.tova import TOVARules
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
 
 LAST_QUERY = MeanWeights(1)
+
 EVERY = (0, 1 << 31)  # positions
 
 
-class TOVA(TOVARules, ScoringMethod):
-    params: TOVARules.Params
-    plan: TOVARules.Plan
+class TOVA(ScoringMethod):
+    title = "TOVA"
+    drops = True
+    comparable = "set"
+    is_scorer = True
+
+    @dataclass(frozen=True)
+    class Params:
+        evict: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, evict=("always", "prompt"))
+
+    @dataclass(frozen=True)
+    class Plan:
+        tokens: int  # that a layer keeps, the same for all of its heads
+        n_last: int  # of them, last ones of the prompt that stay whatever their score
+
+    params: Params
+    plan: Plan
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return TOVA.Plan(budget.tokens, 0 if params.evict == "always" else 1)
+
+    @classmethod
+    def evicts(cls, params: Params) -> str:
+        return "TOVA evicts while it decodes; use method.evict=prompt with it" if params.evict == "always" else ""
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        name = super().label(params, request)
+        return name if params.evict == "always" else name.replace(cls.title, f"{cls.title} (one-shot)")
 
     def setup(self) -> None:
         self.wants_weights = self.params.evict == "always" and not self.variant.is_full
 
     @classmethod
-    def observations(cls, params: TOVARules.Params, plan: TOVARules.Plan) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LAST_QUERY,)
 
     def ends(self) -> tuple[int, int]:

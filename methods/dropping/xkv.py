@@ -36,6 +36,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -44,16 +45,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import exact
+from engine.budget import Budget, BudgetRequest, exact, show
+from engine.checks import each_one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
+from engine.shapes import ModelShape
 from engine.terminal import say
 from methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
-from methods.rules.dropping.xkv import XKVRules
 from methods.scorers import layer_vector, pool_scores, reduce_group, window_votes
 from methods.scoring import ScoringMethod
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
+
 RETENTIONS = tuple(Fraction(i, 10) for i in range(1, 10))  # at which a profile counts tokens
 
 
@@ -94,14 +97,115 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
     ]
 
 
-class XKV(XKVRules, ScoringMethod):
-    params: XKVRules.Params
-    plan: XKVRules.Plan
+class XKV(ScoringMethod):
+    title = "XKV"
+    drops = True
+    comparable = "heads"
+
+    @dataclass(frozen=True)
+    class Params:
+        ows: int
+        kernel: int
+        mode: str
+        r_avg: Fraction | None
+        allocation: str
+        shares: tuple[float, ...] | None
+        index_scope: str
+        profile_bins: int
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                mode=("size", "quality"),
+                allocation=("exact", "sampled", "uniform"),
+                index_scope=("kv_head", "layer", "query_head"),
+            )
+            if self.ows < 1:
+                raise ConfigError(f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more")
+            if self.kernel < 1 or self.kernel % 2 == 0:
+                raise ConfigError(
+                    f"method.kernel={self.kernel} is not possible; use an odd number of tokens, such as 7"
+                )
+            if self.profile_bins < 0:
+                raise ConfigError(
+                    f"method.profile_bins={self.profile_bins} is out of range; use 0 for no profile, or such as 64"
+                )
+            self.check_mode()
+            self.check_shares()
+
+        def check_mode(self) -> None:
+            if self.mode == "size" and self.r_avg is not None:
+                raise ConfigError(
+                    f"method.r_avg={show(self.r_avg)} has no effect with method.mode=size; "
+                    "leave it out or set method.mode=quality"
+                )
+            if self.mode == "quality" and self.r_avg is None:
+                raise ConfigError("method.mode=quality needs a target; add method.r_avg=… above 0 and at most 1")
+            if self.r_avg is not None and not 0 < self.r_avg <= 1:
+                raise ConfigError(
+                    f"method.r_avg={show(self.r_avg)} is out of range; it is a retention above 0 and at most 1"
+                )
+            if self.mode == "quality" and self.allocation != "exact":
+                raise ConfigError(
+                    f"method.mode=quality has no method.allocation={self.allocation}; use method.allocation=exact"
+                )
+
+        def check_shares(self) -> None:
+            if self.allocation == "sampled" and self.shares is None:
+                raise ConfigError(
+                    "method.allocation=sampled needs method.shares=[…]; python -m methods.dropping.xkv RUN prints them "
+                    "for the folder of a finished run with method.allocation=exact"
+                )
+            if self.shares is None:
+                return
+            if self.allocation != "sampled":
+                raise ConfigError(
+                    f"method.shares has no effect with method.allocation={self.allocation}; "
+                    "leave it out or set method.allocation=sampled"
+                )
+            if not all(0 <= share < float("inf") for share in self.shares) or not any(self.shares):
+                raise ConfigError(
+                    "method.shares has a negative or no positive number; give one of 0 or more for each layer"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        """What is known of the division before any score is."""
+
+        ows: int  # tokens of the window, kept in every layer
+        total: int  # earlier tokens, over all layers
+
+    params: Params
+    plan: Plan
     counted: Sequence[int]
     weights: Tensor  # (layers, n_past) float64, once all layers were seen
 
     @classmethod
-    def observations(cls, params: XKVRules.Params, plan: XKVRules.Plan) -> tuple[Observation, ...]:
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        n_layers = len(shape.attention_layers)
+        if params.shares is not None and len(params.shares) != n_layers:
+            raise ConfigError(
+                f"method.shares has {len(params.shares)} numbers and the model {n_layers} layers to compress; "
+                "give one for each, from a run with the same model"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        limit = budget.tokens if params.mode == "size" else budget.s_prompt
+        ows = params.ows if limit > params.ows else max(1, limit // 2)
+        return XKV.Plan(ows, max(0, len(shape.attention_layers) * (budget.tokens - ows)))
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        return super().label(params, request) if params.r_avg is None else f"{cls.title} ({exact(params.r_avg)} kept)"
+
+    @classmethod
+    def uncodable(cls, params: Params) -> str:
+        return super().uncodable(params) or "XKV keeps other numbers of tokens in each layer"
+
+    @classmethod
+    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.ows),)
 
     @property

@@ -4,15 +4,64 @@ Not here: any codec of a method; a layer of codes (`engine/caches/coded.py`).
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+from engine.books.footprint import Footprint, too_small
+from engine.budget import Budget, BudgetRequest, resolve
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
 from engine.store import Coder
 from methods.base import SelectiveAttention
 
 
 class QuantisingMethod(SelectiveAttention):
-    """A method that writes `coder` alone."""
+    """A method that attends to all tokens, which are codes."""
+
+    drops = False
+    changes = True
+
+    @classmethod
+    def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        cls.check_shape(params, shape)
+        if not request.memory_alone and request.ratio != 1:
+            raise ConfigError(
+                f"{request.label()} drops tokens, and {cls.title} attends to everything; give memory= alone, ratio=1, "
+                "or compose it with a method that drops"
+            )
+
+    @classmethod
+    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
+        whole = replace(request, ratio=Fraction(1), tokens=None)
+        return replace(resolve(whole, s_prompt, drops=False), memory_alone=request.memory_alone)
+
+    @classmethod
+    def candidates(cls, params: Any, budget: Budget, shape: ModelShape) -> Iterable[Any]:
+        """Plans from the largest to the smallest; the first that fits is taken."""
+        raise NotImplementedError
+
+    @classmethod
+    def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
+        return Footprint(cls.code_bytes(plan, budget.s_prompt, shape), n_whole=cls.n_whole(params, shape))
+
+    @classmethod
+    def fit(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:
+        shares: list[Fraction] = []
+        for plan in cls.candidates(params, budget, shape):
+            held = cls.footprint(params, plan, budget, shape)
+            if held.fits(budget, shape):
+                return budget, plan
+            shares.append(held.share(shape, budget.s_prompt))
+        composed = f", or method=snapkv compose={cls.named()}" if cls.composes else ""
+        raise too_small(budget, cls.title, min(shares, default=Fraction(1)), composed)
+
+    @classmethod
+    def named(cls) -> str:
+        """The method's name on a command line."""
+        return cls.__module__.rpartition(".")[2]
 
     @classmethod
     @abstractmethod

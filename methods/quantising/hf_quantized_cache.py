@@ -12,26 +12,31 @@ Differs   groups are of one token and head; transformers' lie one behind the oth
 Fails     no prompt token is exact, and keys with a few large channels suffer at 2 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
 
 from engine.attend import Part
+from engine.budget import Budget, BudgetRequest
 from engine.caches.coded import Codec
+from engine.caches.token_code import TokenCode
+from engine.checks import one_of, whole_number
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
 from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
 from kernels.rows.append import Place
 from methods.quantising.base import QuantisingMethod
-from methods.rules.quantising.hf_quantized_cache import HFQuantizedCacheRules
-from methods.rules.quantising.kivi import packed_bytes
+from methods.quantising.kivi import packed_bytes
 
 
 class WholeCodec(Codec):
     """A prefix that is packed as a whole, and exact tokens behind it."""
 
-    def __init__(self, plan: HFQuantizedCacheRules.Plan, k: Tensor, v: Tensor, n_new: int) -> None:
+    def __init__(self, plan: "HFQuantizedCache.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
         self.plan, self.n, self.nothing = plan, k.shape[2], k[:, :, :0]
         self.h_kv, self.d_h = k.shape[1], k.shape[3]
         _, heads, _, d_h = k.shape
@@ -85,12 +90,73 @@ class WholeCodec(Codec):
         return [*self.keys, *self.values, self.late]
 
 
-class HFQuantizedCache(HFQuantizedCacheRules, QuantisingMethod):
-    params: HFQuantizedCacheRules.Params
-    plan: HFQuantizedCacheRules.Plan
+class HFQuantizedCache(QuantisingMethod):
+    title = "QuantizedCache"
+    composes = True
+
+    @dataclass(frozen=True)
+    class Params:
+        backend: str
+        bits: int
+        group: int
+        residual: int
+        axis_key: int
+
+        def __post_init__(self) -> None:
+            one_of("method.backend", self.backend, ("quanto",))
+            one_of("method.bits", self.bits, (2, 4))
+            whole_number("method.group", self.group, 1)
+            whole_number("method.residual", self.residual, 1)
+            if self.axis_key != 0:
+                raise ConfigError(
+                    f"method.axis_key={self.axis_key} lets groups mix heads or tokens; use 0, which is the default"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        bits: int
+        group: int
+        residual: int
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def coder(cls, params: HFQuantizedCacheRules.Params, plan: HFQuantizedCacheRules.Plan) -> Coder:
+    def check_shape(cls, params: Params, shape: ModelShape) -> None:
+        if shape.d_h % params.group:
+            raise ConfigError(
+                f"method.group={params.group} does not divide the {shape.d_h} dimensions of {shape.name}, and groups "
+                "would mix tokens; use a divisor of them"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return HFQuantizedCache.Plan(params.bits, params.group, params.residual)
+
+    @classmethod
+    def candidates(cls, params: Params, budget: Budget, shape: ModelShape) -> Iterable[Plan]:
+        for bits in (4, 2):
+            yield HFQuantizedCache.Plan(bits, params.group, params.residual)
+
+    @classmethod
+    def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
+        """The residual is empty behind a prompt."""
+        return 2 * packed_bytes(shape.h_kv, shape.d_h, n, 0, plan.bits, plan.group)
+
+    @classmethod
+    def token_code(cls, params: Params) -> TokenCode:
+        return TokenCode(params.bits, params.bits, params.group)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        return cls.title if request.memory_alone else cls.title_of(params)
+
+    @classmethod
+    def title_of(cls, params: Params) -> str:
+        return f"{cls.title} {params.bits} bit"
+
+    @classmethod
+    def coder(cls, params: Params, plan: Plan) -> Coder:
         return lambda k, v, n_new: WholeCodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:

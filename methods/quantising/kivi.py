@@ -14,26 +14,35 @@ Differs   as the authors' code, and unlike the paper's listing, a block is packe
 Fails     2 bits lose passages and needles, most of all where few KV heads serve many queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
 
 from engine.attend import Part
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from engine.caches.coded import Codec, Rows
+from engine.caches.token_code import TokenCode
+from engine.checks import whole_number
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
 from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
 from kernels.packed.tokens import Ageing, pack_tokens, packs
 from kernels.rows.append import Place
 from methods.quantising.base import QuantisingMethod
-from methods.rules.quantising.kivi import KIVIRules, packed_bytes
+
+BITS = (2, 4, 8)
+# (key bits, value bits, group) in falling order of effective bits: what a byte budget chooses from.
+SETTINGS = ((8, 8, 32), (4, 4, 32), (4, 4, 64), (4, 4, 128), (4, 2, 32), (2, 2, 32), (2, 2, 64), (2, 2, 128))
 
 
 class KIVICodec(Codec):
     """Keys in whole blocks and a rest, values one by one and a window."""
 
-    def __init__(self, plan: KIVIRules.Plan, k: Tensor, v: Tensor, n_new: int) -> None:
+    def __init__(self, plan: "KIVI.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
         self.plan, self.n, self.nothing = plan, k.shape[2], k[:, :, :0]
         self.h_kv, self.d_h = k.shape[1], k.shape[3]
         self.n_k = self.n - plan.exact_keys(self.n)
@@ -113,12 +122,93 @@ class KIVICodec(Codec):
         return [*self.keys, *self.values, self.late_k.buffer, self.late_v.buffer]
 
 
-class KIVI(KIVIRules, QuantisingMethod):
-    params: KIVIRules.Params
-    plan: KIVIRules.Plan
+class KIVI(QuantisingMethod):
+    title = "KIVI"
+    composes = True
+
+    @dataclass(frozen=True)
+    class Params:
+        key_bits: int
+        value_bits: int
+        group: int
+        residual: int
+
+        def __post_init__(self) -> None:
+            whole_number("method.group", self.group, 1)
+            whole_number("method.residual", self.residual, 1)
+            for key in ("key_bits", "value_bits"):
+                if (bits := getattr(self, key)) not in BITS:
+                    raise ConfigError(f"method.{key}={bits} is not packed; use 2, 4 or 8")
+            if self.residual % self.group:
+                raise ConfigError(
+                    f"method.residual={self.residual} is no multiple of method.group={self.group}; use "
+                    f"{-(-self.residual // self.group) * self.group}"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        key_bits: int
+        value_bits: int
+        group: int
+        residual: int
+
+        def exact_keys(self, n: int) -> int:
+            """Of the first `n` tokens those whose keys wait for their block to be full."""
+            return n % self.residual
+
+        def exact_values(self, n: int) -> int:
+            return min(n, self.residual)
+
+    params: Params
+    plan: Plan
 
     @classmethod
-    def coder(cls, params: KIVIRules.Params, plan: KIVIRules.Plan) -> Coder:
+    def check_shape(cls, params: Params, shape: ModelShape) -> None:
+        if shape.d_h % params.group:
+            fitting = [g for g in (16, 32, 64, 128) if shape.d_h % g == 0]
+            raise ConfigError(
+                f"method.group={params.group} does not divide the {shape.d_h} dimensions of {shape.name}; "
+                f"use {fitting[-1] if fitting else shape.d_h}"
+            )
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return KIVI.Plan(params.key_bits, params.value_bits, params.group, params.residual)
+
+    @classmethod
+    def candidates(cls, params: Params, budget: Budget, shape: ModelShape) -> Iterable[Plan]:
+        """A short prompt gets a shorter residual before it gets fewer bits."""
+        for key_bits, value_bits, group in SETTINGS:
+            if shape.d_h % group == 0:
+                for residual in range(params.residual // group * group, 0, -group):
+                    yield KIVI.Plan(key_bits, value_bits, group, residual)
+
+    @classmethod
+    def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
+        r_k, r_v = plan.exact_keys(n), plan.exact_values(n)
+        keys = packed_bytes(shape.h_kv, shape.d_h, n - r_k, r_k, plan.key_bits, plan.group)
+        return keys + packed_bytes(shape.h_kv, shape.d_h, n - r_v, r_v, plan.value_bits, plan.group)
+
+    @classmethod
+    def token_code(cls, params: Params) -> TokenCode:
+        """Keys too in groups of channels: the tokens of a block of keys could not be fetched one by one."""
+        return TokenCode(params.key_bits, params.value_bits, params.group)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        if request.memory is not None and request.memory_alone:
+            return cls.title
+        return cls.title_of(params)
+
+    @classmethod
+    def title_of(cls, params: Params) -> str:
+        """With its bits."""
+        same = params.key_bits == params.value_bits
+        bits = f"{params.key_bits} bit" if same else f"K{params.key_bits} V{params.value_bits} bit"
+        return f"{cls.title} {bits}"
+
+    @classmethod
+    def coder(cls, params: Params, plan: Plan) -> Coder:
         return lambda k, v, n_new: KIVICodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
@@ -128,3 +218,9 @@ class KIVI(KIVIRules, QuantisingMethod):
         return {
             "key_bits": plan.key_bits, "value_bits": plan.value_bits, "group": plan.group, "residual": plan.residual,
         }  # fmt: skip
+
+
+def packed_bytes(h_kv: int, d_h: int, n_packed: int, n_exact: int, bits: int, group: int) -> int:
+    """K or V of a layer: codes, 16-bit scales and zeros of their groups, exact tokens."""
+    numbers = h_kv * d_h * n_packed
+    return numbers * bits // 8 + 2 * ELEMENT_BYTES * numbers // group + h_kv * d_h * n_exact * ELEMENT_BYTES

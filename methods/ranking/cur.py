@@ -17,12 +17,17 @@ Fails     - by accident it keeps the prompt's end: where one token is left for t
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.rules.ranking.cur import CURRules
+from engine.budget import Budget, BudgetRequest
+from engine.checks import each_one_of, whole_numbers
+from engine.shapes import ModelShape
 from methods.scoring import ScoringMethod
+
+LEVERAGES = ("kv_product", "kv_avg", "key", "value")
 
 
 def energy(x: Tensor, sketch: Tensor | None = None) -> Tensor:
@@ -47,7 +52,7 @@ def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
     return found
 
 
-def leverages(k: Tensor, v: Tensor, params: CURRules.Params) -> Tensor:
+def leverages(k: Tensor, v: Tensor, params: "CUR.Params") -> Tensor:
     """What each token of (1, h_kv, s, d_h) is worth; a head's add up to 1: (1, h_kv, s) float32."""
     sketch = None if params.sketch is None else drawn_sketch(k.shape[-1], params.sketch, params.seed).to(k.device)
     found = [energy(x, sketch) for x in (k, v)]
@@ -68,9 +73,42 @@ def drawn_sketch(d_h: int, r: int, seed: int) -> Tensor:
     return torch.randn(d_h, r, generator=torch.Generator().manual_seed(seed)) / math.sqrt(r)
 
 
-class CUR(CURRules, ScoringMethod):
-    params: CURRules.Params
-    plan: CURRules.Plan
+class CUR(ScoringMethod):
+    title = "CUR"
+    drops = True
+    is_scorer = True
+    comparable = "heads"  # scores of a head add up to 1
+
+    @dataclass(frozen=True)
+    class Params:
+        leverage: str
+        window: int | None
+        rest: str
+        n_sink: int
+        sketch: int | None
+        seed: int
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, leverage=LEVERAGES, rest=("whole", "scaled"))
+            whole_numbers("method", self, window=1, n_sink=0, sketch=1, seed=0)
+
+    @dataclass(frozen=True)
+    class Plan:
+        n_sink: int  # first tokens, always kept
+
+    params: Params
+    plan: Plan
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        return CUR.Plan(params.n_sink if params.n_sink < budget.tokens else budget.tokens // 4)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        notes = [] if params.leverage == "kv_product" else [params.leverage]
+        notes += ["global"] * (params.window is None) + ["sketched"] * (params.sketch is not None)
+        name = super().label(params, request)
+        return name.replace(cls.title, f"{cls.title} ({', '.join(notes)})") if notes else name
 
     def ends(self) -> tuple[int, int]:
         return self.plan.n_sink, 0

@@ -14,15 +14,23 @@ Fails     as it should: at a tenth of a prompt nine heads in ten have lost its f
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.rules.ranking.random import RandomRules
+from engine.budget import Budget, BudgetRequest
+from engine.checks import each_one_of, whole_numbers
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
 from methods.scoring import ScoringMethod
 
+MOST_SEED = 2**63 - 1
+
 BITS = 64
+
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of the generator SplitMix64
+
 BASE = 0xD1342543DE82EF95  # odd, of the running hash of tokens
 
 
@@ -60,9 +68,51 @@ def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
     return shifted(mixed(of_tokens ^ int(key)), 40).float() * 2.0**-24
 
 
-class Random(RandomRules, ScoringMethod):
-    params: RandomRules.Params
-    plan: RandomRules.Plan
+class Random(ScoringMethod):
+    title = "Random tokens"
+    drops = True
+    is_scorer = True
+    comparable = "none"  # pooled, random numbers are random sizes of heads
+
+    @dataclass(frozen=True)
+    class Params:
+        per: str
+        n_sink: int
+        window: int
+        seed: int
+        draws: str
+
+        def __post_init__(self) -> None:
+            each_one_of("method", self, per=("head", "layer", "prompt"), draws=("counter", "kvpress"))
+            whole_numbers("method", self, n_sink=0, window=0, seed=0)
+            if self.seed > MOST_SEED:
+                raise ConfigError(f"method.seed={self.seed} is out of range; it is a whole number up to {MOST_SEED}")
+            if self.draws == "kvpress" and self.per != "head":
+                raise ConfigError(
+                    f"method.per={self.per} with method.draws=kvpress is not allowed; kvpress draws for every KV head, "
+                    "the same in all layers: use method.per=head with it"
+                )
+
+    @dataclass(frozen=True)
+    class Plan:
+        n_sink: int
+        window: int
+
+    params: Params
+    plan: Plan
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        """Ends that would fill the budget shrink, so that half of it is left to the lot."""
+        window = min(params.window, budget.tokens // 4)
+        return Random.Plan(min(params.n_sink, budget.tokens // 4), window)
+
+    @classmethod
+    def label(cls, params: Params, request: BudgetRequest) -> str:
+        notes = [] if params.per == "head" else [f"one set per {params.per}"]
+        notes += ["with ends"] * bool(params.n_sink or params.window) + ["kvpress"] * (params.draws == "kvpress")
+        name = super().label(params, request)
+        return name.replace(cls.title, f"{cls.title} ({', '.join(notes)})") if notes else name
 
     def ends(self) -> tuple[int, int]:
         return self.plan.n_sink, self.plan.window

@@ -14,18 +14,24 @@ Fails     where a task needs more tokens than the budget has: kept mass is maxim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes
+from engine.books.footprint import Footprint, held
+from engine.budget import Budget, key_bytes, split
+from engine.checks import each_one_of, share, tokens
+from engine.shapes import ModelShape
 from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
 from methods.alike import select_alike
 from methods.base import SelectiveAttention
-from methods.rules.retrieving.oracle import OracleRules
+
+AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
 
 def token_scores(logits: Tensor, agg: str) -> Tensor:
@@ -47,10 +53,60 @@ def top_tokens(scores: Tensor, k: int, start: int, stop: int) -> Tensor:
     return scores[..., start:stop].topk(k, sorted=False).indices + start
 
 
-class Oracle(OracleRules, SelectiveAttention):
-    params: OracleRules.Params
-    plan: OracleRules.Plan
+class Oracle(SelectiveAttention):
+    title = "Oracle"
+    drops = False
+    fetches_more = True
+    search_is_free = True
+
+    @dataclass(frozen=True)
+    class Params:
+        agg: str
+        n_sink: int
+        local_share: Fraction
+        generated: str
+        budget_rule: str
+        lost_mass: str
+
+        def __post_init__(self) -> None:
+            each_one_of(
+                "method",
+                self,
+                agg=AGGREGATES,
+                generated=("on_top", "inside"),
+                budget_rule=("fair", "official"),
+                lost_mass=("renormalise", "spread"),
+            )
+            tokens("method.n_sink", self.n_sink)
+            share("method.local_share", self.local_share)
+
+    @dataclass(frozen=True)
+    class Plan:
+        """How a budget is divided."""
+
+        n_sink: int
+        n_window: int  # latest tokens that are always attended to, the current one included
+        k: int
+
+    params: Params
+    plan: Plan
     weights: Tensor  # (h, n) of the present step and layer, where `lost_mass` is spread
+
+    @classmethod
+    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
+        if params.budget_rule == "fair":
+            fair = split(budget.tokens, params.n_sink, params.local_share)
+            return Oracle.Plan(fair.n_sink, fair.n_local + 1, fair.k)
+        # In double precision, as the authors compute them; what the top-k leaves is local, the current token included.
+        n_sink = min(params.n_sink, budget.s_prompt)
+        besides = int((budget.s_prompt - n_sink) * float(budget.ratio))
+        k = int(besides * float(1 - params.local_share))
+        return Oracle.Plan(n_sink, max(1, besides - k), k)
+
+    @classmethod
+    def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
+        wide = shape.g if params.agg == "query_head" else 1
+        return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k * wide)
 
     def arrange(self, layer: int) -> None:
         n_past = min(max(0, self.plan.n_window - 1), self.trace.s_prompt - self.plan.n_sink)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError, unknown_name
-from methods.rules.base import Rules
+from methods.rules import Rules
 
 MODES = ("independent", "golden", "dialogue", "query_aware")
 FEEDS = ("compressed", "tokenwise", "dense")

@@ -9,9 +9,9 @@ from engine.prefill import prefill
 from engine.sampling.cues import Cue
 from engine.sampling.draws import N_SORTED, Draws, drawn
 from engine.sampling.spec import Sampling, draw_id, draw_seed
+from methods.decoding.full_stopped import stopping_length
+from methods.decoding.schedule import Schedule
 from methods.full import full_attention
-from methods.rules.decoding.full_stopped import stopping_length
-from methods.rules.decoding.schedule import Schedule
 from tests.tiny import prompt, tiny
 from tests.vectors import built
 

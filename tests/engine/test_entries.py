@@ -8,7 +8,7 @@ from engine.books.entries import footprint, share_of_full, triangle
 from engine.books.ledger import Entry, Ledger
 from engine.budget import Budget, Fraction
 from engine.shapes import ModelShape
-from methods.rules.decoding.schedule import Schedule
+from methods.decoding.schedule import Schedule
 from tests.vectors import Check, differs, first
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "decode_time" / "prulong_footprint.json"

@@ -18,8 +18,8 @@ from evals.runner import prepare, run_cells
 from evals.settings import Settings
 from methods.calibration import files
 from methods.dropping.streamingllm import StreamingLLM
-from methods.rules.full import FullRules
-from methods.rules.quantising.kivi import KIVIRules
+from methods.full import Full
+from methods.quantising.kivi import KIVI
 from tests.tiny_run import cell, save_tiny
 
 WORDS = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
@@ -73,7 +73,7 @@ def test_a_run_of_earlier_code_that_had_a_budget_goes_on(
 ) -> None:
     words = ("method=full", "ratio=0.2")
     with monkeypatch.context() as patch:
-        patch.setattr(FullRules, "has_budget", True)
+        patch.setattr(Full, "has_budget", True)
         ((first, _),) = run_cells([asked(checkpoint, tmp_path, *words)])
     assert "ratio: '0.2'" in (first / "config.yaml").read_text()
     (first / "result.json").unlink()
@@ -224,12 +224,12 @@ def test_a_refusal_says_how_to_run_the_other_cells_where_there_are_some(checkpoi
 def test_a_composing_methods_version_belongs_to_a_run(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KIVIRules, "check_shape", lambda *_: None)  # the tiny model's heads hold no group of 32
+    monkeypatch.setattr(KIVI, "check_shape", lambda *_: None)  # the tiny model's heads hold no group of 32
     composed = asked(checkpoint, tmp_path, "method=snapkv", "ratio=0.5", "compose=kivi")
     plain = asked(checkpoint, tmp_path, "method=snapkv", "ratio=0.5")
     before = [cell.path for cell in prepare([composed, plain])]
     assert "compose_version" not in prepare([composed])[0].config  # as runs of the first version were recorded
-    monkeypatch.setattr(KIVIRules, "version", 2)
+    monkeypatch.setattr(KIVI, "version", 2)
     (first, other) = prepare([composed, plain])
     assert first.path != before[0] and first.config["compose_version"] == 2
     assert other.path == before[1]

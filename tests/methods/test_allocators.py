@@ -14,16 +14,8 @@ from torch import Tensor
 from engine.errors import ConfigError
 from evals.asked import ask
 from evals.settings import from_words
-from methods.dropping.allocators import (
-    best_of,
-    globally_best,
-    head_mix,
-    head_protect,
-    n_safe,
-    pyramid_within,
-    uniform,
-)
-from methods.rules.dropping.allocators import ALLOCATORS, Allocator, check_allocator
+from methods.allocator import ALLOCATORS, Allocator, check_allocator
+from methods.dropping.allocators import best_of, globally_best, head_mix, head_protect, n_safe, pyramid_within, uniform
 from methods.scoring import ScoringMethod
 from plots.looks import known
 from tests.conformance import (

@@ -1,12 +1,27 @@
-"""Rules stand where a wrong value is answered without torch, and a method obeys those that bear its name."""
+"""A method is refused by its own class, which is in the file of its name, and before torch is loaded."""
+
+import subprocess
+import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import CONF, config_groups
-from evals.settings import Choice, choice, load_class, load_rules
-from methods.rules.base import Rules
+from evals.settings import Choice, choice, load_class
 from plots.looks import known
+
+CHECK = """
+import sys
+from engine.errors import ConfigError
+from evals.asked import ask
+from evals.settings import from_words
+for name in sys.argv[1:]:
+    try:
+        ask([from_words([f"method={name}"])])
+    except ConfigError as error:  # such as a ratio of prompt and answer together
+        assert name in str(error), error
+    assert "torch._C" not in sys.modules, name
+"""
 
 
 def chosen(name: str) -> Choice:
@@ -15,17 +30,17 @@ def chosen(name: str) -> Choice:
 
 
 @pytest.mark.parametrize("name", config_groups()["method"])
-def test_a_method_inherits_from_the_rules_of_its_name(name: str) -> None:
-    rules = load_rules(chosen(name))
-    assert issubclass(load_class(chosen(name)), rules)
-    assert rules.__module__.split(".")[:2] == ["methods", "rules"]
-    assert rules.__module__.split(".")[2:] == load_class(chosen(name)).__module__.split(".")[1:]
-    assert rules.__module__.split(".")[-1] == known(name)
-    own = {key for key in vars(Rules) if not key.startswith("_")}
-    assert not own & vars(load_class(chosen(name))).keys(), "a rule beside the rules, which start-up would not see"
+def test_a_method_is_in_the_file_of_its_name(name: str) -> None:
+    assert load_class(chosen(name)).__module__.split(".")[-1] == known(name)
 
 
-def test_a_method_without_a_file_of_rules_holds_them_itself() -> None:
-    bare = Choice("method", "x", "methods.base.NoSuchMethod", {})
+def test_a_class_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(Exception, match="NoSuchMethod is no SelectiveAttention"):
-        load_rules(bare)
+        load_class(Choice("method", "x", "methods.base.NoSuchMethod", {}))
+
+
+def test_no_method_is_checked_with_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *config_groups()["method"]], cwd=CONF.parent, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()

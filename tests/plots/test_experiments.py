@@ -13,7 +13,7 @@ from engine.shapes import ModelShape
 from evals.overrides import CONF, check_overrides
 from evals.settings import Settings, load_class, load_rules, settings
 from evals.typed import build_params
-from methods.rules.quantising.base import QuantisingRules
+from methods.quantising.base import QuantisingMethod
 from plots.looks import known
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
@@ -47,7 +47,7 @@ def composed(cell: list[str]) -> Settings:
 def takes_ratio(name: str) -> bool:
     """Whether a method's budget is a share of the prompt's tokens."""
     rules = load_rules(composed([f"method={name}"]).method)
-    return not (rules.of_answers or issubclass(rules, QuantisingRules))
+    return not (rules.of_answers or issubclass(rules, QuantisingMethod))
 
 
 def test_every_table_and_figure_has_a_file() -> None:

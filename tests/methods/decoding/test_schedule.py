@@ -13,10 +13,10 @@ from engine.errors import ConfigError
 from methods.decoding.cutting import CuttingMethod, best_first
 from methods.decoding.h2o_decode import H2ODecode
 from methods.decoding.rkv import RKV, window_importance
+from methods.decoding.schedule import Schedule, target_of
 from methods.decoding.snapkv_decode import SnapKVDecode
 from methods.decoding.streamingllm_decode import StreamingLLMDecode
 from methods.decoding.tova_decode import TOVADecode
-from methods.rules.decoding.schedule import Schedule, target_of
 from tests.methods.decoding.traces import held, replay, start, take
 from tests.vectors import Check, differs, first, load, trace_of
 

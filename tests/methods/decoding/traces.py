@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.observe import ColumnSums, LastQueries
 from engine.prefill import Trace
 from methods.decoding.cutting import CuttingMethod
-from methods.rules.decoding.schedule import Schedule
+from methods.decoding.schedule import Schedule
 from tests.vectors import built, differs, first, request, step, trace_of
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.shapes import Checkpoint, ModelShape
-from methods.dropping.duo_attention import DuoAttention
+from methods.dropping.duo_attention import DuoAttention, HeadTable, divide, half_up, ranked, read_table
 from methods.dropping.streamingllm import StreamingLLM
-from methods.rules.dropping.duo_attention import HeadTable, divide, half_up, ranked, read_table
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, step, trace_of
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "duo_attention").glob("*.npz"))

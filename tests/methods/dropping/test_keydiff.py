@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from methods.allocator import Allocator, check_allocator
 from methods.dropping.keydiff import KeyDiff, anchor, survivors, unlikeness
 from methods.full import Full
-from methods.rules.dropping.allocators import Allocator, check_allocator
 from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
 
 BLOCKS = KeyDiff.Params("simulated", 128, "prompt")

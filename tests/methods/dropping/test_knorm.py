@@ -11,12 +11,12 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from methods.allocator import Allocator, check_allocator
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.dropping.knorm import Knorm
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
-from methods.rules.dropping.allocators import Allocator, check_allocator
 from methods.variant import Variant
 from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
 

@@ -18,10 +18,10 @@ from engine.model import Model, register_attention
 from engine.passes.probe import probe
 from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.prefill import Trace, prefill
+from methods.allocator import Allocator
 from methods.dropping.allocators import Counts
 from methods.dropping.kvzip import KVzip, above_threshold
 from methods.full import full_attention
-from methods.rules.dropping.allocators import Allocator
 from methods.variant import Variant
 from tests.tiny import prompt, tiny
 from tests.tiny_run import run, save_tiny, sweep

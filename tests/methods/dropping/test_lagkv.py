@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.budget import resolve
 from engine.errors import ConfigError
+from methods.allocator import Allocator, check_allocator
 from methods.dropping.lagkv import LagKV, lag_scores, ranks, spread
 from methods.full import Full
-from methods.rules.dropping.allocators import Allocator, check_allocator
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = LagKV.Params(4, 8, 1.0, "quota", "prompt", "fair")

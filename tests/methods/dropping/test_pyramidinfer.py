@@ -14,9 +14,8 @@ from engine.observe import MeanWeights
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from kernels.column_sums import column_sums
-from methods.dropping.pyramidinfer import Course, Generated, PyramidInfer, n_of_block, rising_weights
+from methods.dropping.pyramidinfer import Course, Generated, PyramidInfer, fit_course, n_of_block, rising_weights
 from methods.full import Full
-from methods.rules.dropping.pyramidinfer import fit_course
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, request, row_for
 

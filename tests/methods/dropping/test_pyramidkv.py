@@ -13,9 +13,8 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from methods.dropping.pyramidkv import PyramidKV
+from methods.dropping.pyramidkv import PyramidKV, fit_schedule, pyramid, schedule
 from methods.dropping.snapkv import SnapKV
-from methods.rules.dropping.pyramidkv import fit_schedule, pyramid, schedule
 from tests.methods.dropping.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
 from tests.vectors import Check, built, differs, first, load, request, row_for
 

@@ -15,8 +15,7 @@ from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import LastQueries
 from methods import scorers
-from methods.dropping.snapkv import SnapKV
-from methods.rules.dropping.snapkv import fit_window
+from methods.dropping.snapkv import SnapKV, fit_window
 from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 

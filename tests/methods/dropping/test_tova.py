@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.prefill import Trace
+from methods.allocator import Allocator, check_allocator
 from methods.dropping.tova import LAST_QUERY, TOVA
 from methods.full import Full
-from methods.rules.dropping.allocators import Allocator, check_allocator
 from methods.scorers import lowest_slot, lowest_slots
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 

@@ -12,7 +12,7 @@ from evals.asked import coding_of, rules_and_params
 from evals.settings import from_words
 from kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
 from methods.quantising.kivi import KIVI
-from methods.rules.base import Coding
+from methods.rules import Coding
 from tests.conformance import answers, model, ours
 from tests.vectors import built, step, trace_of
 

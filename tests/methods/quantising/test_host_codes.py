@@ -17,7 +17,7 @@ from evals.settings import from_words
 from kernels.packed.codes import quantise_tokens, rebuild_tokens
 from methods.quantising.hf_quantized_cache import HFQuantizedCache
 from methods.quantising.kivi import KIVI
-from methods.rules.base import Coding
+from methods.rules import Coding
 from tests.conformance import answers, model, ours
 from tests.vectors import built, request, step, trace_of
 

@@ -13,8 +13,7 @@ from engine.budget import BudgetRequest
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.quantising import codebooks, turboquant
-from methods.quantising.turboquant import Book, TurboQuant, TurboQuantCodec
-from methods.rules.quantising.turboquant import PRESETS
+from methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCodec
 from tests.conformance import answers, model
 from tests.vectors import Check, differs, first, load, row_of, step, trace_of
 

@@ -7,8 +7,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.prefill import Trace
+from methods.allocator import Allocator, check_allocator
 from methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
-from methods.rules.dropping.allocators import Allocator, check_allocator
 from tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = Random.Params("head", 0, 0, 0, "counter")

@@ -11,8 +11,7 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from kernels.rows.collisions import chance
 from methods.full import Full
-from methods.retrieving.magicpig import CALIBRATION, MagicPIG, affordable_tables, codes_of, draw_planes
-from methods.rules.retrieving.magicpig import dense_layers
+from methods.retrieving.magicpig import CALIBRATION, MagicPIG, affordable_tables, codes_of, dense_layers, draw_planes
 from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = MagicPIG.Params(10, "auto", 4, 64, 0, 0)

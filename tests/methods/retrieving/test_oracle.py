@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engine.budget import resolve
-from methods.retrieving.oracle import Oracle, token_scores, top_tokens
-from methods.rules.retrieving.oracle import AGGREGATES
+from methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")

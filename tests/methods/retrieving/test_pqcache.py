@@ -20,7 +20,7 @@ from kernels.pq_fit import pq_fit
 from kernels.pq_scores import pq_logits
 from methods.full import Full
 from methods.retrieving import pqcache
-from methods.retrieving.pqcache import PQCache
+from methods.retrieving.pqcache import PQCache, code_shape
 from methods.retrieving.pqcache_quantiser import Lane, Quantiser, first_centroids
 from methods.retrieving.pqcache_rounds import (
     Line,
@@ -31,7 +31,6 @@ from methods.retrieving.pqcache_rounds import (
     rounds_by_line,
     rounds_by_two_lines,
 )
-from methods.rules.retrieving.pqcache import code_shape
 from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = PQCache.Params(

@@ -17,8 +17,15 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
-from methods.retrieving.quest import Bounds, Quest, scores_of_rows, select_pages, tokens_of
-from methods.rules.retrieving.quest import AGGREGATES, matched_page_len
+from methods.retrieving.quest import (
+    AGGREGATES,
+    Bounds,
+    Quest,
+    matched_page_len,
+    scores_of_rows,
+    select_pages,
+    tokens_of,
+)
 from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = Quest.Params("matched", 16, "harness", False, "query_head", 0)

@@ -12,11 +12,14 @@ from engine.shapes import ModelShape
 from methods.retrieving.retroinfer import (
     RetroInfer,
     append_index,
+    at_most,
     build_index,
+    clusters,
+    cost,
     fitting,
     initial_centroids,
+    paid_clusters,
 )
-from methods.rules.retrieving.retroinfer import at_most, clusters, cost, paid_clusters
 from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = RetroInfer.Params("auto", None, 0.232, "expected", 4, 64, 8192, 10, 1024)

@@ -15,9 +15,8 @@ from engine.shapes import ModelShape
 from methods.full import Full
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.oracle import top_tokens as oracle_tokens
-from methods.retrieving.rocketkv import RocketKV, chunk_scores, top_tokens, voted_scores
+from methods.retrieving.rocketkv import RocketKV, chunk_and_channels, chunk_scores, top_tokens, voted_scores
 from methods.retrieving.sparq import top_components
-from methods.rules.retrieving.rocketkv import chunk_and_channels
 from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = RocketKV.Params(8, 7, "device", "harness", 0)

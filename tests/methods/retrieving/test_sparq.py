@@ -16,8 +16,15 @@ from engine.prefill import Trace
 from engine.shapes import ModelShape
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
-from methods.retrieving.sparq import SparQ, covered_mass, query_weights, read_columns, read_rows, top_components
-from methods.rules.retrieving.sparq import n_components
+from methods.retrieving.sparq import (
+    SparQ,
+    covered_mass,
+    n_components,
+    query_weights,
+    read_columns,
+    read_rows,
+    top_components,
+)
 from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SparQ.Params(4, Fraction(1, 2), True, "columns", "on_top", "fair")

@@ -15,7 +15,7 @@ from engine.budget import Budget, BudgetRequest, show
 from engine.checks import one_of, whole_number
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from methods.rules.base import Rules
+from methods.rules import Rules
 
 TRIGGERS = ("position", "steps", "slack", "gated")
 

@@ -1,4 +1,4 @@
-"""How a dropping method's budget may be divided over layers and heads: names, refusals and labels, without torch.
+"""How a dropping method's budget may be divided over layers and heads: names, refusals and labels.
 
 `allocator=NAME` replaces the division that a method has by itself. `Allocator` says which of two divisions it is made
 of: one over layers, one over the heads of a layer, or both at once (`global`).
@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from engine.budget import show
 from engine.errors import ConfigError
-from methods.rules.base import Rules
+from methods.rules import Rules
 
 ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer share its part
     "uniform": ("uniform", "uniform"),

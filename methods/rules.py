@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.shapes import Checkpoint, ModelShape
 
 if TYPE_CHECKING:
-    from methods.rules.dropping.allocators import Allocator
+    from methods.allocator import Allocator
 
 # What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
 COMPARABLE = ("none", "set", "heads", "layers")

@@ -1,4 +1,0 @@
-"""Rules of compacting methods.
-
-Not here: the methods (`methods/compacting`).
-"""

@@ -1,4 +1,0 @@
-"""Rules of methods that drop tokens.
-
-Not here: the methods (`methods/dropping`).
-"""
