@@ -29,6 +29,8 @@ Differs   - sinks and window are inside the budget; `budget_rule: official` has 
 Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
           coded by centroids of the prompt.
 
+Long because the parameters, the search of one row and of many, and what is read while an index grows are one method.
+
 Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `pq_codes.py`, `pq_scores.py`), a layer's quantiser
 (`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/caches/blocks.py`), and a
 quantiser per turn of a conversation: every sample here is one prompt and one answer.

@@ -40,7 +40,6 @@ def test_a_class_that_is_not_there_is_refused_by_name() -> None:
 
 
 def test_no_method_is_checked_with_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, *config_groups()["method"]], cwd=CONF.parent, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    command = [sys.executable, "-c", CHECK, *config_groups()["method"]]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
