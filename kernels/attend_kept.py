@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
@@ -75,7 +74,7 @@ class Kept:
     def seen(self) -> Tensor:
         """Every pair, (h, s, s) bool: for tests and for prompts so short that it can be drawn."""
         rows = [self.seen_by(first, stop, is_dense) for first, stop, is_dense in self.items()]
-        return torch.cat([pad(row, (0, self.s - row.shape[-1])) for row in rows], 1)
+        return torch.cat([torch.nn.functional.pad(row, (0, self.s - row.shape[-1])) for row in rows], 1)
 
     def seen_by(self, first: int, stop: int, is_dense: bool) -> Tensor:
         """Pairs of a block of queries: (h, stop - first, stop) bool."""
@@ -95,7 +94,7 @@ def met_by(slash: Tensor, block: int) -> Tensor:
 
     That is, `met[:, first - column + block - 1]`: any of the distances from first - column on is kept, `block` of them.
     """
-    n_until = pad(slash.int(), (block, block - 1)).cumsum(-1)
+    n_until = torch.nn.functional.pad(slash.int(), (block, block - 1)).cumsum(-1)
     return n_until[:, block:] > n_until[:, :-block]
 
 

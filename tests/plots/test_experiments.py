@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from engine.shapes import ModelShape
 from evals.overrides import CONF, check_overrides
-from evals.settings import Settings, load_class, load_rules, settings
+from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
 from methods.quantising.base import QuantisingMethod
 from plots.looks import known
@@ -46,7 +46,7 @@ def composed(cell: list[str]) -> Settings:
 @cache
 def takes_ratio(name: str) -> bool:
     """Whether a method's budget is a share of the prompt's tokens."""
-    rules = load_rules(composed([f"method={name}"]).method)
+    rules = load_class(composed([f"method={name}"]).method)
     return not (rules.of_answers or issubclass(rules, QuantisingMethod))
 
 
