@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from rich.measure import Measurement
-from rich.table import Table
 
-from engine import terminal
 from plots import style
 from plots.looks import told_apart
 from plots.read import Run, read_one
 from plots.run_sets import asked
-from plots.stats import Corrected, Paired, corrected, paired
-from plots.style import Sheet
+from plots.stats import Corrected, Paired, corrected, paired, scaled
+from plots.style import Canvas
 from results import METRICS, RunResult, combined_ci95, few_samples
-from results.intervals import Interval
 from results.names import without_length
+from results.sheet import Sheet, show
 
 NAMES = {"longbench": "LongBench", "needle": "needles", "shared_context": "shared context"}
 STAR = "*"  # a difference that the test shows
@@ -128,23 +125,18 @@ def ratio_of(row: Row, full: Row, key: str) -> float | None:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def table(found: Comparison) -> Table:
+def table(found: Comparison) -> Sheet:
     """A row per method, a block of columns per task, and what it costs."""
-    view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     heads = ["method"]
     for task in found.tasks:
         # A word a line: names are wider than scores.
-        heads += ["\n".join([*name_of(task).split(), "score"]), f"n {n_of(found, task)}\nless Full"]
-        heads += ["95 % of that"] if has_intervals(found, task) else []
-    heads += ["KV on\ndevice", "moved\n/step"]
-    height = max(head.count("\n") for head in heads)
-    for i, head in enumerate(heads):
-        above = "\n" * (height - head.count("\n"))
-        view.add_column(above + head, justify="right" if i else "left", no_wrap=True)
+        heads += ["\n".join([*name_of(task).split(), "score"]), f"n = {n_of(found, task)}\nΔ vs Full"]
+        heads += ["95 % of Δ"] if has_intervals(found, task) else []
+    rows = []
     for row in found.rows:
         cells = [cell for task in found.tasks for cell in cells_of(row, task)[: 2 + has_intervals(found, task)]]
-        view.add_row(row.label, *cells, percent(row.device_share(found.full)), percent(row.moved_share(found.full)))
-    return view
+        rows.append([row.label, *cells, percent(row.device_share(found.full)), percent(row.moved_share(found.full))])
+    return Sheet([*heads, "KV on\ndevice", "moved\n/step"], rows, about=about(found), notes=remarks(found))
 
 
 def has_intervals(found: Comparison, task: str) -> bool:
@@ -155,14 +147,13 @@ def has_intervals(found: Comparison, task: str) -> bool:
 def cells_of(row: Row, task: str) -> tuple[str, str, str]:
     """Score, difference with a star where the test shows one, and its interval."""
     run, found = row.runs.get(task), row.against.get(task)
-    score = "-" if run is None or run.result.score is None else f"{run.result.score:.3f}"
+    scale = 1 if run is None else METRICS[run.result.metric or "score"].scale
+    score = "-" if run is None or run.result.score is None else f"{scale * run.result.score:.1f}"
     if found is None:
         return score, "", ""
-    return score, f"{found.paired.mean:+.3f} {STAR if found.sign else ' '}", in_words(found.paired.difference)
-
-
-def in_words(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:+.2f} to {interval.high:+.2f}"
+    spread = scaled(found.paired.difference, scale)
+    ends = "-" if spread is None else f"{spread.low:+.1f} to {spread.high:+.1f}"
+    return score, f"{scale * found.paired.mean:+.1f} {STAR if found.sign else ' '}", ends
 
 
 def percent(share: float | None) -> str:
@@ -193,9 +184,9 @@ def remarks(found: Comparison) -> list[str]:
     """How to read the table, and what so few samples cannot show."""
     families = sorted({one.family for row in found.rows for one in row.against.values()})
     lines = [
-        f"less Full: score minus full attention's on the same samples, and its 95 % interval; {STAR} a difference by a "
-        f"paired sign-flip test, corrected for the {' or '.join(map(str, families))} comparisons of its task",
-        "KV on device, moved /step: K, V and what finds them, relative to all K and V of full attention",
+        f"scores are 0 to 100; Δ vs Full: the difference to full attention on the same samples; {STAR} the paired test "
+        f"shows it (p < 0.05 after Holm's correction for {' or '.join(map(str, families))} comparisons a task)",
+        "KV on device, moved /step: keys, values and index, as a share of all keys and values of full attention",
     ]
     for task in found.tasks:
         tested = [row.against[task] for row in found.rows if task in row.against]
@@ -203,7 +194,7 @@ def remarks(found: Comparison) -> list[str]:
             lines.append(f"{name_of(task)}: {few}")
     free = [row.label for row in found.rows if any(run.result.bytes_searched_per_step for run in row.runs.values())]
     if free:
-        lines.append(f"{', '.join(free)} reads every key to find its tokens: a ceiling, no compression")
+        lines.append(f"{', '.join(free)} reads every key to find its tokens: an upper reference, no compression")
     return lines
 
 
@@ -227,13 +218,7 @@ def made_otherwise(found: Comparison, here: Mapping[str, Any]) -> list[str]:
 
 def print_comparison(found: Comparison) -> None:
     """To standard output."""
-    console, view = terminal.console(highlight=False), table(found)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
-    console.width = max(console.width, needed)
-    console.print(about(found), soft_wrap=True)
-    console.print(view)
-    for line in remarks(found):
-        console.print(line, soft_wrap=True)
+    show(table(found))
 
 
 # --- the picture ---------------------------------------------------------------------------------
@@ -243,7 +228,7 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n = len(found.tasks) + 1
     with matplotlib.rc_context(style.RC), told_apart(row.method for row in found.rows):
-        picture = Sheet().new(
+        picture = Canvas().new(
             "Answers kept, and what it takes", about(found), (), style.PAGE, 0.5 + 0.25 * len(found.rows),
             ncols=n, sharey=True,
         )  # fmt: skip

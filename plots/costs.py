@@ -10,33 +10,33 @@ Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/
 """
 
 import argparse
-import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import CsvWriter
 from engine.terminal import say
 from plots.read import Run, default_root, load
 from plots.run_sets import RunSet, asked, other_setting, run_sets
-from plots.tables.formats import pipes, plain_markdown
 from results import SampleRow
+from results.sheet import ABSENT, Sheet, as_csv, markdown
+from results.sheet import write as write_texts
 
 NAME = "costs"
 HEAD = (
     "method", "budget", "second token, s", "to Full's", "ms per token", "to Full's", "growth",
     "device MB", "host MB", "cache hits",
 )  # fmt: skip
-ABSENT = "-"
+RUN = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
+LEDGER = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
 TIMES = tuple(
     f"{name}_{unit}{tail}" for name in ("ttft", "tt2t", "tpot") for unit in ("s", "ratio") for tail in ("", "_q")
 )
 
 
-def markdown(runs: Sequence[Run]) -> str:
-    """A table per set of runs and batch size; "" where nothing was timed."""
-    made = []
+def sheets(runs: Sequence[Run]) -> list[Sheet]:
+    """A table per set of runs and batch size."""
+    made: list[Sheet] = []
     for run_set in run_sets(runs, lambda run: run.result.task == "latency"):
         for batch in batches(run_set):
             tail = other_setting(run_set)
@@ -50,8 +50,8 @@ def markdown(runs: Sequence[Run]) -> str:
             if lines:
                 sizes = ", ".join(f"{n:,}" for n in lengths)
                 about = f"{run_set.about} · {sizes} tokens · batch of {batch}"
-                made.append("\n".join([plain_markdown(about), "", *pipes(HEAD, lines)]))
-    return "\n\n".join(made)
+                made.append(Sheet(HEAD, lines, about=about))
+    return made
 
 
 def order(run: Run) -> tuple[bool, str, str]:
@@ -116,44 +116,27 @@ def hit_rate(row: SampleRow) -> float | None:
     return (row.fields.get("method_report") or {}).get("cluster_hit_rate", found)
 
 
-def as_csv(runs: Iterable[Run]) -> str:
-    out = io.StringIO()
-    writer = CsvWriter(out, lineterminator="\n")
-    kept = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
-    named = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
-    sizes = ("request_bytes", "peak_bytes", "tokens_per_s")
-    writer.writerow([*named, "cache_tokens", "length", "batch", "status", *TIMES, *sizes, *kept, "hit_rate", "run"])
+def records(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
+    """A line per run, length and batch size."""
     for run in sorted((r for r in runs if r.result.task == "latency"), key=order):
         for row in run.rows:
-            values = [
-                *(getattr(run.result, name) for name in named),
-                run.setting("cache", "tokens"),
-                *(row.fields[name] for name in ("length", "batch")),
-                row.status,
-                *(timing(row).get(name) for name in (*TIMES, *sizes)),
-                *(row.ledger.get(name) for name in kept),
-                hit_rate(row),
-                run.folder.name,
-            ]
-            writer.writerow(["" if value is None else plain(value) for value in values])
-    return out.getvalue()
-
-
-def plain(value: object) -> object:
-    """Quartiles as two numbers in one cell."""
-    return " ".join(str(each) for each in value) if isinstance(value, list) else value
+            yield (
+                {name: getattr(run.result, name) for name in RUN}
+                | {"cache_tokens": run.setting("cache", "tokens"), "length": row.fields["length"]}
+                | {"batch": row.fields["batch"], "status": row.status}
+                | {name: timing(row).get(name) for name in (*TIMES, "request_bytes", "peak_bytes", "tokens_per_s")}
+                | {name: row.ledger.get(name) for name in LEDGER}
+                | {"hit_rate": hit_rate(row), "run": run.folder.name}
+            )
 
 
 def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
     """Markdown and CSV; nothing where nothing was timed."""
-    text = markdown(runs)
-    if not text:
+    made = sheets(runs)
+    if not made:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{NAME}.md", folder / f"{NAME}.csv"]
-    paths[0].write_text(f"# What variants cost\n\n{text}\n", encoding="utf-8", errors="replace")
-    paths[1].write_text(as_csv(runs), encoding="utf-8", errors="replace")
-    return paths
+    text = "\n\n".join(map(markdown, made))
+    return write_texts(folder, NAME, {"md": f"# What variants cost\n\n{text}\n", "csv": as_csv(records(runs))})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,8 +20,8 @@ from plots.figures.results import SVG, save
 from plots.looks import LOOKS, told_apart
 from plots.read import Run, measured, over_budget
 from plots.run_sets import Estimate, RunSet
-from plots.style import Picture, Sheet
-from plots.tables.formats import ABSENT, pipes, plain_markdown
+from plots.style import Canvas, Picture
+from results.sheet import ABSENT, Sheet, markdown, plain_markdown
 
 NAME = "frontier"
 HEAD = """\
@@ -56,7 +56,7 @@ class Table:
         rows = [] if self.full is None else [["Full", *[self.said(self.full)] * len(self.shares)]]
         for label, of in self.runs.items():
             rows.append([label, *(self.said(of[share]) if share in of else ABSENT for share in self.shares)])
-        return "\n".join(pipes(["memory", *map(str, self.shares)], rows))
+        return markdown(Sheet(["memory", *map(str, self.shares)], rows))
 
     def said(self, run: Run) -> str:
         found = self.height.of(run.rows)
@@ -67,7 +67,7 @@ class Table:
         share = max(self.shares, key=lambda share: (sum(share in of for of in self.runs.values()), -share))
         head = ["method", "attended", "resident share", "device, MB", "moved a step, KB", "host, MB", "whole layers"]
         rows = [[label, *cost_of(of[share])] for label, of in self.runs.items() if share in of]
-        return f"At memory {share}:\n\n" + "\n".join(pipes([*head, "bytes"], rows))
+        return f"At memory {share}:\n\n" + markdown(Sheet([*head, "bytes"], rows))
 
 
 def cost_of(run: Run) -> Iterator[str]:
@@ -110,7 +110,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 def pictures(runs: Sequence[Run]) -> dict[str, Picture]:
     """The figures by their files' names."""
-    return {f"frontier-{i}": picture for i, picture in enumerate(frontier(runs, Sheet()), 1)}
+    return {f"frontier-{i}": picture for i, picture in enumerate(frontier(runs, Canvas()), 1)}
 
 
 def part(runs: Sequence[Run], names: Sequence[str]) -> str:

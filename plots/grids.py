@@ -7,15 +7,12 @@ Not here: statistics (`plots/stats.py`), the page (`plots/results.py`), its figu
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import fsum
 
 from plots import looks
-from plots.read import Run, measured, per_prompt, score
+from plots.read import Run, measured, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
-from plots.stats import Paired, macro_interval, paired_over_datasets
+from plots.scored import Scored
 from results import SampleRow
-from results.intervals import Bounds, Interval
 
 # Times the budget's bytes: generated tokens and what compensates for comm lie below, an index or whole layers above.
 MORE = 1.25
@@ -40,74 +37,31 @@ class Measure:
     task: str  # as readers see it
     of: Callable[[SampleRow], float | None] = score
     params: Mapping[str, str] | None = None  # of the task
-    ylabel: str = "score"
+    ylabel: str = "score, %"
     better: str = "higher"
     highest: float = 1  # 0 is the lowest
     against_full: bool = True  # False: full attention is what it measures the distance from
 
     @property
-    def bounds(self) -> Bounds:
-        return 0, self.highest
+    def scale(self) -> float:
+        """What it is shown times: shares are percent."""
+        return 100 if self.highest == 1 else 1
+
+    def place(self, run: Run) -> Scored:
+        return Scored(run.rows, self.of, (0, self.highest))
 
     def has(self, run: Run) -> bool:
         wanted = self.params or {}
         return run.result.shown_task == self.task and all(run.task_param(key) == value for key, value in wanted.items())
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One variant on the samples of a measure."""
-
-    rows: Sequence[SampleRow]
-    measure: Measure
-
-    @cached_property
-    def values(self) -> dict[str, dict[str, float]]:
-        """By dataset and prompt, of samples that were answered."""
-        groups: dict[str, list[SampleRow]] = {}
-        for row in self.rows:
-            groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
-        found = {dataset: per_prompt(rows, self.measure.of) for dataset, rows in groups.items()}
-        return {dataset: values for dataset, values in found.items() if values}
-
-    @property
-    def n(self) -> int:
-        return sum(map(len, self.values.values()))
-
-    @cached_property
-    def mean(self) -> float | None:
-        """Over datasets, of their means."""
-        parts = [fsum(values.values()) / len(values) for values in self.values.values()]
-        return fsum(parts) / len(parts) if parts else None
-
-    @cached_property
-    def interval(self) -> Interval | None:
-        scores = [[*values.values()] for values in self.values.values()]
-        return macro_interval(scores, bounds=self.measure.bounds) if scores else None
-
-    def against(self, other: "Cell") -> Paired | None:
-        """On the samples that both answered."""
-        ours: list[list[float]] = []
-        theirs: list[list[float]] = []
-        for dataset, values in self.values.items():
-            both = [prompt for prompt in values if prompt in other.values.get(dataset, {})]
-            if both:
-                ours.append([values[prompt] for prompt in both])
-                theirs.append([other.values[dataset][prompt] for prompt in both])
-        return paired_over_datasets(ours, theirs, bounds=self.measure.bounds) if ours else None
-
-    def kept(self, key: str) -> float | None:
-        """The mean of a key of the samples' ledgers."""
-        return measured(self.rows, key)
+def device_bytes(cell: Scored) -> float | None:
+    return measured(cell.rows, "bytes_resident_device")
 
 
-def device_bytes(cell: Cell) -> float | None:
-    return cell.kept("bytes_resident_device")
-
-
-def moved_bytes(cell: Cell) -> float | None:
+def moved_bytes(cell: Scored) -> float | None:
     """K and V per step, and what was read in order to find them."""
-    chosen, found = cell.kept("bytes_moved_kv_per_step"), cell.kept("bytes_index_read_per_step")
+    chosen, found = (measured(cell.rows, f"bytes_{name}_per_step") for name in ("moved_kv", "index_read"))
     return None if chosen is None or found is None else chosen + found
 
 
@@ -117,8 +71,8 @@ class Grid:
 
     measure: Measure
     about: str
-    full: Cell | None
-    cells: Mapping[str, Mapping[float, Cell]]  # by method
+    full: Scored | None
+    cells: Mapping[str, Mapping[float, Scored]]  # by method
     labels: Mapping[str, str]
     runs: Sequence[Run] = ()  # that are in it, full attention's among them
 
@@ -134,7 +88,7 @@ class Grid:
 
     def retrieves(self, method: str) -> bool:
         """Whether its ledgers have tokens on the host."""
-        return any(cell.kept("bytes_resident_host") for cell in self.cells[method].values())
+        return any(measured(cell.rows, "bytes_resident_host") for cell in self.cells[method].values())
 
     def holds_more(self, method: str, ratio: float) -> bool:
         """Whether a variant has more bytes on the device than its share of the full cache; False where not measured."""
@@ -142,7 +96,7 @@ class Grid:
         held = device_bytes(self.cells[method][ratio])
         return full is not None and held is not None and held > MORE * ratio * full
 
-    def lines(self, x: Callable[[float, Cell], float | None], methods: Sequence[str]) -> list[Line]:
+    def lines(self, x: Callable[[float, Scored], float | None], methods: Sequence[str]) -> list[Line]:
         """A line per method; `x` gets ratio and cell."""
         made = []
         for method in methods:
@@ -150,9 +104,9 @@ class Grid:
             for ratio, cell in sorted(self.cells[method].items()):
                 where = x(ratio, cell)
                 if where is not None and cell.mean is not None:
-                    spread = cell.interval
-                    ends = (None, None) if spread is None else (spread.low, spread.high)
-                    points.append(Point(where, Estimate(cell.mean, *ends, cell.n)))
+                    spread, by = cell.interval, self.measure.scale
+                    ends = (None, None) if spread is None else (by * spread.low, by * spread.high)
+                    points.append(Point(where, Estimate(by * cell.mean, *ends, cell.n)))
             made.append(Line(method, self.labels[method], 0, points, []))
         return [line for line in made if line.points]
 
@@ -169,7 +123,7 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
             "with one of them"
         )
     (found,) = sets
-    cells: dict[str, dict[float, Cell]] = {}
+    cells: dict[str, dict[float, Scored]] = {}
     labels: dict[str, str] = {}
     for run in found.runs:
         if run.is_full:
@@ -181,12 +135,12 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
                 f"{one.title} has several runs of {run.result.method_label} at ratio {run.result.ratio_exact}; give a "
                 "folder with one of them"
             )
-        at[run.result.ratio] = Cell(run.rows, one)
+        at[run.result.ratio] = one.place(run)
         # PyramidInfer's label has a star at small ratios.
         labels[run.method] = min(run.result.method_label, labels.get(run.method, run.result.method_label), key=len)
     if not cells:
         return None
-    full = next((Cell(run.rows, one) for run in found.runs if run.is_full), None)
+    full = next((one.place(run) for run in found.runs if run.is_full), None)
     return Grid(one, about(found), full, cells, labels, found.runs)
 
 

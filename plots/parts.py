@@ -27,7 +27,7 @@ from engine.foreign import read_text, write_csv
 from engine.terminal import say
 from plots import style
 from plots.read import Run, default_root, load
-from plots.style import Sheet
+from plots.style import Canvas
 from results import share_interval
 
 TABLES = ("instructions.csv",)
@@ -92,7 +92,7 @@ def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> 
     columns = list(dict.fromkeys(column for parts in read.values() for part in parts for column in part.right))
     names = sorted({part.name for parts in read.values() for part in parts if part.n >= FEWEST})
     with matplotlib.rc_context(style.RC):
-        picture = Sheet().new(
+        picture = Canvas().new(
             "Parts of the score against the share kept", title, runs, style.PAGE, 2.0 * len(methods),
             nrows=len(methods), ncols=len(columns), sharey=True, squeeze=False,
         )  # fmt: skip

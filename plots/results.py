@@ -22,15 +22,16 @@ from engine.terminal import printable
 from plots import frontier, style
 from plots.command import Page
 from plots.figures.results import SVG, against_bytes, by_budget, save
-from plots.grids import MORE, Cell, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from plots.grids import MORE, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
 from plots.looks import told_apart
-from plots.read import Run, over_budget
+from plots.read import Run
 from plots.run_sets import dataset_words
-from plots.stats import LEVEL, corrected
-from plots.tables.formats import ABSENT, pipes, plain_markdown
+from plots.scored import Scored, compared
+from plots.stats import LEVEL
 from results import few_samples
 from results.intervals import Interval
 from results.names import STAND_INS
+from results.sheet import ABSENT, Sheet, markdown, plain_markdown
 
 NAME = "results"
 RUNS = Path("runs/results")
@@ -41,8 +42,8 @@ SCORES = (
     Measure("Needle, a name", "needle", params={"style": "own_name"}),
 )
 FIDELITY = (
-    Measure("Recall of the true top tokens", "fidelity", measure("recall"), ylabel="recall", against_full=False),
-    Measure("Attention mass", "fidelity", measure("mass"), ylabel="mass", against_full=False),
+    Measure("Recall of the true top tokens", "fidelity", measure("recall"), ylabel="recall, %", against_full=False),
+    Measure("Attention mass", "fidelity", measure("mass"), ylabel="mass, %", against_full=False),
     Measure(
         "KL from full attention",
         "fidelity",
@@ -60,7 +61,7 @@ FIDELITY = (
 
 def table(
     grid: Grid,
-    said: Callable[[str, float, Cell], str],
+    said: Callable[[str, float, Scored], str],
     full: str | None = None,
     methods: Sequence[str] | None = None,
 ) -> str:
@@ -69,44 +70,38 @@ def table(
     for method in grid.methods if methods is None else methods:
         cells = grid.cells[method]
         rows.append([grid.labels[method], *(said(method, r, cells[r]) if r in cells else ABSENT for r in grid.ratios)])
-    return "\n".join(pipes(["ratio", *(f"{ratio:g}" for ratio in grid.ratios)], rows))
+    return markdown(Sheet(["ratio", *(f"{ratio:g}" for ratio in grid.ratios)], rows))
 
 
-def spanned(mean: float | None, spread: Interval | None, form: str) -> str:
+def spanned(mean: float | None, spread: Interval | None, measure: Measure, sign: str = "") -> str:
     if mean is None:
         return ABSENT
-    return f"{mean:{form}}" if spread is None else f"{mean:{form}} ({spread.low:{form}} to {spread.high:{form}})"
+    form = f"{sign}.{1 if measure.scale == 100 else 3}f"
+    ends = "" if spread is None else f" ({measure.scale * spread.low:{form}} to {measure.scale * spread.high:{form}})"
+    return f"{measure.scale * mean:{form}}{ends}"
 
 
 def score_table(grid: Grid) -> str:
-    form = ".3f" if grid.measure.better == "lower" else ".2f"
-
-    def said(method: str, ratio: float, cell: Cell) -> str:
+    def said(method: str, ratio: float, cell: Scored) -> str:
         more = " ‡" if grid.holds_more(method, ratio) else ""
-        return spanned(cell.mean, cell.interval, form) + (" †" if over_budget(cell.rows) else "") + more
+        return spanned(cell.mean, cell.interval, grid.measure) + (" †" if cell.over else "") + more
 
     full = grid.full if grid.measure.against_full else None
-    return table(grid, said, None if full is None else spanned(full.mean, full.interval, form))
+    return table(grid, said, None if full is None else spanned(full.mean, full.interval, grid.measure))
 
 
 def difference_table(grid: Grid) -> str:
     """Each variant less full attention, sample by sample; "" without it."""
     if grid.full is None or not grid.measure.against_full:
         return ""
-    found = corrected(
-        {
-            (method, ratio): one
-            for method, cells in grid.cells.items()
-            for ratio, cell in cells.items()
-            if (one := cell.against(grid.full)) is not None
-        }
-    )
+    places = {(method, ratio): cell for method, cells in grid.cells.items() for ratio, cell in cells.items()}
+    found = compared(places, lambda name: grid.full)
 
-    def said(method: str, ratio: float, cell: Cell) -> str:
+    def said(method: str, ratio: float, cell: Scored) -> str:
         one = found.get((method, ratio))
         if one is None:
             return ABSENT
-        return spanned(one.paired.mean, one.paired.difference, "+.2f") + (" *" if one.sign else "")
+        return spanned(one.paired.mean, one.paired.difference, grid.measure, "+") + (" *" if one.sign else "")
 
     few = few_samples(max((one.paired.n for one in found.values()), default=0), len(found)) if found else ""
     return table(grid, said) + (f"\n\nNo * can stand here: {few}, with {len(found)} comparisons." if few else "")
@@ -148,7 +143,7 @@ def times(grids: Sequence[Grid], runs: Sequence[Run]) -> str:
         reading = minutes(read_seconds(group))
         lines.append([title, str(len(group)), str(len(group[0].rows)), reading, minutes(spent), minutes(cpu)])
     head = ["task", "runs", "samples", "reading, min", "start to end, min", "CPU, min"]
-    return "\n".join(pipes(head, lines))
+    return markdown(Sheet(head, lines))
 
 
 def moment(text: object) -> datetime | None:

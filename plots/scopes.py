@@ -5,7 +5,7 @@
 Only runs count that were made in both scopes with the same settings. Nothing on the page is typed. `make paper-tables`
 writes the same tables beside the papers', as Markdown, LaTeX and CSV.
 
-Not here: how a table is made of runs (`plots/tables/generic.py`) and written (`plots/tables/texts.py`).
+Not here: how a table is made of runs (`plots/tables/generic.py`) and worded (`plots/tables/words.py`).
 """
 
 import sys
@@ -14,8 +14,9 @@ from pathlib import Path
 
 from plots.command import Page
 from plots.read import Run
-from plots.tables.generic import Sheet, sheets
-from plots.tables.texts import as_csv, latex, markdown
+from plots.tables.generic import Pivot, pivots
+from plots.tables.words import records, sheet_of
+from results.sheet import markdown, texts, write
 
 NAME = "scopes"
 SCOPES = frozenset({"full_prompt", "context_only"})
@@ -66,10 +67,10 @@ def key_of(run: Run) -> list[object]:
     return [(key, repr(value)) for key, value in sorted(run.config.items()) if key not in apart]
 
 
-def tables(runs: Sequence[Run]) -> list[Sheet]:
+def tables(runs: Sequence[Run]) -> list[Pivot]:
     """A table for each task with its settings: methods down, budgets and scopes across."""
     both = in_both(runs)
-    return sheets(both, ["method"], ["ratio", "scope"]) if both else []
+    return pivots(both, ["method"], ["ratio", "scope"]) if both else []
 
 
 def write_tables(out: Path, runs: Sequence[Run]) -> list[Path]:
@@ -77,16 +78,7 @@ def write_tables(out: Path, runs: Sequence[Run]) -> list[Path]:
     made = tables(runs)
     if not made:
         return []
-    out.mkdir(parents=True, exist_ok=True)
-    texts = {
-        "md": "\n".join(markdown(sheet) for sheet in made),
-        "tex": "\n".join(latex(sheet, number, None) for number, sheet in enumerate(made, 1)),
-        "csv": as_csv(made),
-    }
-    paths = [out / f"{NAME}.{suffix}" for suffix in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        path.write_text(text, encoding="utf-8")
-    return paths
+    return write(out, NAME, texts([sheet_of(pivot) for pivot in made], records(made)))
 
 
 def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
@@ -94,10 +86,8 @@ def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
     made = tables(runs)
     if not made:
         return []
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{NAME}.md"
-    path.write_text(head(runs) + "\n".join(markdown(sheet) for sheet in made), encoding="utf-8")
-    return [path]
+    page = head(runs) + "\n".join(markdown(sheet_of(pivot)) for pivot in made)
+    return write(out, NAME, {"md": page})
 
 
 NOTHING = "no run below {} was made in both scopes"

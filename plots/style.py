@@ -64,7 +64,7 @@ HANDLE = 5  # characters that a legend's picture takes
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Canvas:
     """What figures are drawn for: how wide they will be printed, with titles or without, the cost on their x axes."""
 
     width: float | None = None  # inches; None: as each figure needs

@@ -7,8 +7,8 @@ Without --columns they are what varies between the runs. With --against every ce
 the same column, with the interval of the paired differences; `--value difference` is the score less Full's. Without
 --out one format goes to standard output; with it all three are written, as table.md, table.tex and table.csv.
 
-Not here: which runs share a table (`plots/tables/generic.py`), how it is written (`plots/tables/texts.py`), the papers'
-tables (`python -m plots.tables`).
+Not here: which runs share a table (`plots/tables/generic.py`), its words (`plots/tables/words.py`), the papers' tables
+(`python -m plots.tables`).
 """
 
 import argparse
@@ -17,19 +17,17 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots.read import default_root, load
-from plots.tables.generic import Sheet, WrongKey, sheets
-from plots.tables.texts import as_csv, latex, markdown
+from plots.tables.generic import Pivot, WrongKey, pivots
 from plots.tables.values import VALUES
+from plots.tables.words import records, sheet_of
+from results.sheet import texts, write
 
-FORMATS = ("markdown", "latex", "csv")
+FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
 
 
-def text(made: list[Sheet], kind: str, caption: str | None = None) -> str:
-    if kind == "csv":
-        return as_csv(made)
-    if kind == "latex":
-        return "\n".join(latex(sheet, number, caption) for number, sheet in enumerate(made, 1))
-    return "\n".join(markdown(sheet) for sheet in made)
+def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
+    """All formats, by suffix."""
+    return texts([sheet_of(pivot) for pivot in made], records(made), caption)
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +44,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--caption", help="of the LaTeX table, in place of our own")
     options = parser.parse_args(arguments)
     try:
-        made = sheets(
+        made = pivots(
             load(options.runs),
             keys(options.rows),
             None if options.columns is None else keys(options.columns),
@@ -58,14 +56,12 @@ def main(arguments: list[str]) -> int:
         return refuse(str(error))
     if not made:
         return refuse(f"no finished run below {options.runs}; make some with `python run.py`, or name another folder")
+    made_texts = written(made, options.caption)
     if options.out is None:
-        say(text(made, options.format, options.caption), end="")
+        say(made_texts[FORMATS[options.format]], end="")
         return 0
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for kind, suffix in zip(FORMATS, ("md", "tex", "csv"), strict=True):
-            path = options.out / f"table.{suffix}"
-            path.write_text(text(made, kind, options.caption), encoding="utf-8", errors="replace")
+        for path in write(options.out, "table", made_texts):
             say(path)
     except OSError as error:
         return refuse(f"{options.out}: {error.strerror}; choose another --out")

@@ -19,14 +19,14 @@ from statistics import fmean
 
 import matplotlib
 
-from engine.foreign import write_csv
 from plots import style
 from plots.command import Page
 from plots.looks import told_apart
 from plots.read import Run
-from plots.style import Sheet
-from plots.tables.formats import pipes, plain_markdown
+from plots.style import Canvas
 from results.intervals import interval
+from results.sheet import Sheet, as_csv, markdown
+from results.sheet import write as write_texts
 from results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
@@ -107,7 +107,7 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def markdown(title: str, runs: Sequence[Run]) -> str:
+def sheet_of(title: str, runs: Sequence[Run]) -> Sheet:
     turns = sorted({turn for run in runs for turn in by_turn(run)})
     full = {run.result.protocol: run for run in runs if run.is_full}
     head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
@@ -122,7 +122,7 @@ def markdown(title: str, runs: Sequence[Run]) -> str:
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
         words += [in_words(less_full(run, full.get(run.result.protocol), is_first)) for is_first in (True, False)]
         lines.append(words)
-    return "\n".join([f"## {plain_markdown(title)}", "", *pipes(head, lines), ""])
+    return Sheet(head, lines, title=title)
 
 
 def in_words(point: Point | None) -> str:
@@ -140,7 +140,7 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
     if len(budgets) == 1:
         title = f"{title}, {budgets[0]}"
     with matplotlib.rc_context(style.RC), told_apart(run.method for run in runs):
-        picture = Sheet().new(
+        picture = Canvas().new(
             "Score against turn", title, list(runs), style.PAGE, 2.8, ncols=len(modes), sharey=True, squeeze=False
         )
         for ax, mode in zip(picture.axes[0], modes, strict=True):
@@ -168,19 +168,17 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:
     """turns.md, turns.csv, and a figure for each group."""
-    out.mkdir(parents=True, exist_ok=True)
     sets = groups(runs)
-    page, table = out / "turns.md", out / "turns.csv"
-    page.write_text("\n".join(markdown(title, each) for title, each in sets.items()), encoding="utf-8")
-    lines = [
-        [title, run.result.method_label, budget_of(run), run.result.protocol, turn, mean, *(ends or ["", ""])]
+    records = [
+        {"set": title, "method": run.result.method_label, "budget": budget_of(run), "mode": run.result.protocol}
+        | {"turn": turn, "score": mean, "low": ends and ends[0], "high": ends and ends[1]}
         for title, each in sets.items()
         for run in each
         for turn, (mean, ends) in by_turn(run).items()
     ]
-    write_csv(table, ["set", "method", "budget", "mode", "turn", "score", "low", "high"], lines)
+    page = "\n".join(markdown(sheet_of(title, each)) for title, each in sets.items())
     drawn = [draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1)]
-    return [page, table, *chain(*drawn)]
+    return [*write_texts(out, "turns", {"md": page, "csv": as_csv(records)}), *chain(*drawn)]
 
 
 def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:

@@ -243,5 +243,5 @@ def few_samples(n: int, comparisons: int = 1) -> str:
     needed = samples_needed(comparisons)
     if n >= needed:
         return ""
-    samples = "one sample shows" if n == 1 else f"{n} samples show"
-    return f"{samples} no difference, whatever the scores: it takes {needed}"
+    samples = "one sample" if n == 1 else f"{n} samples"
+    return f"with {samples} no difference can be significant; {needed} or more are needed"

@@ -66,6 +66,11 @@ class Metric:
         """Whether a score of 1 is a hit and one of 0 a miss."""
         return (self.better, self.lowest, self.highest) == ("higher", 0, 1)
 
+    @property
+    def scale(self) -> float:
+        """What tables, figures and pages show a score times: shares are percent."""
+        return 100 if self.is_share else 1
+
 
 SCORE = Metric("higher", 0, 1)
 METRICS = {  # by the name that a task declares; "score" without one

@@ -5,7 +5,7 @@ among them could clear the screen or write a line that was never printed. `say` 
 console for tables; both escape every character that cannot be printed, before it is measured. A test holds that no
 other module prints.
 
-Not here: Markdown (`plots/tables/formats.py`), CSV and JSON (`engine/foreign.py`), HTML (the report's scripts).
+Not here: Markdown (`results/sheet.py`), CSV and JSON (`engine/foreign.py`), HTML (the report's scripts set text).
 """
 
 import sys

@@ -7,16 +7,14 @@ Not here: tables over many runs (`plots/tables/`), which read the folders again.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.measure import Measurement
-from rich.table import Table
-
-from engine import terminal
 from results import METRICS, RunResult, few_samples, shown_fraction
+from results.sheet import Sheet, show, without_shared
 
 WIDTH = 100  # columns, where no terminal says how many there are
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
@@ -47,59 +45,37 @@ Done = Sequence[tuple[Path, RunResult]]
 
 def print_table(done: Done) -> None:
     """To standard output, as wide as it has to be."""
-    console = terminal.console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    shared, view = table(done)
-    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=10_000), view).minimum)
-    console.print(shared, soft_wrap=True)
-    console.print(view)
-    for line in [*remarks([result for _, result in done]), *folders([path for path, _ in done])]:
-        console.print(line, soft_wrap=True)
+    made = sheet(done)
+    below = [*remarks([result for _, result in done]), *folders([path for path, _ in done])]
+    show(replace(made, notes=below), WIDTH)
 
 
-def table(done: Done) -> tuple[str, Table]:
-    """What all rows share, and one row per run; runs of full attention that differ in a budget alone are one."""
+def sheet(done: Done) -> Sheet:
+    """A row per run, above it what all rows share; runs of full attention that differ in a budget alone are one."""
     results = distinct([result for _, result in done])
     measures = measured(results)
     about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
-    heads = [score_name(results), "95 %", "n", *measures, *about, *NUMBERS]
-    cells = [
-        [*score(result), *means(result, measures), *answers(result)[: len(about)], *numbers(result)]
+    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *measures, *about, *NUMBERS]
+    rows = [
+        [
+            label(result, results), *texts(result), *score(result), *means(result, measures),
+            *answers(result)[: len(about)], *numbers(result),
+        ]
         for result in results
-    ]
-    words, given = split(TEXTS, [texts(result) for result in results], dict.fromkeys(TEXTS, "{}"))
+    ]  # fmt: skip
     # A score and its interval stay where they are looked for, and a single run's costs do.
     sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about
-    figures, values = split(heads, cells, sayings)
-    view = Table(box=None, pad_edge=False)
-    above = "\n" * max((head.count("\n") for head, _ in values), default=0)  # heads of one line stand on the last
-    view.add_column(above + "method")
-    for head, column in given:
-        view.add_column(above + head, min_width=max(map(len, [head, *column])), no_wrap=True)
-    for head, column in values:
-        width, missing = max(map(len, [*head.split("\n"), *column])), len(above) - head.count("\n")
-        view.add_column("\n" * missing + head, justify="right", min_width=width, no_wrap=True)
-    for i, result in enumerate(results):
-        label = " ".join([result.method_label, *varied(result, results)])
-        label += {"ok": "", "oom": " (out of memory)"}.get(result.status, " (NaN)")
-        view.add_row(label, *(column[i] for _, column in (*given, *values)))
-    return "\n".join(" · ".join(line) for line in (words, figures) if line), view
+    narrow, words = without_shared(Sheet(heads, rows), dict.fromkeys(TEXTS, "{}"), [NO_MATTER])
+    made, figures = without_shared(narrow, sayings)
+    n_keys = 1 + sum(head in TEXTS for head in made.heads)
+    lines = (" · ".join(line) for line in (words, figures) if line)
+    return replace(made, n_keys=n_keys, about="\n".join(lines))
 
 
-def split(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], sayings: Mapping[str, str]
-) -> tuple[list[str], list[tuple[str, Sequence[str]]]]:
-    """What all rows share, in words where there are any for it, and the columns that are left."""
-    shared, columns = [], []
-    for head, column in zip(heads, zip(*rows, strict=True), strict=True) if rows else ():
-        values = {value for value in column if value != NO_MATTER} or {NO_MATTER}
-        value = values.pop()
-        if values or head not in sayings or value.startswith("!"):
-            columns.append((head, column))
-        elif value not in ("-", NO_MATTER):
-            shared.append(sayings[head].format(value))
-    return shared, columns
+def label(result: RunResult, results: Sequence[RunResult]) -> str:
+    """The method, by which parameters it differs from others of its name, and how it failed."""
+    failed = {"ok": [], "oom": ["(out of memory)"]}.get(result.status, ["(NaN)"])
+    return " ".join([result.method_label, *varied(result, results), *failed])
 
 
 def distinct(results: Sequence[RunResult]) -> list[RunResult]:
@@ -185,11 +161,12 @@ def measured(results: Iterable[RunResult]) -> list[str]:
 
 
 def score(result: RunResult) -> tuple[str, ...]:
-    """Score, interval, n."""
+    """Score, interval, n; of shares in percent."""
     ci = result.score_ci95 if result.n_samples > 1 else None  # earlier runs have one of no width
+    scale = METRICS[result.metric or "score"].scale
     return (
-        number(result.score, 3),
-        "-" if ci is None else f"{ci[0]:.2f} to {ci[1]:.2f}",
+        number(result.score, 1 if scale == 100 else 3, 1 / scale),
+        "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci),
         str(result.n_samples),
     )
 

@@ -13,10 +13,10 @@ from plots.figures.axes import Axis
 from plots.figures.scores import panels, scored
 from plots.read import Run, measured
 from plots.run_sets import RunSet, asked, other_setting, run_sets
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 
 
-def score_vs_footprint(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def score_vs_footprint(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Of each set of runs with a run of full attention and budgets of prompt and answer together."""
     made = []
     for run_set in run_sets(runs, scored):
@@ -28,7 +28,7 @@ def score_vs_footprint(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             "footprint", "entries of an answer, relative to Full's", "entries of an answer", entries,
             ("footprint_entries",),
         )  # fmt: skip
-        picture = panels(sheet, here, f"Score by {axis.words}", axis, other_setting(here))
+        picture = panels(canvas, here, f"Score by {axis.words}", axis, other_setting(here))
         if picture is not None:
             picture.said.append(lengths(here))
             made.append(picture)

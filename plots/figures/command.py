@@ -30,7 +30,7 @@ from plots.figures import scores as score_figures
 from plots.figures.axes import CHOICES
 from plots.looks import told_apart
 from plots.read import Run, default_root, load
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 
 WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a conference's two columns
 NARROWEST, WIDEST = 2.0, 12.0
@@ -40,7 +40,7 @@ NARROWEST, WIDEST = 2.0, 12.0
 class Drawing:
     """One kind of figure and the experiments that make its runs."""
 
-    draw: Callable[[Sequence[Run], Sheet], list[Picture]]
+    draw: Callable[[Sequence[Run], Canvas], list[Picture]]
     title: str
     experiments: tuple[str, ...]
 
@@ -101,12 +101,12 @@ DRAWINGS = (
 
 
 def draw(
-    drawing: Drawing, runs: Sequence[Run], folder: Path, sheet: Sheet, formats: Sequence[str]
+    drawing: Drawing, runs: Sequence[Run], folder: Path, canvas: Canvas, formats: Sequence[str]
 ) -> dict[str, manifest.Entry]:
     """Draw all figures of one kind, and remove files of run sets that are no longer there."""
     drawn: dict[str, manifest.Entry] = {}
     with matplotlib.rc_context(style.RC):
-        pictures = drawing.draw(sorted(runs, key=lambda run: run.folder.as_posix()), sheet)
+        pictures = drawing.draw(sorted(runs, key=lambda run: run.folder.as_posix()), canvas)
         for i, picture in enumerate(pictures, start=1):
             name = drawing.name if i == 1 else f"{drawing.name}_{i}"
             drawn[name] = manifest.entry(picture, style.save(picture, folder, name, formats))
@@ -171,13 +171,13 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         say(f"plots.figures: {error}", file=sys.stderr)
         return 2
-    sheet = Sheet(options.width, not options.no_title, options.axis)
+    canvas = Canvas(options.width, not options.no_title, options.axis)
     drawn: dict[str, manifest.Entry] = {}
     chosen = [drawing for drawing in DRAWINGS if not options.only or drawing.name in options.only]
     try:
         with told_apart(run.method for run in loaded):  # whatever is chosen of them looks the same
             for drawing in chosen:
-                found = draw(drawing, runs, options.out, sheet, options.format)
+                found = draw(drawing, runs, options.out, canvas, options.format)
                 drawn |= found
                 first = [str(options.out / entry["files"][0]) for entry in found.values()]
                 say(f"{drawing.name}: {', '.join(first)}" if first else drawing.missing)

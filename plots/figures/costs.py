@@ -15,7 +15,7 @@ from plots.figures.axes import tick
 from plots.figures.scores import variant, variants
 from plots.read import Run
 from plots.run_sets import RunSet, asked, mean, other_setting, run_sets
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 from results import SampleRow
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
@@ -52,11 +52,11 @@ def by_cache(run_set: RunSet) -> list[tuple[int, RunSet]]:
     ]
 
 
-def over_length(runs: Sequence[Run], sheet: Sheet, key: str, title: str, ylabel: str) -> list[Picture]:
+def over_length(runs: Sequence[Run], canvas: Canvas, key: str, title: str, ylabel: str) -> list[Picture]:
     made = []
     for run_set in run_sets(runs, is_timed):
         for cache, here in by_cache(run_set):
-            picture = sheet.new(f"{title}{f', {cache} tokens cached' if cache else ''}", run_set.about, [])
+            picture = canvas.new(f"{title}{f', {cache} tokens cached' if cache else ''}", run_set.about, [])
             ax = picture.axes
             tail = other_setting(here)
             for run, nth in variants([run for run in here.runs if len(timings(run.rows)) > 1]):
@@ -75,15 +75,15 @@ def over_length(runs: Sequence[Run], sheet: Sheet, key: str, title: str, ylabel:
     return made
 
 
-def tt2t_vs_length(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
-    return over_length(runs, sheet, "tt2t", "Time to the second token", "seconds")
+def tt2t_vs_length(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
+    return over_length(runs, canvas, "tt2t", "Time to the second token", "seconds")
 
 
-def tpot_vs_length(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
-    return over_length(runs, sheet, "tpot", "Time per token", "seconds per token")
+def tpot_vs_length(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
+    return over_length(runs, canvas, "tpot", "Time per token", "seconds per token")
 
 
-def tpot_vs_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def tpot_vs_cache(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
     for run_set in run_sets(runs, lambda run: is_timed(run) and run.method == "pqcache"):
         found: dict[int, dict[str, Any]] = {}
@@ -95,7 +95,7 @@ def tpot_vs_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
                 drawn.append(run)
         if len(found) < 2:
             continue
-        picture = sheet.new(f"PQCache's time per token by cache, {tick(length)} tokens", run_set.about, drawn)
+        picture = canvas.new(f"PQCache's time per token by cache, {tick(length)} tokens", run_set.about, drawn)
         ax = picture.axes
         sizes = sorted(found)
         for i, size in enumerate(sizes):
@@ -120,7 +120,7 @@ def tpot_vs_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def hit_rate_vs_k_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def hit_rate_vs_k_cache(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
     cached = run_sets(runs, lambda run: bool(run.setting("cache", "tokens")) and not is_timed(run) and not run.is_full)
     for run_set in cached:
@@ -138,7 +138,7 @@ def hit_rate_vs_k_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         found = {key: points for key, points in found.items() if len(points) > 1}
         if not found:
             continue
-        picture = sheet.new("Hit rate of the cache on the device", run_set.about, run_set.runs)
+        picture = canvas.new("Hit rate of the cache on the device", run_set.about, run_set.runs)
         ax = picture.axes
         for i, ((label, policy, tokens, budget), points) in enumerate(sorted(found.items())):
             xs = sorted(points)
@@ -154,7 +154,7 @@ def hit_rate_vs_k_cache(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def stacked(runs: Sequence[Run], sheet: Sheet, key: str, title: str, whole: str) -> list[Picture]:
+def stacked(runs: Sequence[Run], canvas: Canvas, key: str, title: str, whole: str) -> list[Picture]:
     """Parts of a pass by length, stacked, the time of unrecorded passes beside them."""
     made = []
     for run_set in run_sets(runs, is_timed):
@@ -164,7 +164,7 @@ def stacked(runs: Sequence[Run], sheet: Sheet, key: str, title: str, whole: str)
             names += sorted({p for each in found.values() for p in each[key]} - set(PARTS))
             if run.is_full or not names:
                 continue
-            picture = sheet.new(f"{title}, {run.result.method_label}", settings_of(run, run_set), [run])
+            picture = canvas.new(f"{title}, {run.result.method_label}", settings_of(run, run_set), [run])
             ax = picture.axes
             draw_stack(ax, found, key, names)
             ys = [each[whole] for each in found.values()]
@@ -200,15 +200,15 @@ def settings_of(run: Run, run_set: RunSet) -> str:
     return f"{run_set.about} · {words}{' · ' if tail else ''}{tail}"
 
 
-def prefill_parts(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
-    return stacked(runs, sheet, "prefill_parts_s", "Where a prefill's time goes", "ttft_s")
+def prefill_parts(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
+    return stacked(runs, canvas, "prefill_parts_s", "Where a prefill's time goes", "ttft_s")
 
 
-def decode_parts(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
-    return stacked(runs, sheet, "step_parts_s", "Where a decode step's time goes", "tpot_s")
+def decode_parts(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
+    return stacked(runs, canvas, "step_parts_s", "Where a decode step's time goes", "tpot_s")
 
 
-def answer_time(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def answer_time(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Prefill and decoding of whole answers, by length, variants side by side."""
     made = []
     for run_set in run_sets(runs, is_timed):
@@ -217,7 +217,7 @@ def answer_time(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             continue
         n_new = int(run_set.runs[0].task_param("n_new") or 0)
         title = f"Time of an answer of {n_new} tokens"
-        picture = sheet.new(title, run_set.about, [run for run, _, _ in chosen])
+        picture = canvas.new(title, run_set.about, [run for run, _, _ in chosen])
         ax = picture.axes
         lengths = sorted({n for _, _, found in chosen for n in found})
         width = 0.8 / len(chosen)
@@ -240,7 +240,7 @@ def answer_time(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def memory_vs_transfer(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def memory_vs_transfer(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Bytes of K and V per token as full attention measured them, by length and batch, and their time over a link."""
     made = []
     models: dict[str, list[Run]] = {}
@@ -253,7 +253,7 @@ def memory_vs_transfer(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         per_token = mean(size / n for size, n, _ in points)
         if per_token is None:
             continue
-        picture = sheet.new(
+        picture = canvas.new(
             "K and V by length, and their transfer",
             f"{model} · measured: {per_token / 1024:.1f} KiB per token · lines: that times length and batch",
             members,

@@ -16,7 +16,7 @@ from plots.figures.axes import AXES, Axis, scale, tick
 from plots.figures.scores import draw_front, draw_line, explain, full_score, scored
 from plots.read import Run
 from plots.run_sets import Estimate, Line, Point, RunSet, front_of_lines, outside_budget, run_sets, score_of
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 from results import SampleRow
 from results.intervals import interval
 
@@ -47,7 +47,7 @@ class Height:
         return Estimate(sum(values) / len(values), low, high, len(values))
 
 
-def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def frontier(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Two panels for each set of runs with a byte budget; full attention is taken along."""
     made = []
     for here in sets_with_bytes(runs):
@@ -58,7 +58,7 @@ def frontier(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         used = list({run.folder: run for line in found[0] for run in line.runs}.values())
         full = [run for run in here.runs if run.is_full][:1]
         title = "Output error" if is_error else "Score"
-        picture = sheet.new(
+        picture = canvas.new(
             f"{title} against the bytes on the device", here.about, [*full, *used], WIDE, 2.8, ncols=2, sharey=True
         )
         for ax, axis, each in zip(picture.axes, axes, found, strict=True):

@@ -13,7 +13,7 @@ from plots.figures.axes import tick
 from plots.figures.scores import scored
 from plots.read import Run
 from plots.run_sets import Estimate, RunSet, asked, budget_of, mean, reports, run_sets, score_of
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 
 N_REQUESTS = 8
 
@@ -25,7 +25,7 @@ def xkv(runs: Sequence[Run], allocation: str | None = None) -> list[RunSet]:
     )
 
 
-def xkv_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def xkv_retention(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Retention per layer where all layers keep as much; mean over samples."""
     made = []
     for run_set in xkv(runs, "uniform"):
@@ -36,7 +36,7 @@ def xkv_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
                 found.setdefault(asked(run), np.mean(said, axis=0).tolist())
         if not found:
             continue
-        picture = sheet.new("Retention per layer, all layers alike", run_set.about, run_set.runs)
+        picture = canvas.new("Retention per layer, all layers alike", run_set.about, run_set.runs)
         per_layer(picture.axes, found, "retention")
         made.append(picture.finish())
     return made
@@ -49,7 +49,7 @@ def per_layer(ax: Any, found: dict[str, list[float]], ylabel: str) -> None:
     ax.set(xlabel="layer", ylabel=ylabel, ylim=(0, None))
 
 
-def xkv_tokens_at_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def xkv_tokens_at_retention(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Tokens that each layer needs for one retention; mean over samples."""
     made = []
     for run_set in xkv(runs):
@@ -60,14 +60,14 @@ def xkv_tokens_at_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         said = next(filter(None, per_run), None)  # the prompts' needs do not depend on a run's budget
         if not said:
             continue
-        picture = sheet.new("Tokens per layer for the same retention", run_set.about, run_set.runs)
+        picture = canvas.new("Tokens per layer for the same retention", run_set.about, run_set.runs)
         found = {f"retention {name}": np.mean([one[name] for one in said], axis=0).tolist() for name in said[0]}
         per_layer(picture.axes, found, "tokens")
         made.append(picture.finish())
     return made
 
 
-def xkv_allocation(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def xkv_allocation(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Tokens per layer, a line per request, the mean above them."""
     made = []
     for run_set in xkv(runs, "exact"):
@@ -75,7 +75,7 @@ def xkv_allocation(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             said = [report["n"] for report in reports(run)]
             if not said:
                 continue
-            picture = sheet.new(f"Tokens per layer, request by request, {asked(run)}", run_set.about, [run])
+            picture = canvas.new(f"Tokens per layer, request by request, {asked(run)}", run_set.about, [run])
             ax = picture.axes
             for i, counts in enumerate(said[:N_REQUESTS]):
                 ax.plot(
@@ -96,7 +96,7 @@ def xkv_allocation(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def xkv_ddid(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def xkv_ddid(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """What the last tokens look at, by layer and place; of the first sample that was profiled."""
     made = []
     for run_set in xkv(runs):
@@ -107,7 +107,7 @@ def xkv_ddid(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         weights = np.array(profiles[0])
         shares = 100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12)
         about = f"{run_set.about} · first sample"
-        picture = sheet.new("Where the last tokens look, by layer", about, ordered, height=2.3)
+        picture = canvas.new("Where the last tokens look, by layer", about, ordered, height=2.3)
         ax = picture.axes
         image = ax.imshow(
             np.maximum(shares, 1e-2),
@@ -124,7 +124,7 @@ def xkv_ddid(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def xkv_score_vs_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def xkv_score_vs_retention(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """The score against mean retention, the total of tokens being the same."""
     made = []
     for run_set in xkv(runs):
@@ -138,7 +138,7 @@ def xkv_score_vs_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             if len({retention for retention, _, _ in points}) < 3:
                 continue
             title = f"Score against mean retention, {budget}"
-            picture = sheet.new(title, run_set.about, [run for _, _, run in points])
+            picture = canvas.new(title, run_set.about, [run for _, _, run in points])
             for retention, y, _ in points:
                 bars = [[bar] for bar in y.bars]
                 picture.axes.errorbar(retention, y.mean, bars, capsize=2, **style.numbered(0, ""))
@@ -147,7 +147,7 @@ def xkv_score_vs_retention(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def attention_distribution(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def attention_distribution(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
     made = []
     exact = run_sets(
@@ -169,7 +169,7 @@ def attention_distribution(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         masses = np.array(
             [np.mean([np.array(row.fields["by_layer"]["mass"]) for row in run.rows], axis=0) for run in ordered]
         )
-        picture = sheet.new("Attention on the heaviest tokens, by layer", run_set.about, ordered)
+        picture = canvas.new("Attention on the heaviest tokens, by layer", run_set.about, ordered)
         ax = picture.axes
         n_layers = masses.shape[1]
         named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})

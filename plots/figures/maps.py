@@ -12,14 +12,14 @@ from plots import style
 from plots.figures.axes import tick
 from plots.read import Run
 from plots.run_sets import RunSet, asked, budget_of, other_setting, run_sets, score_of
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 from tasks.needle.heatmap import pivot
 
 MOST = 24  # panels
 INCHES = 0.26  # that a number in a cell takes
 
 
-def needle_heatmaps(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def needle_heatmaps(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """A figure for each budget, from small to large."""
     made = []
     for run_set in run_sets(runs, lambda run: run.result.task == "needle"):
@@ -39,14 +39,14 @@ def needle_heatmaps(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
                     chosen.setdefault(label, run)
             if len(chosen) > 1:
                 title = f"A needle by length and depth, {budget}, comm {comm}"
-                made.append(maps(sheet, run_set, title, dict(islice(chosen.items(), MOST))))
+                made.append(maps(canvas, run_set, title, dict(islice(chosen.items(), MOST))))
     return made
 
 
-def maps(sheet: Sheet, run_set: RunSet, title: str, chosen: dict[str, Run]) -> Picture:
-    columns = sheet.columns(len(chosen), 1.6)
+def maps(canvas: Canvas, run_set: RunSet, title: str, chosen: dict[str, Run]) -> Picture:
+    columns = canvas.columns(len(chosen), 1.6)
     rows = ceil(len(chosen) / columns)
-    picture = sheet.new(
+    picture = canvas.new(
         title, run_set.about, chosen.values(), 1.0 + 1.7 * columns, 1.6 * rows, nrows=rows, ncols=columns, squeeze=False
     )
     flat = picture.axes.ravel()

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 
 from plots import style
 from plots.grids import MORE, Grid, device_bytes, moved_bytes
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 
 LONG = re.compile(r"(\.\d\d)\d+")
 MANY = 16  # methods, beyond which their lines need more room
@@ -24,7 +24,7 @@ SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the
 
 def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against the ratio; methods that retrieve above, those that drop below."""
-    picture = Sheet().new(title, about(grids), (), style.PAGE, tall(grids, 4.4), **layout(grids))
+    picture = Canvas().new(title, about(grids), (), style.PAGE, tall(grids, 4.4), **layout(grids))
     ringed: set[str] = set()
     for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, retrieves in zip(column, (True, False), strict=True):
@@ -43,7 +43,7 @@ def by_budget(title: str, grids: Sequence[Grid]) -> Picture:
 
 def against_bytes(title: str, grids: Sequence[Grid]) -> Picture:
     """A column per measure against bytes on the device, and against bytes moved per step by methods that retrieve."""
-    picture = Sheet().new(title, about(grids), (), style.PAGE, tall(grids, 4.6), **layout(grids))
+    picture = Canvas().new(title, about(grids), (), style.PAGE, tall(grids, 4.6), **layout(grids))
     for column, grid in zip(picture.axes.T, grids, strict=True):
         for ax, of, scale in zip(column, (device_bytes, moved_bytes), (1e-6, 1e-3), strict=True):
             for line in grid.lines(lambda ratio, cell, of=of, scale=scale: scaled(of(cell), scale), grid.methods):
@@ -96,7 +96,7 @@ def about(grids: Sequence[Grid]) -> str:
 
 def draw_full(ax: Axes, grid: Grid) -> None:
     if grid.full is not None and grid.full.mean is not None:
-        ax.axhline(grid.full.mean, color="black", linestyle="--", linewidth=0.9, label="Full")
+        ax.axhline(grid.measure.scale * grid.full.mean, color="black", linestyle="--", linewidth=0.9, label="Full")
 
 
 def scaled(value: float | None, by: float) -> float | None:

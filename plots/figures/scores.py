@@ -33,7 +33,7 @@ from plots.run_sets import (
     run_sets,
     score_of,
 )
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 from results import METRICS, few_samples
 
 LABELLED = (  # tasks with scores of 0 to 1
@@ -53,7 +53,7 @@ def is_ratio(run: Run) -> bool:
     return run.result.budget is None
 
 
-def panels(sheet: Sheet, run_set: RunSet, title: str, axis: Axis, apart: Callable[[Run], Any]) -> Picture | None:
+def panels(canvas: Canvas, run_set: RunSet, title: str, axis: Axis, apart: Callable[[Run], Any]) -> Picture | None:
     """A panel per dataset, a line per method, full attention as a level; None where no line has two points."""
     drawn: list[tuple[str, list[Line]]] = []
     for dataset in run_set.datasets()[:N_PANELS]:
@@ -63,11 +63,11 @@ def panels(sheet: Sheet, run_set: RunSet, title: str, axis: Axis, apart: Callabl
             drawn.append((dataset, found))
     if not drawn:
         return None
-    columns = sheet.columns(len(drawn))
+    columns = canvas.columns(len(drawn))
     rows = ceil(len(drawn) / columns)
     full = [run for run in run_set.runs if run.is_full][:1]
     runs = dict.fromkeys(run.folder for _, found in drawn for line in found for run in line.runs)
-    picture = sheet.new(
+    picture = canvas.new(
         title, run_set.about, [*full, *(run for run in run_set.runs if run.folder in runs)],
         style.COLUMN if columns == 1 else 2.3 * columns, 1.9 * rows, nrows=rows, ncols=columns, squeeze=False,
     )  # fmt: skip
@@ -142,10 +142,10 @@ def comms(run_set: RunSet) -> list[str]:
     return sorted({run.comm for run in run_set.runs if not run.is_full})
 
 
-def score_vs_ratio(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def score_vs_ratio(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Of each way to give budgets: shares of the prompt, numbers of tokens."""
     made = []
-    axis = AXES[sheet.axis or "attended"]
+    axis = AXES[canvas.axis or "attended"]
     for by_ratio, given in ((True, "ratios"), (False, "numbers of tokens")):
         for run_set in run_sets(runs, scored):
             for comm in comms(run_set):
@@ -153,22 +153,22 @@ def score_vs_ratio(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
                     lambda run, c=comm, r=by_ratio: run.is_full or (run.comm == c and is_ratio(run) == r)
                 )
                 title = f"Score by {axis.words}, budgets given as {given}, comm {comm}"
-                made.append(panels(sheet, here, title, axis, other_setting(here)))
+                made.append(panels(canvas, here, title, axis, other_setting(here)))
     return [picture for picture in made if picture is not None]
 
 
-def score_vs_comm(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def score_vs_comm(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
     axis = AXES["find"]
     for run_set in run_sets(runs, scored):
         for budget in sorted({asked(run) for run in run_set.runs if not run.is_full}):
             here = run_set.only(lambda run, b=budget: run.is_full or asked(run) == b)
             title = f"Score by {axis.words}, {budget}"
-            made.append(panels(sheet, here, title, axis, other_setting(here)))
+            made.append(panels(canvas, here, title, axis, other_setting(here)))
     return [picture for picture in made if picture is not None]
 
 
-def mxb_bars(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def mxb_bars(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
     pq = run_sets(runs, lambda run: run.method in ("pqcache", "full") and scored(run))
     for run_set in pq:
@@ -184,7 +184,7 @@ def mxb_bars(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
                 continue
             title = f"PQCache on {dataset} by parts x bits, {budgets[0]}"
             full = [run for run in run_set.runs if run.is_full][:1]
-            picture = sheet.new(title, run_set.about, [*full, *(run for _, _, run in found.values())])
+            picture = canvas.new(title, run_set.about, [*full, *(run for _, _, run in found.values())])
             ax = picture.axes
             order = sorted(found, key=lambda size: (size[0] * size[1], size))
             for i, size in enumerate(order):
@@ -216,10 +216,10 @@ def code_size(run: Run) -> tuple[int, int] | None:
     return None
 
 
-def perplexity_vs_length(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def perplexity_vs_length(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
     for run_set in run_sets(runs, lambda run: run.result.task == "pg19"):
-        picture = sheet.new("Perplexity by length", run_set.about, [])
+        picture = canvas.new("Perplexity by length", run_set.about, [])
         tail = other_setting(run_set)
         for run, nth in variants(run_set.runs):
             at: dict[int, list[tuple[float, int]]] = {}
@@ -256,9 +256,9 @@ def variant(run: Run, tail: Callable[[Run], str]) -> str:
     return f"{run.result.method_label}{words}".strip()
 
 
-def recall_vs_budget(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def recall_vs_budget(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     made = []
-    axis = AXES[sheet.axis or "attended"]
+    axis = AXES[canvas.axis or "attended"]
     for run_set in run_sets(runs, lambda run: run.result.task == "fidelity" and not run.is_full):
         for by_ratio in (True, False):
             here = run_set.only(lambda run, r=by_ratio: is_ratio(run) == r)
@@ -266,7 +266,7 @@ def recall_vs_budget(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             if len(found) < 2:
                 continue
             drawn = [run for line in found for run in line.runs]
-            picture = sheet.new("Share of the true top tokens that are attended to", run_set.about, drawn)
+            picture = canvas.new("Share of the true top tokens that are attended to", run_set.about, drawn)
             for line in found:
                 draw_line(picture.axes, line)
             scale(picture.axes, axis, [point.x for line in found for point in line.points])
@@ -276,10 +276,10 @@ def recall_vs_budget(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
     return made
 
 
-def pareto(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def pareto(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Score against what a run really costs, and which methods no other beats at as little."""
     made = []
-    axis = AXES[sheet.axis or "device"]
+    axis = AXES[canvas.axis or "device"]
     for run_set in run_sets(runs, scored):
         if METRICS[run_set.runs[0].result.metric or "score"].better != "higher":
             continue
@@ -292,7 +292,7 @@ def pareto(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
         if len({line.method for line in found} - {ORACLE}) < 2:
             continue
         drawn = [run for line in found for run in line.runs]
-        picture = sheet.new(f"Score against {axis.words}", run_set.about, drawn, height=2.5)
+        picture = canvas.new(f"Score against {axis.words}", run_set.about, drawn, height=2.5)
         for line in found:
             draw_line(picture.axes, line)
         draw_front(picture, picture.axes, front_of_lines(found))
@@ -311,7 +311,7 @@ def draw_front(picture: Picture, ax: Any, front: Sequence[tuple[float, float]]) 
         picture.said.append(FRONT_SAID)
 
 
-def iterations(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
+def iterations(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
     """Rounds of clustering: the score of each setting against its time to the second token."""
     made = []
     timed: dict[str, tuple[float, Run]] = {}
@@ -330,7 +330,7 @@ def iterations(runs: Sequence[Run], sheet: Sheet) -> list[Picture]:
             if len(found) < 2:
                 continue
             drawn = [each for word, run in found.items() for each in (run, timed[word][1])]
-            picture = sheet.new("Rounds of clustering: score against time", run_set.about, drawn)
+            picture = canvas.new("Rounds of clustering: score against time", run_set.about, drawn)
             for i, (word, run) in enumerate(sorted(found.items(), key=by_rounds)):
                 if (y := score_of(run.rows)) is not None:
                     bars = [[bar] for bar in y.bars]

@@ -11,17 +11,18 @@ tied      alone) and without runs over budget.
 Layout    runs on another model than the paper's do not answer its table: they have one of the same form whose title
           says so, and nothing published stands in it. A budget that only Full was run at is left out.
 
-Not here: what a paper's table holds (`plots/tables/papers.py`), how a table is written (`plots/tables/formats.py`).
+Not here: what a paper's table holds (`plots/tables/papers.py`), its words (`plots/tables/paper_words.py`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import Literal
 
-from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, per_prompt, scores
+from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
 from plots.run_sets import comparable
-from plots.stats import Interval, Paired, corrected, interval, macro_interval, paired, scaled, standings
+from plots.scored import Scored, best, compared
+from plots.stats import Corrected, interval, macro_interval
 from plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
@@ -73,8 +74,7 @@ class TableCell:
     mark: str = ""  # "bold" for the best, "tie" where several may be
     cost: Cost = Cost()
     run: str = ""  # name of its folder
-    vs_full: Interval | None = None  # paired, on the samples that both have
-    vs_full_p: float | None = None  # adjusted for all comparisons of the table (Holm)
+    against: Corrected | None = None  # full attention's, on the prompts that both answered
 
     @property
     def difference(self) -> float | None:
@@ -127,19 +127,18 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
             paper = replace(paper, values={})
         key_bytes = key_bytes_per_token(members)
         cells: dict[CellKey, TableCell] = {}
-        samples: dict[CellKey, tuple[SampleRow, ...]] = {}
+        places: dict[CellKey, Scored] = {}
         for budget in paper.budgets:
             for dataset in paper.datasets:
                 for method in paper.methods:
                     key = (dataset, method, budget)
                     run, rows = choose(paper_table, members, key, notes)
-                    samples[key] = rows
-                    cells[key] = table_cell(key, run, rows, paper.value(*key), key_bytes)
+                    places[key] = Scored(rows)
+                    cells[key] = table_cell(key, run, places[key], paper.value(*key), key_bytes)
         if not any(each.n or each.n_oom for each in cells.values()):
             continue
-        cells |= differences(cells, samples)
-        means, of = averages(cells, samples, paper)
-        cells, why = marked(cells | means, samples, of)
+        means = averages(cells, places, paper)
+        cells, why = judged(cells | means, places)
         notes += [f"Where no cell of a row is marked: {'; '.join(why)}"] if why else []
         datasets = list(dict.fromkeys(key[0] for key in cells))
         tables.append(
@@ -217,32 +216,25 @@ def choose(
 
 
 def table_cell(
-    key: CellKey, run: Run | None, rows: Sequence[SampleRow], published: str | None, key_bytes: float | None
+    key: CellKey, run: Run | None, place: Scored, published: str | None, key_bytes: float | None
 ) -> TableCell:
     """A cell of a run's samples; of the published figure alone where there is no run."""
     empty = TableCell(*key, published=published)
     if run is None:
         return empty
-    values = scores(rows)
-    ours = replace(
+    rows, spread = place.rows, place.interval
+    return replace(
         empty,
-        n=len(values),
-        n_oom=len(rows) - len(values),
-        over=over_budget(rows),
+        score=None if place.mean is None else 100 * place.mean,
+        low=None if spread is None else 100 * spread.low,
+        high=None if spread is None else 100 * spread.high,
+        n=len(rows) - place.n_oom,
+        n_oom=place.n_oom,
+        over=place.over,
         embedded=run.embedded,
         run=run.folder.name,
-        cost=cost(rows, key_bytes),
+        cost=cost(rows, key_bytes) if place.n else Cost(),
     )
-    if not values:
-        return ours
-    spread = interval([*per_prompt(rows).values()])
-    mean = fsum(values) / len(values)  # as in result.json, to the last bit
-    return replace(ours, score=100 * mean, low=at(spread, "low"), high=at(spread, "high"))
-
-
-def at(spread: Interval | None, end: Literal["low", "high"]) -> float | None:
-    """An end of an interval, in percent."""
-    return None if spread is None else 100 * getattr(spread, end)
 
 
 def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
@@ -261,86 +253,47 @@ def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
     )
 
 
-def differences(
-    cells: Mapping[CellKey, TableCell],
-    samples: Mapping[CellKey, Sequence[SampleRow]],
-) -> dict[CellKey, TableCell]:
-    """The cells that can be compared with full attention, on the samples that both answered, with what that gave."""
-    pairs: dict[CellKey, Paired] = {}
-    for key in cells:
-        dataset, method, budget = key
-        full = next((m for m in ("Full", "FullKV") if (dataset, m, budget) in cells), None)
-        if full in (None, method):
-            continue
-        whole = per_prompt(samples[dataset, full, budget])
-        both = [(ours, whole[prompt]) for prompt, ours in per_prompt(samples[key]).items() if prompt in whole]
-        if both:
-            pairs[key] = paired([ours for ours, _ in both], [theirs for _, theirs in both])
-    judged = corrected(pairs, lambda key: key[0])
-    return {
-        key: replace(cells[key], vs_full=scaled(found.paired.difference, 100), vs_full_p=found.p)
-        for key, found in judged.items()
-    }
-
-
 def averages(
-    cells: Mapping[CellKey, TableCell],
-    samples: Mapping[CellKey, Sequence[SampleRow]],
-    paper: Published,
-) -> tuple[dict[CellKey, TableCell], dict[tuple[str, str], list[str]]]:
+    cells: Mapping[CellKey, TableCell], places: dict[CellKey, Scored], paper: Published
+) -> dict[CellKey, TableCell]:
     """The papers' average of each column, and where datasets are missing the mean of those that all columns have.
 
-    Beside them, which datasets each row with its budget is the mean of.
+    `places` get the samples that each is the mean of.
     """
     means: dict[CellKey, TableCell] = {}
-    of: dict[tuple[str, str], list[str]] = {}
     for budget in paper.budgets:
         has = {m: {d for d in paper.datasets if cells[d, m, budget].score is not None} for m in paper.methods}
         columns = [datasets for datasets in has.values() if datasets]
         common = [d for d in paper.datasets if columns and all(d in datasets for datasets in columns)]
-        of[AVERAGE, budget] = paper.datasets
-        for method in paper.methods:
-            key = (AVERAGE, method, budget)
-            if len(has[method]) == len(paper.datasets):
-                means[key] = average(key, paper.datasets, cells, samples, paper.value(*key))
-            else:
-                means[key] = TableCell(*key, published=paper.value(*key))
+        rows = {AVERAGE: paper.datasets}
         if 1 < len(common) < len(paper.datasets):
-            row = f"Mean of {len(common)}: {', '.join(common)}"
-            of[row, budget] = common
+            rows[f"Mean of {len(common)}: {', '.join(common)}"] = common
+        for row, datasets in rows.items():
             for method in paper.methods:
-                printed = [float(value) for d in common if (value := paper.value(d, method, budget)) is not None]
-                published = f"{fsum(printed) / len(printed):.2f}" if len(printed) == len(common) else None
                 key = (row, method, budget)
-                means[key] = (
-                    average(key, common, cells, samples, published)
-                    if has[method]
-                    else TableCell(*key, published=published)
-                )
-    return means, of
+                printed = [float(value) for d in datasets if (value := paper.value(d, method, budget)) is not None]
+                published = paper.value(*key)
+                if row != AVERAGE and len(printed) == len(datasets):
+                    published = f"{fsum(printed) / len(printed):.2f}"
+                means[key] = TableCell(*key, published=published)
+                if has[method] >= set(datasets):
+                    parts = [places[d, method, budget] for d in datasets]
+                    places[key] = Scored([line for part in parts for line in part.rows])
+                    means[key] = average(means[key], [cells[d, method, budget] for d in datasets], parts)
+    return means
 
 
-def average(
-    key: CellKey,
-    datasets: Sequence[str],
-    cells: Mapping[CellKey, TableCell],
-    samples: Mapping[CellKey, Sequence[SampleRow]],
-    published: str | None,
-) -> TableCell:
-    _, method, budget = key
-    members = [cells[d, method, budget] for d in datasets]
-    rows = [row for d in datasets for row in samples[d, method, budget]]
-    spread = macro_interval([[*per_prompt(samples[d, method, budget]).values()] for d in datasets])
-    mean = fsum(round(each.score, 2) for each in members if each.score is not None) / len(members)
+def average(empty: TableCell, members: Sequence[TableCell], parts: Sequence[Scored]) -> TableCell:
+    rows = [row for place in parts for row in place.rows]
+    spread = macro_interval([[v for of in place.values.values() for v in of.values()] for place in parts])
     comms = [each.cost.comm for each in members if each.cost.comm is not None]
-    return TableCell(
-        *key,
-        score=mean,
-        low=at(spread, "low"),
-        high=at(spread, "high"),
+    return replace(
+        empty,
+        score=fsum(round(each.score, 2) for each in members if each.score is not None) / len(members),
+        low=None if spread is None else 100 * spread.low,
+        high=None if spread is None else 100 * spread.high,
         n=sum(each.n for each in members),
         n_oom=sum(each.n_oom for each in members),
-        published=published,
         over=any(each.over for each in members),
         embedded=any(each.embedded for each in members),
         cost=replace(cost(rows, None), comm=fsum(comms) / len(comms) if comms else None),
@@ -353,40 +306,22 @@ def filled(budgets: Sequence[str], cells: Mapping[CellKey, TableCell]) -> list[s
     return [b for b in budgets if (b, False) in run] or [b for b in budgets if (b, True) in run][:1]
 
 
-def marked(
-    cells: Mapping[CellKey, TableCell],
-    samples: Mapping[CellKey, Sequence[SampleRow]],
-    of: Mapping[tuple[str, str], Sequence[str]],
+def judged(
+    cells: Mapping[CellKey, TableCell], places: Mapping[CellKey, Scored]
 ) -> tuple[dict[CellKey, TableCell], list[str]]:
-    """The cells with the best of each row and budget marked, or what may be; and why some have none, in words."""
-    made, why = dict(cells), dict[str, None]()
-    for dataset, budget in dict.fromkeys((key[0], key[2]) for key in cells):
-        ranked = [
-            method
-            for (name, method, at_budget), each in cells.items()
-            if (name, at_budget) == (dataset, budget)
-            and each.score is not None
-            and method not in NOT_RANKED
-            and not each.over
-        ]
-        if len(ranked) < 2:
-            continue
-        column = {
-            method: {
-                (name, prompt): of_prompt
-                for name in of.get((dataset, budget), [dataset])
-                for prompt, of_prompt in per_prompt(samples[name, method, budget]).items()
-            }
-            for method in ranked
-        }
-        family = sum(k[0] == dataset and k[1] not in FULL and each.score is not None for k, each in cells.items())
-        found = standings(column, family=family)
-        if found.why:
-            why[found.why] = None
-        for method in ranked:
-            key = (dataset, method, budget)
-            made[key] = replace(made[key], mark=found.marked(method))
-    return made, list(why)
+    """The cells with differences to full attention and the best of each row and budget; why some rows have none."""
+    known = {key: place for key, place in places.items() if cells[key].score is not None}
+
+    def full(key: CellKey) -> Scored | None:
+        dataset, _, budget = key
+        return next((found for name in sorted(FULL) if (found := known.get((dataset, name, budget)))), None)
+
+    ranked = {key: place for key, place in known.items() if key[1] not in NOT_RANKED and not cells[key].over}
+    families = Counter(dataset for dataset, method, _ in known if method not in FULL)
+    against = compared(known, full, lambda key: key[0])
+    marks, why = best(ranked, lambda key: (key[0], key[2]), lambda key: families[key[0]])
+    made = {key: replace(each, against=against.get(key), mark=marks.get(key, "")) for key, each in cells.items()}
+    return made, why
 
 
 def remarks(runs: Sequence[Run], notes: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ Runs that answer a table are found by their results alone, so it does not matter
 cost (`plots/costs.py`) is written beside the tables.
 
 Not here: what each table holds (`plots/tables/papers.py`), how a cell is made of runs (`plots/tables/cells.py`), how a
-table is written (`plots/tables/formats.py`), the table of one command (`evals/screen/table.py`).
+table is worded (`plots/tables/paper_words.py`), the table of one command (`evals/screen/table.py`).
 """
 
 import argparse
@@ -18,14 +18,20 @@ from engine.terminal import say
 from plots import costs, scopes
 from plots.read import Run, default_root, load
 from plots.tables.cells import Table, build, build_efficiency
-from plots.tables.formats import paper_title, write
+from plots.tables.paper_words import paper_title, records, sheet_of
 from plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
+from results.sheet import texts, write
 
 
 def build_all(runs: Sequence[Run]) -> dict[str, list[Table]]:
     """Every table of the papers by name; an empty list where no run answers it."""
     tables = {paper_table.name: build(paper_table, runs) for paper_table in PAPER_TABLES}
     return tables | {EFFICIENCY.name: build_efficiency(runs)}
+
+
+def write_table(out: Path, paper_table: PaperTable, tables: Sequence[Table]) -> list[Path]:
+    """All of a paper's table that the runs give, in one file per format."""
+    return write(out, paper_table.name, texts([sheet_of(table) for table in tables], records(tables)))
 
 
 def missing(paper_table: PaperTable, n_runs: int) -> str:
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> int:
     for paper_table in (*PAPER_TABLES, EFFICIENCY):
         if tables[paper_table.name]:
             try:
-                paths = write(options.out, paper_table, tables[paper_table.name])
+                paths = write_table(options.out, paper_table, tables[paper_table.name])
             except OSError as error:
                 return cannot_write(options.out, error)
             say(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")

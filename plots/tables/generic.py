@@ -9,8 +9,8 @@ Best, tied  as `standings` finds within a column, without Full and Oracle, which
 Difference  of any value to Full's or another row's on the same prompts; bold where the test, corrected for all of its
             table, shows one.
 
-Not here: what a cell can say (`plots/tables/values.py`), how a table is written (`plots/tables/texts.py`), the papers'
-tables (`plots/tables/cells.py`).
+Not here: what a cell can say (`plots/tables/values.py`), its words (`plots/tables/words.py`), the papers' tables
+(`plots/tables/cells.py`).
 """
 
 import json
@@ -22,11 +22,12 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from plots.read import Run, over_budget, per_prompt, prefill_words, score, scores
-from plots.run_sets import dataset_words, prompt_settings, scores_by_dataset
-from plots.stats import Corrected, corrected, macro_interval, paired_over_datasets, standings
+from plots.read import Run, prefill_words, scores
+from plots.run_sets import dataset_words, prompt_settings
+from plots.scored import Scored, best, compared
+from plots.stats import Corrected
 from plots.tables.values import VALUES, measures_of, of_one, value_named
-from results import METRICS, SampleRow, combined, combined_ci95
+from results import METRICS, SampleRow
 from results.intervals import ANYWHERE
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
@@ -100,7 +101,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Pivot:
     """One table."""
 
     value: str
@@ -116,20 +117,24 @@ class Sheet:
     against: str | None = None  # whose value every cell's is less; None: cells say their own
 
     @property
+    def scale(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    @property
     def n(self) -> int | None:
         """Samples of a cell, where all have as many."""
         counts = {cell.n for cell in self.cells.values()}
         return counts.pop() if len(counts) == 1 else None
 
 
-def sheets(
+def pivots(
     runs: Sequence[Run],
     rows: Sequence[str] = ("method",),
     columns: Sequence[str] | None = None,
     value: str = "score",
     keep: Mapping[str, str] | None = None,
     against: str | None = None,
-) -> list[Sheet]:
+) -> list[Pivot]:
     """The tables of these runs, the fullest first; `columns` of None are what varies between the runs.
 
     `against` names a method as its row does: every cell says its value less that method's, of the same column.
@@ -152,8 +157,8 @@ def sheets(
     labels = sorted({part.of["method"] for part in parts})
     if against not in (None, FULL, *labels):
         raise WrongKey(f"no run is of {against!r}; there is {', '.join(labels)}{near(str(against), labels)}")
-    made = [sheet_of(group, tuple(rows), tuple(columns), value, against) for group in split(parts, {*rows, *columns})]
-    return sorted(made, key=lambda sheet: (-len(sheet.cells), str(sheet.where)))
+    made = [pivot_of(group, tuple(rows), tuple(columns), value, against) for group in split(parts, {*rows, *columns})]
+    return sorted(made, key=lambda pivot: (-len(pivot.cells), str(pivot.where)))
 
 
 def called(part: Part, key: str) -> set[str]:
@@ -267,9 +272,9 @@ def split(parts: Sequence[Part], axes: set[str]) -> list[list[Part]]:
     return [members for key, members in joined.items() if not all(id(part) in beside for part in groups[key])]
 
 
-def sheet_of(
+def pivot_of(
     parts: Sequence[Part], rows: tuple[str, ...], columns: tuple[str, ...], value: str, against: str | None
-) -> Sheet:
+) -> Pivot:
     notes, left_out = list[str](), list[str]()
     candidates: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Part]] = {}
     for part in parts:
@@ -282,19 +287,17 @@ def sheet_of(
     for key, found in candidates.items():
         if not existing or key[1] in existing:
             cells[key] = cell_of(key, one_of(found, key[0], left_out), value)
-    percent = value == "score" and all(METRICS[metric_of(cell.part.rows)].highest == 1 for cell in cells.values())
+    percent = value == "score" and all(METRICS[Scored(cell.part.rows).metric].is_share for cell in cells.values())
     if value == "score" or against is not None:
-        cells = differences(cells, value, rows, against or FULL)
+        cells = judged(cells, value, rows, against or FULL, notes)
     if against is not None:
         cells = {key: as_difference(cell) for key, cell in cells.items()}
-    elif value == "score":
-        cells = marked(cells, notes)
     shared = {key: values.pop() for key in KEYS if len(values := {part.of[key] for part in parts} - {ANY}) == 1}
     if "dataset" not in (*rows, *columns) and (names := dataset_words(part.run for part in parts)):
         shared = {"task": shared.pop("task", ""), "datasets": names} | shared
     if {"ratio", "budget"} & {*rows, *columns}:
         shared = {key: word for key, word in shared.items() if key not in ("ratio", "budget")}
-    return Sheet(
+    return Pivot(
         value,
         rows,
         columns,
@@ -325,50 +328,35 @@ def one_of(found: Sequence[Part], row: tuple[str, ...], left_out: list[str]) -> 
     return ordered[0]
 
 
-def metric_of(rows: Sequence[SampleRow]) -> str:
-    return str(rows[0].fields.get("metric", "score")) if rows else "score"
-
-
-def datasets_of(cell: Cell) -> list[list[SampleRow]]:
-    groups: dict[str, list[SampleRow]] = {}
-    for row in cell.part.rows:
-        groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
-    return list(groups.values())
-
-
 def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str) -> Cell:
-    values, rows = scores(part.rows), part.rows
-    cell = Cell(*key, part, None, n=len(per_prompt(rows)), n_oom=len(rows) - len(values), over=over_budget(rows))
+    place = Scored(part.rows)
+    cell = Cell(*key, part, None, n=place.n, n_oom=place.n_oom, over=place.over)
     if value != "score":
-        return replace(cell, mean=value_named(value).of(rows))
-    metric = metric_of(rows)
-    groups = [[*per_prompt(group).values()] for group in datasets_of(cell)]
-    if len(groups) > 1 and METRICS[metric].weight is None:
-        groups = [group for group in groups if group]
-        found = macro_interval(groups, bounds=METRICS[metric].bounds) if groups else None
-        mean = sum(sum(group) / len(group) for group in groups) / len(groups) if groups else None
-        return replace(cell, mean=mean, low=found and found.low, high=found and found.high)
-    bounds = combined_ci95(rows, metric)
-    return replace(cell, mean=combined(rows, metric), low=bounds and bounds[0], high=bounds and bounds[1])
+        return replace(cell, mean=value_named(value).of(part.rows))
+    spread = place.interval
+    return replace(cell, mean=place.mean, low=spread and spread.low, high=spread and spread.high)
 
 
-def differences(cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], against: str) -> dict[Any, Cell]:
-    """Every cell against `against` of its column, on the prompts that both answered."""
-    of = score if value == "score" else of_one(value)
-    pairs: dict[Any, Any] = {}
-    for key, cell in cells.items():
+def judged(
+    cells: Mapping[Any, Cell], value: str, rows: tuple[str, ...], against: str, notes: list[str]
+) -> dict[Any, Cell]:
+    """Every cell against `against` of its column, on the prompts that both answered; of scores the best too."""
+    of = {} if value == "score" else {"of": of_one(value), "limits": ANYWHERE}
+    places = {key: Scored(cell.part.rows, **of) for key, cell in cells.items()}
+    ids = {id(cell): key for key, cell in cells.items()}
+
+    def reference(key: Any) -> Scored | None:
         other = compared_with(cells, key, rows, against)
-        if other is None or other is cell:
-            continue
-        theirs = per_prompt(other.part.rows, of)
-        found = [per_prompt(group, of) for group in datasets_of(cell)]
-        shared = [[(mine, theirs[prompt]) for prompt, mine in side.items() if prompt in theirs] for side in found]
-        if any(shared):
-            ours, whole = ([[pair[i] for pair in side] for side in shared if side] for i in (0, 1))
-            bounds = METRICS[metric_of(cell.part.rows)].bounds if value == "score" else ANYWHERE
-            pairs[key] = paired_over_datasets(ours, whole, bounds=bounds)
-    judged = corrected(pairs, lambda key: column_of(cells[key]))
-    return {key: replace(cell, against=judged.get(key)) for key, cell in cells.items()}
+        return None if other is None else places[ids[id(other)]]
+
+    found = compared(places, reference, lambda key: column_of(cells[key]))
+    marks: dict[Any, str] = {}
+    if value == "score":
+        families = Counter(column_of(cell) for cell in cells.values() if not cell.part.run.is_full)
+        ranked = {k: p for k, p in places.items() if cells[k].part.run.method not in UNRANKED and not cells[k].over}
+        marks, why = best(ranked, lambda key: key[1], lambda key: families[column_of(cells[key])])
+        notes += [f"Where no cell of a column is marked: {'; '.join(why)}."] if why else []
+    return {key: replace(cell, against=found.get(key), mark=marks.get(key, "")) for key, cell in cells.items()}
 
 
 def column_of(cell: Cell) -> Hashable:
@@ -392,31 +380,6 @@ def compared_with(cells: Mapping[Any, Cell], key: Any, rows: tuple[str, ...], ag
     }
     beside = [cell for mine, cell in found.items() if others(mine) == others(row)]
     return next(iter([*beside, *found.values()] if beside or len(found) == 1 or against == FULL else []), None)
-
-
-def marked(cells: Mapping[Any, Cell], notes: list[str]) -> dict[Any, Cell]:
-    """The best of every column, and what is not shown to be worse."""
-    made = dict(cells)
-    families = Counter(column_of(cell) for cell in cells.values() if not cell.part.run.is_full)
-    why: dict[str, None] = {}
-    for column in dict.fromkeys(column for _, column in cells):
-        ranked = {
-            row: cell
-            for (row, mine), cell in cells.items()
-            if mine == column and cell.part.run.method not in UNRANKED and not cell.over and cell.n
-        }
-        kinds = {METRICS[metric_of(cell.part.rows)].better for cell in ranked.values()}
-        if len(ranked) < 2 or len(kinds) > 1:
-            continue
-        names = {json.dumps(row): scores_by_dataset(cell.part.rows) for row, cell in ranked.items()}
-        family = max(families[column_of(cell)] for cell in ranked.values())
-        found = standings(names, kinds.pop(), family=family)
-        if found.why:
-            why[found.why] = None
-        for row in ranked:
-            made[row, column] = replace(made[row, column], mark=found.marked(json.dumps(row)))
-    notes += [f"Where no cell of a column is marked: {'; '.join(why)}."] if why else []
-    return made
 
 
 def as_difference(cell: Cell) -> Cell:

@@ -1,6 +1,6 @@
 """What a cell of a table can say: a score, a figure of the ledger, a time, or what a task measures beside its score.
 
-Not here: which cells there are (`plots/tables/generic.py`), how they are written (`plots/tables/texts.py`).
+Not here: which cells there are (`plots/tables/generic.py`), their words (`plots/tables/words.py`).
 """
 
 from collections.abc import Callable, Sequence

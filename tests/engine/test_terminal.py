@@ -17,8 +17,8 @@ from evals.screen.table import print_table
 from plots import costs, results, scopes, turns
 from plots.comparison import compare, print_comparison
 from plots.table import main as table
-from plots.tables.formats import plain_markdown
 from results import RunResult
+from results.sheet import plain_markdown
 from tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]

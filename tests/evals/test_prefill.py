@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from engine.errors import ConfigError
 from evals import loop, models
 from evals.overrides import CONF, check_overrides
-from evals.screen.table import table
+from evals.screen.table import sheet
 from evals.settings import Settings, settings
 from methods.dropping.pyramidinfer import PyramidInfer
 from results import RunResult, SampleRow, run_name
@@ -151,8 +151,8 @@ def test_the_printed_table_tells_two_sparsities_apart(model: list[str], tmp_path
     words = [*model, *NEEDLE, "method=full", *SPARSE]
     done = sweep(words, [[], ["prefill.n_slash=16"]], tmp_path)
     assert [result.method_label for result, _ in done] == ["MInference"] * 2
-    _, view = table([(Path(str(i)), result) for i, (result, _) in enumerate(done)])
-    cells = list(view.columns[0].cells)
+    shown = sheet([(Path(str(i)), result) for i, (result, _) in enumerate(done)])
+    cells = [str(row[0]) for row in shown.rows]
     assert cells == ["MInference prefill.n_slash=8", "MInference prefill.n_slash=16"]
 
 

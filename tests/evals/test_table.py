@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evals.screen.table import number, print_table, remarks, table
+from evals.screen.table import number, print_table, remarks, sheet
 from results import RunResult, shown_fraction
+from results.sheet import on_terminal
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
 FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "embedded"}
@@ -27,11 +28,11 @@ def result(**changes: Any) -> RunResult:
 
 
 def text(*results: RunResult) -> str:
-    shared, view = table([(Path("runs") / str(i), each) for i, each in enumerate(results)])
+    made = sheet([(Path("runs") / str(i), each) for i, each in enumerate(results)])
     console = Console(width=400)
     with console.capture() as captured:
-        console.print(shared)
-        console.print(view)
+        console.print(made.about)
+        console.print(on_terminal(made))
     return captured.get()
 
 
@@ -85,7 +86,7 @@ def test_a_single_sample_has_no_interval_and_few_samples_are_said_to_be_few() ->
     one = result(n_samples=1, score=1.0, score_ci95=[1.0, 1.0])  # as earlier runs have it
     assert "1.00 to 1.00" not in text(one)
     assert any("a single sample" in line for line in remarks([one]))
-    assert "4 samples show no difference, whatever the scores: it takes 6" in remarks([result(n_samples=4)])
+    assert "with 4 samples no difference can be significant; 6 or more are needed" in remarks([result(n_samples=4)])
     assert not any("no difference" in line for line in remarks([result(n_samples=6)]))
 
 
@@ -93,12 +94,12 @@ def test_few_samples_are_as_few_as_in_every_other_tool() -> None:
     """The same runs asked for 7, 8 and 9 samples, by who was asked."""
     variants = [result(n_samples=7, ratio_exact=ratio) for ratio in ("0.1", "0.2", "0.3", "0.4")]
     full = result(**FULL | {"n_samples": 7})
-    assert "7 samples show no difference, whatever the scores: it takes 8" in remarks([full, *variants])
-    assert not any("it takes" in line for line in remarks([full, *variants[:3]]))
+    assert "with 7 samples no difference can be significant; 8 or more are needed" in remarks([full, *variants])
+    assert not any("are needed" in line for line in remarks([full, *variants[:3]]))
     both = [replace(one, task=task) for one in [full, *variants] for task in ("gsm8k", "needle")]
-    assert "gsm8k: 7 samples show no difference, whatever the scores: it takes 8" in remarks(both)
+    assert "gsm8k: with 7 samples no difference can be significant; 8 or more are needed" in remarks(both)
     drawn = [replace(one, n_samples=28, sampling={"n_answers": 4}) for one in variants]
-    assert any("7 samples show" in line for line in remarks(drawn)), "draws of one prompt are no samples of their own"
+    assert any("with 7 samples" in line for line in remarks(drawn)), "draws of one prompt are no samples of their own"
 
 
 def test_pass_at_k_says_the_budget_that_it_is_of() -> None:
@@ -233,7 +234,7 @@ def test_numbers_are_never_cut(
     monkeypatch.setenv("COLUMNS", columns)
     print_table([(Path("runs/some-folder"), result(score=0.123, tokens_attended_mean=1234.5))])
     shown = capsys.readouterr().out
-    assert "0.123" in shown
+    assert "12.3" in shown
     assert "1,234 " in shown
     assert "runs/some-folder" in shown
 

@@ -8,7 +8,7 @@ import matplotlib
 from plots import style
 from plots.figures.answers import score_vs_footprint
 from plots.read import Run, load
-from plots.style import Sheet
+from plots.style import Canvas
 from tests.plots.report_runs import write_run
 
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> list[Run]:
 
 def test_a_method_is_a_line_over_the_entries_of_its_answers(tmp_path: Path) -> None:
     with matplotlib.rc_context(style.RC):
-        (picture,) = score_vs_footprint(runs(tmp_path), Sheet())
+        (picture,) = score_vs_footprint(runs(tmp_path), Canvas())
     ax = picture.axes.ravel()[0]
     (line,) = [line for line in ax.lines if line.get_label() == "rkv"]
     assert sorted(line.get_xdata()) == [0.3, 0.5, 0.7]
@@ -40,4 +40,4 @@ def test_a_method_is_a_line_over_the_entries_of_its_answers(tmp_path: Path) -> N
 
 
 def test_without_full_attention_nothing_is_drawn(tmp_path: Path) -> None:
-    assert score_vs_footprint(runs(tmp_path)[1:], Sheet()) == []
+    assert score_vs_footprint(runs(tmp_path)[1:], Canvas()) == []

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 
-from plots.costs import as_csv, main, markdown
-from plots.read import load
+from plots.costs import main, records, sheets
+from plots.read import Run, load
 from plots.tables import command as tables
+from results import sheet
 from tests.plots.made_runs import timing, timings, write
 
 ASKED: dict[str, Any] = {"task_params": {"n_new": 32}, "metric": "tpot_ratio"}
+
+
+def markdown(runs: list[Run]) -> str:
+    return "\n".join(map(sheet.markdown, sheets(runs)))
 
 
 def cells(text: str, label: str) -> list[str]:
@@ -48,7 +53,7 @@ def test_what_did_not_fit_is_said(tmp_path: Path) -> None:
 
 def test_the_csv_has_quartiles_and_every_sample(tmp_path: Path) -> None:
     timings(tmp_path)
-    lines = list(csv.DictReader(as_csv(load(tmp_path)).splitlines()))
+    lines = list(csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()))
     assert len(lines) == 3 * 7
     for line in lines:
         low, high = (float(bound) for bound in line["tpot_s_q"].split())

@@ -18,8 +18,8 @@ from plots.figures import command as figures
 from plots.read import load, read_all
 from plots.report import page as report
 from plots.tables import command as tables
-from plots.tables.formats import pipes, tex
 from results.files import sealed, unsealed
+from results.sheet import pipes, tex
 from tests.plots import made_runs, report_runs
 
 DEEP = "[" * 5000

@@ -16,7 +16,7 @@ from plots.figures.maps import needle_heatmaps
 from plots.figures.scores import pareto, recall_vs_budget, score_vs_ratio
 from plots.read import Run, load
 from plots.run_sets import FRONT_SAID, by_dataset, lines, run_sets
-from plots.style import Picture, Sheet
+from plots.style import Canvas, Picture
 from tests.plots.made_runs import answers, every_kind, timing, write
 
 PARETO = next(one for one in DRAWINGS if one.name == "pareto")
@@ -37,8 +37,8 @@ def runs(root: Path) -> list[Run]:
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
 def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: list[Run], tmp_path: Path) -> None:
-    first = draw(drawing, runs, tmp_path / "a", Sheet(), ["svg"])
-    again = draw(drawing, runs[::-1], tmp_path / "b", Sheet(), ["svg"])
+    first = draw(drawing, runs, tmp_path / "a", Canvas(), ["svg"])
+    again = draw(drawing, runs[::-1], tmp_path / "b", Canvas(), ["svg"])
     assert first and first == again
     for name in (name for entry in first.values() for name in entry["files"]):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -49,7 +49,7 @@ def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, ru
 def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: list[Run]) -> None:
     """Captions of 5.5 points stood in the figures; formulas stood in ticks as they are written."""
     with matplotlib.rc_context(style.RC):
-        for picture in drawing.draw(runs, Sheet(width, titled=False)):
+        for picture in drawing.draw(runs, Canvas(width, titled=False)):
             picture.figure.draw_without_rendering()
             assert picture.figure.get_figwidth() == width and picture.figure.get_suptitle() == ""
             texts = [
@@ -66,7 +66,7 @@ def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: 
 @pytest.mark.parametrize("kind", style.FORMATS)
 def test_a_file_does_not_say_when_it_was_made(kind: str, runs: list[Run], tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        draw(PARETO, runs, tmp_path / folder, Sheet(), [kind])
+        draw(PARETO, runs, tmp_path / folder, Canvas(), [kind])
     assert (tmp_path / "a" / f"pareto.{kind}").read_bytes() == (tmp_path / "b" / f"pareto.{kind}").read_bytes()
 
 
@@ -85,7 +85,7 @@ def test_a_figure_of_earlier_groups_is_removed(runs: list[Run], tmp_path: Path) 
     stale, other = tmp_path / "score_vs_ratio_99.pdf", tmp_path / "score_vs_ratio_notes.pdf"
     stale.touch()
     other.touch()
-    draw(drawing, runs, tmp_path, Sheet(), ["pdf"])
+    draw(drawing, runs, tmp_path, Canvas(), ["pdf"])
     assert other.exists() and not stale.exists()
 
 
@@ -134,10 +134,10 @@ def test_costs_are_measured_and_choosable(tmp_path: Path) -> None:
     needles(tmp_path, "quest", "1/10", "1/5", device=2e6, bytes_moved_kv_per_step=3e6, bytes_searched_per_step=1e6)
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
     for axis, xs in {"device": [2.0, 4.0], "attended": [200.0, 400.0], "moved": [4.0002, 4.0002]}.items():
-        (picture,) = pareto(load(tmp_path), Sheet(axis=axis))
+        (picture,) = pareto(load(tmp_path), Canvas(axis=axis))
         line = line_of(picture, "Quest")
         assert line.get_xdata() == pytest.approx(xs) and list(line.get_ydata()) == [50.0, 75.0], "both budgets"
-    (picture,) = score_vs_ratio(load(tmp_path), Sheet())
+    (picture,) = score_vs_ratio(load(tmp_path), Canvas())
     (ax,) = picture.figure.axes
     assert next(line for line in ax.lines if line.get_label() == "Quest").get_xdata() == pytest.approx([200, 400])
 
@@ -156,34 +156,36 @@ def test_the_oracle_is_a_reference_and_in_no_front(tmp_path: Path) -> None:
         write(tmp_path, "oracle", "needle", hits(*[0.9] * 12, **kept), ratio=ratio)
     rising(tmp_path, "snapkv", {"1/10": 0.2, "1/5": 0.6})
     rising(tmp_path, "quest", {"1/10": 0.5}, device=3e6)
-    (picture,) = pareto(load(tmp_path), Sheet())
+    (picture,) = pareto(load(tmp_path), Canvas())
     assert {"Oracle: reference", "front"} <= set(shown(picture)) and FRONT_SAID in picture.said
     assert any("no bound" in note and "reading of all keys" in note for note in picture.notes)
     assert list(line_of(picture, "front").get_xdata()) == [1.0, 2.0]
-    (picture,) = pareto(load(tmp_path), Sheet(axis="moved"))
+    (picture,) = pareto(load(tmp_path), Canvas(axis="moved"))
     assert not any("reading of all keys" in note for note in picture.notes), "there it is on the axis"
 
 
 def test_runs_that_answer_alike_have_no_front(tmp_path: Path) -> None:
     rising(tmp_path, "snapkv", {"1/10": 0.5, "1/5": 0.5, "2/5": 0.5})
     rising(tmp_path, "quest", {"1/10": 0.5, "1/5": 0.5}, device=3e6)
-    (picture,) = pareto(load(tmp_path), Sheet())
+    (picture,) = pareto(load(tmp_path), Canvas())
     assert "front" not in shown(picture) and FRONT_SAID not in picture.said
 
 
 def test_so_few_samples_have_no_front(tmp_path: Path) -> None:
     rising(tmp_path, "snapkv", {"1/10": 0.1, "1/5": 0.9}, n=1)
     rising(tmp_path, "quest", {"1/10": 0.5}, n=1, device=3e6)
-    (picture,) = pareto(load(tmp_path), Sheet())
+    (picture,) = pareto(load(tmp_path), Canvas())
     assert "front" not in shown(picture)
-    assert any(note == "n 1: one sample shows no difference, whatever the scores: it takes 7" for note in picture.notes)
+    assert any(
+        note == "n 1: with one sample no difference can be significant; 7 or more are needed" for note in picture.notes
+    )
 
 
 def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) -> None:
     needles(tmp_path, "clusterkv", "1/10", "1/5", device=2e6, params={"full_layers": 2})
     needles(tmp_path, "h2o", "1/10", "1/5", device=1e6, within_budget=False)
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1.5e6)
-    (picture,) = pareto(load(tmp_path), Sheet())
+    (picture,) = pareto(load(tmp_path), Canvas())
     assert "Open: first 2 layers left whole, outside the budget (ClusterKV)" in picture.notes
     assert "Open: over its budget (H2O (C))" in picture.notes
     assert all(note in picture.caption for note in picture.notes)
@@ -194,8 +196,8 @@ def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) 
 def test_scores_have_intervals_and_few_samples_are_called_few(tmp_path: Path) -> None:
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
     needles(tmp_path, "quest", "1/10", "1/5", device=3e6)
-    (picture,) = pareto(load(tmp_path), Sheet())
-    assert any(note.startswith("n 4: 4 samples show no difference") for note in picture.notes)
+    (picture,) = pareto(load(tmp_path), Canvas())
+    assert any(note.startswith("n 4: with 4 samples no difference can be significant") for note in picture.notes)
     (first, *_) = [c for c in picture.axes.collections if len(c.get_segments()) == 2]
     (low, high) = sorted(y for _, y in first.get_segments()[0])
     assert (low, high) == pytest.approx((6.8, 93.2), abs=0.1), "Clopper and Pearson's, of two hits of four"
@@ -205,7 +207,7 @@ def test_one_sample_has_no_bar(tmp_path: Path) -> None:
     for method in ("quest", "snapkv"):
         for i, ratio in enumerate(("1/10", "1/5")):
             write(tmp_path, method, "needle", hits(1, bytes_resident_device=1e6 + 1e6 * i), ratio=ratio)
-    (picture,) = pareto(load(tmp_path), Sheet())
+    (picture,) = pareto(load(tmp_path), Canvas())
     segments = [each for c in picture.axes.collections for each in c.get_segments()]
     assert not [each for each in segments if len(each) and not np.isnan(each).any()]
 
@@ -216,7 +218,7 @@ def test_maps_stand_from_small_to_large_budgets_and_say_percent_and_true_lengths
         for method in ("snapkv", "quest"):
             rows = [row | {"prompt_tokens": 337} for row in hits(1, 0)]
             write(tmp_path, method, "needle", rows, ratio=ratio, comm="1/8")
-    made = needle_heatmaps(load(tmp_path), Sheet())
+    made = needle_heatmaps(load(tmp_path), Canvas())
     assert [picture.title for picture in made] == [
         f"A needle by length and depth, ratio {ratio}, comm 1/8" for ratio in ("0.1", "0.2", "0.5")
     ]
@@ -232,7 +234,7 @@ def test_recall_is_drawn_over_what_was_attended_to(tmp_path: Path) -> None:
             rows = [{"score": 0.5, "fields": {"metric": "recall"}, "ledger": {"tokens_attended_mean": attended}}] * 2
             rows = [row | {"ledger": {"tokens_attended_mean": attended + budget - 128}} for row in rows]
             write(tmp_path, method, "fidelity", rows, budget=budget, metric="recall")
-    (picture,) = recall_vs_budget(load(tmp_path), Sheet())
+    (picture,) = recall_vs_budget(load(tmp_path), Canvas())
     assert list(line_of(picture, "Quest").get_xdata()) == [190.0, 318.0]
 
 
@@ -241,7 +243,7 @@ def test_bars_of_answers_have_their_methods_colours(tmp_path: Path) -> None:
         fields = {"metric": "tpot_ratio", "length": 4000, "batch": 1, "timing": timing(4000, 1.0)}
         write(tmp_path, method, "latency", [{"score": 1.0, "fields": fields}], metric="tpot_ratio",
               task_params={"n_new": 8})  # fmt: skip
-    (picture,) = answer_time(load(tmp_path), Sheet())
+    (picture,) = answer_time(load(tmp_path), Canvas())
     handles, labels = picture.axes.get_legend_handles_labels()
     colours = {label: to_hex(handle[0].get_facecolor()).upper() for handle, label in zip(handles, labels, strict=True)}
     for method, label in (("full", "Full"), ("snapkv", "SnapKV (C) ratio 1/5"), ("quest", "Quest ratio 1/5")):

@@ -12,7 +12,7 @@ from plots.figures.frontier import frontier as figures
 from plots.read import load
 from plots.results import main, write
 from plots.run_sets import FRONT_SAID
-from plots.style import Sheet
+from plots.style import Canvas
 from tests.plots import made_runs
 
 LABELS = {"snapkv": "SnapKV", "kivi": "KIVI", "pqcache": "PQCache", "full": "Full"}
@@ -39,7 +39,7 @@ def make_runs(root: Path) -> None:
 
 def front_of(root: Path) -> list[tuple[float, float]] | None:
     """The band of the only figure; None without one."""
-    (picture,) = figures(load(root), Sheet())
+    (picture,) = figures(load(root), Canvas())
     drawn = [each for each in picture.axes[0].lines if each.get_label() == "front"]
     assert bool(drawn) == (FRONT_SAID in picture.said)
     return [*zip(drawn[0].get_xdata(), drawn[0].get_ydata(), strict=True)] if drawn else None

@@ -11,8 +11,8 @@ from plots.frontier import tables as frontiers
 from plots.read import Run, load
 from plots.report.overview import task_of
 from plots.run_sets import run_sets
-from plots.table import text
-from plots.tables.generic import sheets
+from plots.table import written
+from plots.tables.generic import pivots
 from plots.turns import groups
 from results import RunResult
 from results.names import STAND_INS, shown_task
@@ -37,7 +37,7 @@ def shown(pairs: list[tuple[Path, RunResult]], runs: list[Run], capsys: pytest.C
     return {
         "the terminal's table": terminal,
         "the comparison": capsys.readouterr().out,
-        "plots.table": text(sheets(runs), "markdown"),
+        "plots.table": written(pivots(runs))["md"],
         "figures": run_sets(runs)[0].about,
         "the report": task_of(runs[0]),
         "docs/turns.md": next(iter(groups(runs))),
@@ -65,7 +65,7 @@ def test_a_table_says_which_datasets_it_is_of_and_is_found_by_either_name(tmp_pa
     made(tmp_path, "longbench", "embedded")
     runs = load(tmp_path)
     for name in ("longbench", "embedded texts"):
-        assert "embedded texts · datasets a · " in text(sheets(runs, keep={"task": name}), "markdown")
+        assert "embedded texts · datasets a · " in written(pivots(runs, keep={"task": name}))["md"]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from plots import results
-from plots.grids import Cell, Measure, grid_of
+from plots.grids import grid_of
 from plots.read import load
 from plots.results import FIDELITY, SCORES, main, write
+from plots.scored import Scored
 from tests.plots import made_runs
 
 DROPPING = {"snapkv", "h2o"}
@@ -94,7 +95,7 @@ def test_every_figure_of_a_table_is_of_the_runs(root: Path, page: Path) -> None:
         for run in runs:
             if measure.has(run) and not run.is_full:
                 said = found[run.result.method_label][RATIOS.index(str(run.result.ratio_exact))]
-                assert said.startswith(f"{run.result.score:.2f} (")
+                assert said.startswith(f"{100 * (run.result.score or 0):.1f} (")
     for measure in FIDELITY:
         found = table_below(text, f"## {measure.title}")
         assert "Full" not in found and len(found) == 2 + 4
@@ -110,16 +111,20 @@ def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page:
     found = table_below(page.read_text()[page.read_text().index("seven digits") :], "Less full attention's")
     one = grid.cells["snapkv"][0.1].against(grid.full)
     assert one is not None and one.n == 8
-    assert found["SnapKV (C)"][0].startswith(f"{one.mean:+.2f} (")
+    assert found["SnapKV (C)"][0].startswith(f"{100 * one.mean:+.1f} (")
     marked = [cell for cells in found.values() for cell in cells if cell.endswith("*")]
     assert not marked  # eight samples show nothing once twelve comparisons were made
-    assert "No * can stand here: 8 samples show no difference, whatever the scores: it takes 9, " in page.read_text()
+    assert (
+        "No * can stand here: with 8 samples no difference can be significant; 9 or more are needed, "
+        in page.read_text()
+    )
     values = {str(i): 1.0 for i in range(20)}
-    good, bad = (Cell([], Measure("nothing", "needle")) for _ in range(2))
-    good.__dict__["values"], bad.__dict__["values"] = {"": values}, {"": dict.fromkeys(values, 0.0)}
-    better = results.Grid(SCORES[0], "", good, {"snapkv": {0.1: bad, 0.2: good}}, {"snapkv": "SnapKV"})
+    full, good, bad = (Scored([]) for _ in range(3))
+    full.__dict__["values"] = good.__dict__["values"] = {"": values}
+    bad.__dict__["values"] = {"": dict.fromkeys(values, 0.0)}
+    better = results.Grid(SCORES[0], "", full, {"snapkv": {0.1: bad, 0.2: good}}, {"snapkv": "SnapKV"})
     (line,) = results.difference_table(better).splitlines()[2:]
-    assert re.fullmatch(r"\| SnapKV \| -1\.00 \(.*\) \* \| \+0\.00.* \|", line) and line.count("*") == 1
+    assert re.fullmatch(r"\| SnapKV \| -100\.0 \(.*\) \* \| \+0\.0.* \|", line) and line.count("*") == 1
 
 
 def test_what_holds_more_bytes_than_its_ratio_is_marked_and_ringed(root: Path, tmp_path: Path) -> None:

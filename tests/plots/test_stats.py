@@ -190,7 +190,7 @@ def test_every_column_is_a_family_of_its_own() -> None:
     apart = corrected(dict.fromkeys(names, found), lambda name: name[0])
     assert [*apart] == names and {one.family for one in apart.values()} == {4}
     assert apart["needle", "a"] == corrected(dict.fromkeys("abcd", found))["a"]
-    assert "it takes 8" in apart["needle", "a"].words
+    assert "8 or more are needed" in apart["needle", "a"].words
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=12))
@@ -251,8 +251,11 @@ def test_ties_are_shown_as_ties() -> None:
     [
         ({"a": {1: 0.0, 2: 0.0}, "b": {1: 0.0, 2: 0.0}}, "all scores are 0"),
         ({"a": {1: 1.0, 2: 0.0}, "b": {1: 0.0, 2: 1.0}}, "all means are equal"),
-        ({"a": {1: 1.0}, "b": {1: 0.0}}, "one sample shows no difference"),
-        ({"a": dict.fromkeys(range(5), 1.0), "b": dict.fromkeys(range(5), 0.0)}, "5 samples show no difference"),
+        ({"a": {1: 1.0}, "b": {1: 0.0}}, "with one sample no difference can be significant"),
+        (
+            {"a": dict.fromkeys(range(5), 1.0), "b": dict.fromkeys(range(5), 0.0)},
+            "with 5 samples no difference can be significant",
+        ),
         ({"a": {1: 1.0}, "b": {2: 0.0}}, "no sample was answered"),
         ({"a": {1: 1.0}, "b": {}}, "nothing to compare"),
     ],
@@ -283,7 +286,7 @@ def test_equals_have_a_best_one_in_one_case_of_twenty() -> None:
 
 def test_a_column_says_how_many_samples_it_takes_as_every_other_tool() -> None:
     few = {name: dict.fromkeys(range(7), level) for name, level in {"a": 0.9, "b": 0.1, "c": 0.2}.items()}
-    assert "it takes 8" in standings(few, family=4).why and standings(few).of["a"] == BEST
+    assert "8 or more are needed" in standings(few, family=4).why and standings(few).of["a"] == BEST
 
 
 # --- the front ----------------------------------------------------------------------------------

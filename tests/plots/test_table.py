@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 
 from plots.read import load
-from plots.table import main, text
-from plots.tables.generic import Sheet, WrongKey, sheets
-from plots.tables.texts import as_csv, label, latex, markdown
+from plots.table import main, written
+from plots.tables.generic import Pivot, WrongKey, pivots
+from plots.tables.words import label, records, sheet_of
+from results import sheet as printing
 from tests.plots.made_runs import write
 
 HITS = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def markdown(pivot: Pivot) -> str:
+    return printing.markdown(sheet_of(pivot))
+
+
+def as_csv(made: list[Pivot]) -> str:
+    return printing.as_csv(records(made))
 
 
 def rows(scores: list[float], **fields: Any) -> list[dict[str, Any]]:
@@ -31,8 +40,8 @@ def needles(root: Path, n: int = 12) -> None:
         write(root, "snapkv", "needle", rows([0.0] * n), ratio=ratio)
 
 
-def one(root: Path, **asked: Any) -> Sheet:
-    (sheet,) = sheets(load(root), **asked)
+def one(root: Path, **asked: Any) -> Pivot:
+    (sheet,) = pivots(load(root), **asked)
     return sheet
 
 
@@ -57,7 +66,7 @@ def test_one_sample_has_no_interval_and_no_winner(tmp_path: Path) -> None:
     write(tmp_path, "pqcache", "needle", rows([0.0]))
     sheet = one(tmp_path)
     assert all(cell.low is None and not cell.mark for cell in sheet.cells.values())
-    assert "±" not in markdown(sheet) and "one sample shows no difference" in markdown(sheet)
+    assert "±" not in markdown(sheet) and "with one sample no difference can be significant" in markdown(sheet)
 
 
 def test_best_and_tied_follow_the_corrected_test_without_full_and_oracle(tmp_path: Path) -> None:
@@ -107,13 +116,13 @@ def test_runs_that_may_not_stand_together_have_tables_of_their_own(tmp_path: Pat
         write(tmp_path, "snapkv", "needle", rows(HITS), model=model)
         write(tmp_path, "full", "needle", rows(HITS), model=model)
     write(tmp_path, "snapkv", "needle", rows(HITS), model="tiny", task_params={"style": "data_engineering"})
-    made = sheets(load(tmp_path), columns=["budget"])
+    made = pivots(load(tmp_path), columns=["budget"])
     assert sorted((sheet.where["model"], len(sheet.cells)) for sheet in made) == [
         ("large", 2),
         ("tiny", 1),
         ("tiny", 2),
     ]
-    beside = sheets(load(tmp_path), columns=["model"], keep={"prompts": ""})
+    beside = pivots(load(tmp_path), columns=["model"], keep={"prompts": ""})
     assert [sheet.columns for sheet in beside] == [[("large",), ("tiny",)]]
 
 
@@ -142,7 +151,7 @@ def test_any_value_can_be_compared_with_any_method(tmp_path: Path) -> None:
     found = {row[0]: cell.mean for (row, column), cell in sheet.cells.items() if column == ("ratio 0.1",)}
     assert found == {"PQCache": pytest.approx(0.5), "Full": pytest.approx(0.75), "SnapKV (C)": None}
     said = markdown(sheet)
-    assert "mass less SnapKV (C)'s by method" in said and "| PQCache | **+0.500**" in said
+    assert "mass, difference to SnapKV (C) by method" in said and "| PQCache | **+0.500**" in said
     assert "Paired with SnapKV (C) on the same prompts" in said
     assert "difference_to_snapkv_c" in as_csv([sheet]).splitlines()[0]
     with pytest.raises(WrongKey, match=r"no run is of 'SnapKV'; there is .*SnapKV"):
@@ -225,7 +234,7 @@ def test_no_runs_and_no_room_are_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_csv_has_each_name_once_and_every_number(tmp_path: Path) -> None:
     needles(tmp_path)
-    lines = list(csv.reader(io.StringIO(as_csv(sheets(load(tmp_path))))))
+    lines = list(csv.reader(io.StringIO(as_csv(pivots(load(tmp_path))))))
     assert len(set(lines[0])) == len(lines[0]) and len(lines) == 1 + 6
     assert all(len(line) == len(lines[0]) for line in lines)
 
@@ -242,19 +251,19 @@ def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> No
         for ratio in ("1/10", "1/5"):
             write(tmp_path, "pqcache", "needle", rows(HITS), ratio=ratio, comm=comm)
     sheet = one(tmp_path, columns=["ratio", "comm"])
-    made = latex(sheet, caption="100 % ours_")
+    made = printing.latex(sheet_of(sheet), caption="100 % ours_")
     assert r"\multicolumn{2}{c}{0.1} & \multicolumn{2}{c}{0.2} \\" in made
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in made
-    assert r"\caption{100 \% ours\_}" in made and rf"\label{{{label(sheet, 1)}}}" in made
+    assert r"\caption{100 \% ours\_}" in made and rf"\label{{tab:{label(sheet)}}}" in made
     with pytest.raises(WrongKey):
-        sheets(load(tmp_path), columns=["nothing"])
+        pivots(load(tmp_path), columns=["nothing"])
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles(tmp_path: Path) -> None:
     needles(tmp_path / "runs")
     write(tmp_path / "runs", "pqcache", "longbench", rows(HITS, dataset="a_b"), params={"m": 2})
-    body = text(sheets(load(tmp_path / "runs")), "latex")
+    body = written(pivots(load(tmp_path / "runs")))["tex"]
     head = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}"
     (tmp_path / "all.tex").write_text(f"{head}{body}\\end{{document}}")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]

@@ -11,9 +11,11 @@ from plots.read import load
 from plots.report.page import overview
 from plots.run_sets import run_sets
 from plots.tables.cells import Table, build, build_efficiency
-from plots.tables.command import build_all, main
-from plots.tables.formats import as_csv, latex, markdown, tex, write
+from plots.tables.command import build_all, main, write_table
+from plots.tables.paper_words import records, sheet_of
 from plots.tables.papers import AVERAGE, EFFICIENCY, PAPER_TABLES, PUBLISHED, PaperTable, canonical, read_published
+from results import sheet
+from results.sheet import tex
 from tests.plots.made_runs import answers, every_kind
 from tests.plots.made_runs import write as make_run
 
@@ -22,6 +24,18 @@ TABLE2 = PAPER_TABLES[0]
 PAPER = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
          "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en")  # fmt: skip
 OURS: dict[str, Any] = {"comm": "1/128", "model": "llama-3.1-8b-instruct", "source": "local"}
+
+
+def markdown(table: Table) -> str:
+    return sheet.markdown(sheet_of(table))
+
+
+def latex(table: Table) -> str:
+    return sheet.latex(sheet_of(table))
+
+
+def as_csv(tables: list[Table]) -> str:
+    return sheet.as_csv(records(tables))
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -47,9 +61,9 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     half = (ours.score_ci95[1] - ours.score_ci95[0]) * 50
     assert f"| {100 * full.score:.2f} ±" in text
     assert f"{100 * ours.score:.2f} ± {half:.2f}" in text and "37.38 (" in text
-    assert "| SPARQ |" in text.splitlines()[4]
-    assert cell.vs_full is not None
-    assert cell.vs_full.mean == pytest.approx(100 * (ours.score - full.score))
+    assert "| SPARQ |" in next(line for line in text.splitlines() if line.startswith("|"))
+    assert cell.against is not None
+    assert cell.against.paired.mean == pytest.approx(ours.score - full.score)
 
 
 def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:
@@ -187,7 +201,7 @@ def test_latex_compiles(tmp_path: Path) -> None:
     names = [
         paper_table.name
         for paper_table in (*PAPER_TABLES, EFFICIENCY)
-        if made[paper_table.name] and write(tmp_path, paper_table, made[paper_table.name])
+        if made[paper_table.name] and write_table(tmp_path, paper_table, made[paper_table.name])
     ]
     assert "pqcache_table2" in names
     inputs = "\n".join(rf"\input{{{name}}}" for name in names)
@@ -245,7 +259,7 @@ def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
     assert scores == sorted((score for score in scores if score is not None), reverse=True)
     assert [("minference" in found[m].run) for m in found] == ["MInference" in m for m in found]
     assert table.notes == [] and table.is_paper_setting
-    assert found["MInference+PQCache"].vs_full is not None
+    assert found["MInference+PQCache"].against is not None
     assert "prefill minference n_vertical=1000 n_slash=6096" in markdown(table)
     table = one(tmp_path, paper_tables["pqcache_table4"])
     assert [cell.run for cell in table.cells.values() if "minference" in cell.run] == []
@@ -288,7 +302,9 @@ def test_zeros_are_not_best_and_one_sample_has_neither_spread_nor_winner(tmp_pat
             make_run(tmp_path / str(i), method, "longbench", rows, **OURS)
     zeros, single = one(tmp_path / "0"), one(tmp_path / "1")
     assert not any(cell.mark for table in (zeros, single) for cell in table.cells.values())
-    assert "all scores are 0" in markdown(zeros) and "one sample shows no difference" in markdown(single)
+    assert "all scores are 0" in markdown(zeros) and "with one sample no difference can be significant" in markdown(
+        single
+    )
     assert "40.00 |" in markdown(single)
 
 
@@ -308,7 +324,7 @@ def test_runs_on_another_model_do_not_answer_a_papers_table(tmp_path: Path) -> N
             assert table.is_layout_only and not any(cell.published for cell in table.cells.values())
             text = markdown(table)
             assert "NOT THE PAPER'S MODEL" in text and "paper |" not in text
-            write(tmp_path / "out", paper_table, [table])
+            write_table(tmp_path / "out", paper_table, [table])
             first = (tmp_path / "out" / f"{paper_table.name}.md").read_text().splitlines()[0]
             assert first.endswith(f"no run is on its model, {paper_table.models[0]}")
             assert "no run is on its model" in latex(table)
@@ -328,7 +344,7 @@ def test_names_of_columns_and_labels_are_said_once(tmp_path: Path) -> None:
     tables = build(TABLE2, load(tmp_path))
     head = as_csv(tables).splitlines()[0].split(",")
     assert len(set(head)) == len(head)
-    write(tmp_path / "out", TABLE2, tables)
+    write_table(tmp_path / "out", TABLE2, tables)
     labels = re.findall(r"\\label{(.*?)}", (tmp_path / "out" / "pqcache_table2.tex").read_text())
     assert labels == ["tab:pqcache-table2", "tab:pqcache-table2-2"]
     assert "/ 1/128 |" in markdown(tables[0])

@@ -189,8 +189,11 @@ def test_a_shape_has_the_mean_that_it_says(shape: coverage.Shape) -> None:
 
 
 def test_few_samples_are_called_few() -> None:
-    assert few_samples(6) == "" and few_samples(5) == "5 samples show no difference, whatever the scores: it takes 6"
-    assert few_samples(1).startswith("one sample shows") and few_samples(6, 10)
+    assert (
+        few_samples(6) == ""
+        and few_samples(5) == "with 5 samples no difference can be significant; 6 or more are needed"
+    )
+    assert few_samples(1).startswith("with one sample") and few_samples(6, 10)
     for n in range(2, 14):
         for comparisons in (1, 3, 21):
             can = holm([sign_flip_p(np.ones(n))], comparisons)[0] < LEVEL

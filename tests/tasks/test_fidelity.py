@@ -20,7 +20,7 @@ from engine.model import Model
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from evals import models, runner
-from evals.screen.table import table
+from evals.screen.table import sheet
 from evals.typed import build_params
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
@@ -205,11 +205,11 @@ def test_full_attention_and_the_whole_prompt_are_perfect_and_less_is_not(checkpo
     # The bound of all methods beats a method that never looks.
     (best, _), (ends, _) = done[3:5]
     assert number(best, "recall") > number(ends, "recall")
-    shown, view = table([(tmp_path, result) for result, _ in done])
-    headers = [str(column.header).strip() for column in view.columns]
-    assert "n = 2" in shown
+    shown = sheet([(tmp_path, result) for result, _ in done])
+    headers = list(shown.heads)
+    assert "n = 2" in shown.about
     assert headers[headers.index("recall") :][:6] == ["recall", "95 %", "mass", "output_error", "kl", "agreement"]
-    assert "fidelity pydoc-" in shown
+    assert "fidelity pydoc-" in shown.about
 
 
 def test_the_true_top_tokens_have_a_recall_of_one(checkpoint: Path, tmp_path: Path) -> None:
