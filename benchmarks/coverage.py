@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from plots.stats import paired
 from results.intervals import ANYWHERE, SHARE, Bounds, Interval, interval, student_reach
+from results.sheet import pipes
 
 NS = (3, 5, 8, 10, 20, 50, 100, 200)
 N_RESAMPLES = 1000
@@ -282,7 +283,7 @@ def page(lines: Sequence[Line]) -> str:
     bounded = [shape for shape in shapes if shape.kind != OTHERS]
     runs = [each.runs for each in lines]
     parts = [HEAD.format(most=f"{max(runs):,}", least=f"{min(runs):,}")]
-    parts += table(
+    parts += pipes(
         ["", *(f"n = {n}" for n in ns)],
         [
             [title(shape), *(f"{100 * found[shape.kind, shape.name, n, OURS].coverage:.1f}" for n in ns)]
@@ -294,9 +295,9 @@ def page(lines: Sequence[Line]) -> str:
     for rule in (OURS, STUDENT, PERCENTILE, BCA, BOOTSTRAP_T, WILSON):
         at = [[found[k] for shape in bounded if (k := (shape.kind, shape.name, n, rule)) in found] for n in ns]
         rows.append([rule, *(f"{100 * min(each.coverage for each in of):.1f}" for of in at)])
-    parts += table(["", *(f"n = {n}" for n in ns)], rows)
+    parts += pipes(["", *(f"n = {n}" for n in ns)], rows)
     parts.append(WIDTHS)
-    parts += table(
+    parts += pipes(
         ["", *(f"n = {n}" for n in ns)],
         [
             [
@@ -311,10 +312,6 @@ def page(lines: Sequence[Line]) -> str:
 
 def title(shape: Shape) -> str:
     return f"{shape.kind}: {shape.name}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] + ["---:"] * (len(head) - 1), *rows)]
 
 
 def main(arguments: Sequence[str]) -> int:

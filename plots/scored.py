@@ -93,14 +93,16 @@ class Scored:
         return self.of is score and (len(self.values) < 2 or METRICS[self.metric].weight is not None)
 
     def against(self, other: "Scored") -> Paired | None:
-        """On the prompts that both answered; None without one."""
+        """On the prompts that both answered; None where a dataset has none of them."""
         whole = {prompt: value for values in other.values.values() for prompt, value in values.items()}
         pairs = [
             [(value, whole[prompt]) for prompt, value in values.items() if prompt in whole]
             for values in self.values.values()
         ]
-        ours, theirs = ([[pair[side] for pair in part] for part in pairs if part] for side in (0, 1))
-        return paired_over_datasets(ours, theirs, bounds=self.bounds) if ours else None
+        if not pairs or not all(pairs):
+            return None
+        ours, theirs = ([[pair[side] for pair in part] for part in pairs] for side in (0, 1))
+        return paired_over_datasets(ours, theirs, bounds=self.bounds)
 
 
 def compared(

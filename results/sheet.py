@@ -35,13 +35,13 @@ SIGNS = str.maketrans(
         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     }
 )  # fmt: skip
-STARS = {"bold": "**", "tie": "*"}
+STARS = {"bold": "**", "tie": "*", "code": "`"}
 COMMANDS = {"bold": r"\textbf{%s}", "tie": r"\underline{%s}", "small": r"{\scriptsize %s}"}
 
 
 @dataclass(frozen=True)
 class Word:
-    """A cell whose number is marked: "bold", "tie" or "small"; `more` stands behind it."""
+    """A cell whose number is marked: "bold", "tie", "small" or "code"; `more` stands behind it."""
 
     number: str
     mark: str = ""
@@ -123,17 +123,17 @@ def markdown(sheet: Sheet) -> str:
     parts += [plain_markdown(sheet.about)] if sheet.about else []
     for title, rows in sheet.blocks():
         parts += [f"### {plain_markdown(title)}"] if title else []
-        parts.append("\n".join(pipes(sheet.heads, rows)))
+        parts.append("\n".join(pipes(sheet.heads, rows, sheet.n_keys)))
     parts += ["\n".join(f"- {plain_markdown(note)}" for note in sheet.notes)] if sheet.notes else []
     parts += [markdown(sheet.below).rstrip("\n")] if sheet.below else []
     return "\n\n".join(parts) + "\n" * bool(sheet.title)
 
 
-def pipes(heads: Sequence[Head], rows: Iterable[Sequence[Cell]]) -> list[str]:
+def pipes(heads: Sequence[Head], rows: Iterable[Sequence[Cell]], n_keys: int = 1) -> list[str]:
     def line(words: Iterable[str]) -> str:
         return "| " + " | ".join(words) + " |"
 
-    align = "|" + "|".join(["---", *["---:"] * (len(heads) - 1)]) + "|"
+    align = "|" + "|".join(["---"] * n_keys + ["---:"] * (len(heads) - n_keys)) + "|"
     names = (plain_markdown(joined(head)) for head in heads)
     return [line(names), align, *(line(map(starred, row)) for row in rows)]
 

@@ -34,6 +34,7 @@ from engine.model import Model, register_attention
 from engine.prefill import prefill
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
+from results.sheet import ABSENT, Cell, Sheet, Word, markdown
 
 S, N_NEW, WINDOW, CHUNK = 75, 10, 20, 28
 MOST_WEIGHTS = 64_000_000
@@ -262,13 +263,13 @@ def text_types() -> list[str]:
 
 def as_markdown(found: Sequence[Found]) -> str:
     """The table of docs/models.md, without what was not built."""
-    lines = ["| architecture | layers compressed | |", "|---|---|---|"]
+    rows = list[list[Cell]]()
     for one in found:
         if one.word != "not built":
             why = one.says.partition(f"the model {one.name!r} ")[2].partition("; use a model")[0] or one.says
             says = "as transformers answers" if one.word == "exact" else f"{one.word}: {why}"
-            lines.append(f"| `{one.name}` | {one.layers or '-'} | {says} |")
-    return "\n".join(lines)
+            rows.append([Word(one.name, "code"), one.layers or ABSENT, says])
+    return markdown(Sheet(["architecture", "layers compressed", ""], rows, n_keys=3))
 
 
 def counted(found: Sequence[Found]) -> str:

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "results": {"engine.errors", "engine.foreign", "engine.terminal", "results"},
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
-        *("engine", "methods", "evals.studies"),
+        *("engine", "methods", "results", "evals.studies"),
         *("evals.overrides", "evals.settings", "evals.typed"),
     },
     "evals.screen": {"engine", "kernels.build", "methods", "results", "tasks", "evals"},  # `make check` names kernels

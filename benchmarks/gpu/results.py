@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.paired import commit
+from results import sheet
+from results.sheet import Sheet
 
 
 @dataclass
@@ -67,26 +67,22 @@ def said(result: Result) -> Result:
     return result
 
 
+HEADS = ("what", "shape", "parity", "error", "ms", "reference ms", "simulated", "TT2T s", "reference s", "GB", "GB/s")
+
+
 def show(results: Sequence[Result]) -> None:
+    """To standard output."""
     copy = next((result.gb_s for result in results if result.what == "copy, device"), None)
-    view = Table(box=None, pad_edge=False)
-    for name in ("what", "shape"):
-        view.add_column(name)
-    columns = "parity,error,ms,reference ms,simulated,TT2T s,reference s,GB,GB/s,of copy"
-    for name in columns.split(","):
-        view.add_column(name, justify="right")
-    view.add_column("")
-    for found in results:
-        numbers = [
+    rows = [
+        [found.what, found.shape, "-" if found.error is None else "ok" if found.ok else "WRONG"]
+        + [
             "-" if x is None else f"{x:.3g}"
             for x in (
                 *(found.error, found.ms, found.reference_ms, found.simulated_ms, found.tt2t_s, found.reference_tt2t_s),
                 *(found.peak_gb, found.gb_s),
             )
         ]
-        share = f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-"
-        parity = "-" if found.error is None else "ok" if found.ok else "WRONG"
-        view.add_row(found.what, found.shape, parity, *numbers, share, found.note)
-    console = Console()
-    console.width = max(console.width, 200)
-    console.print(view)
+        + [f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-", found.note]
+        for found in results
+    ]
+    sheet.show(Sheet([*HEADS, "of copy", "note"], rows, n_keys=2))

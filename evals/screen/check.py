@@ -25,6 +25,7 @@ from engine.checkpoints import header
 from engine.errors import ConfigError
 from evals.screen.fits import FORMULA, Shipped, shipped
 from results.machine import cpu_model
+from results.sheet import Sheet, on_terminal
 
 WIDTH = 100  # columns that the screen is made for
 EXTRAS = {  # optional packages, and what they are for
@@ -281,18 +282,12 @@ def models() -> Table:
     load = import_module("engine.checkpoints.load")
     width = import_module("engine.width")
     kind = load.resolve_dtype("auto", "auto")
-    table = Table(box=None, pad_edge=False)
-    for name, side in (
-        ("model", "left"),
-        ("weights", "right"),
-        ("longest prompt", "right"),
-        ("here, or hf download …", "left"),
-    ):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    rows = list[list[str]]()
     for model in shipped():
         n = longest(model)
         fits = "does not fit" if n == 0 else f"{n:,}" + (" (all)" if n == model.window else "")
-        table.add_row(model.name, gb(model.n_weights * ELEMENT_BYTES[kind]), fits, where(model))
+        rows.append([model.name, where(model), gb(model.n_weights * ELEMENT_BYTES[kind]), fits])
+    table = on_terminal(Sheet(["model", "here, or hf download …", "weights", "longest prompt"], rows, n_keys=2))
     formula = FORMULA.format(share=width.SHARE, pass_values=width.PASS_VALUES)
     table.caption, table.caption_justify = f"{formula}; {kind}, full attention", "left"
     return table

@@ -30,9 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from engine import terminal
 from engine.books.meter import Access
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
@@ -40,6 +38,7 @@ from engine.errors import ConfigError
 from engine.foreign import write_csv
 from engine.store import Store
 from engine.terminal import say
+from results.sheet import Sheet, show
 
 BLOCK_LEN = 128
 
@@ -248,18 +247,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
-    view = Table(box=None, pad_edge=False)
-    for name in ("run", "cache"):
-        view.add_column(name)
-    for name in ("hit rate", "without the first step", "moved MB", "filled MB"):
-        view.add_column(name, justify="right")
-    for line in rows:
-        rates = ["-" if line[key] is None else f"{line[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
-        sizes = [f"{line[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
-        view.add_row(line["run"], line["cache"], *rates, *sizes)
-    console = terminal.console()
-    console.width = max(console.width, 120)
-    console.print(view, markup=False)
+    heads = ["run", "cache", "hit rate", "without the first step", "moved MB", "filled MB"]
+    shown = [
+        [line["run"], line["cache"]]
+        + ["-" if line[key] is None else f"{line[key]:.3f}" for key in ("hit_rate", "warm_hit_rate")]
+        + [f"{line[key] / 1e6:,.1f}" for key in ("moved_bytes", "filled_bytes")]
+        for line in rows
+    ]
+    show(Sheet(heads, shown, n_keys=2))
     if options.csv is not None:
         write_csv(options.csv, rows[0], (row.values() for row in rows))
     return 0

@@ -34,10 +34,8 @@ from typing import Any
 
 import torch
 import yaml
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import terminal
 from engine.books.ledger import Entry
 from engine.budget import BudgetRequest, parse_fraction, token_bytes
 from engine.checkpoints.load import shape_of
@@ -50,6 +48,7 @@ from engine.shapes import ModelShape
 from engine.terminal import say
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
+from results.sheet import Sheet, show
 
 COUNT_AT = (2048, 4096)  # prompts that counts are taken at
 CHOSEN = ("attended_bytes", "moved_kv_bytes")  # counts of chosen tokens
@@ -395,20 +394,18 @@ def method_of(name: str, words: Sequence[str] = ()) -> tuple[type[SelectiveAtten
     return kind, build_params(kind, part.params, "method")
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> Table:
-    view = Table(box=None, pad_edge=False, title="simulated, not measured", title_justify="left")
-    for name in ("hardware", "method"):
-        view.add_column(name)
-    for name in ("tokens", "TT2T s", "TPOT ms", "model", "search", "fetch", "attention", "fits"):
-        view.add_column(name, justify="right")
-    for row in rows:
-        ms = [f"{1e3 * row[f'{part}_s']:.2f}" for part in ("search", "fetch", "attention")]
-        model = 1e3 * (row["model_s"] + row["head_s"] + row["find, not hidden_s"])
-        view.add_row(
-            row["hardware"], row["method"], f"{row['tokens']:,}", f"{row['tt2t_s']:.3f}",
-            f"{1e3 * row['tpot_s']:.2f}", f"{model:.2f}", *ms, "yes" if row["fits"] else "no",
-        )  # fmt: skip
-    return view
+def sheet_of(rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    heads = ("hardware", "method", "tokens", "TT2T s", "TPOT ms", "model", "search", "fetch", "attention", "fits")
+    lines = [
+        [
+            row["hardware"], row["method"], f"{row['tokens']:,}", f"{row['tt2t_s']:.3f}", f"{1e3 * row['tpot_s']:.2f}",
+            f"{1e3 * (row['model_s'] + row['head_s'] + row['find, not hidden_s']):.2f}",
+            *(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("search", "fetch", "attention")),
+            "yes" if row["fits"] else "no",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return Sheet(heads, lines, n_keys=2, about="simulated, not measured")
 
 
 def parse(words: Sequence[str] | None) -> tuple[Question, Path | None]:
@@ -440,9 +437,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
-    console = terminal.console()
-    console.width = max(console.width, 120)
-    console.print(show(rows), markup=False)
+    show(sheet_of(rows))
     if file is not None:
         write_csv(file, rows[0], (row.values() for row in rows))
     assert all(math.isfinite(row["tpot_s"]) for row in rows)

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from typing import Any
 
-from plots.read import Run, per_prompt, score
-from plots.run_sets import front_of, is_deployable, scores_by_dataset
-from plots.stats import Paired, corrected, paired_over_datasets, standings
+from plots.read import Run, score
+from plots.run_sets import front_of, is_deployable
+from plots.scored import Scored, best
+from plots.stats import Paired, corrected
 from results import METRICS, SampleRow, few_samples
 from results.intervals import ANYWHERE
 
@@ -42,19 +43,11 @@ class Baselines:
 
     def compare(self, run: Run, metric: str, datasets: Sequence[Rows]) -> Paired | None:
         """A run against full attention on the samples with the same prompt; None without such a sample."""
-        full = self.rows.get(self.key(run), {})
         # Perplexities are compared as losses, whose differences can be averaged.
         is_loss = METRICS[metric].weight is not None
-        of = loss if is_loss else score
-        whole = per_prompt(full.values(), of)
-        pairs = [
-            [(mine, whole[prompt]) for prompt, mine in per_prompt(rows, of).items() if prompt in whole]
-            for rows in datasets
-        ]
-        if not all(pairs):
-            return None
-        ours, theirs = ([[pair[side] for pair in part] for part in pairs] for side in (0, 1))
-        return paired_over_datasets(ours, theirs, bounds=ANYWHERE if is_loss else METRICS[metric].bounds)
+        of, limits = (loss, ANYWHERE) if is_loss else (score, None)
+        full = Scored([*self.rows.get(self.key(run), {}).values()], of, limits)
+        return Scored([row for rows in datasets for row in rows], of, limits).against(full)
 
 
 def loss(row: SampleRow) -> float | None:
@@ -105,22 +98,22 @@ def few_words(described: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def rank(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
     """Say of each part of a run how it stands among those of the same column, budget and comm."""
-    columns: dict[tuple[str, ...], dict[str, tuple[Run, dict[str, Any]]]] = {}
     families = variants(described)
-    for run, told in zip(runs, described, strict=True):
-        for part in told["parts"]:
-            if is_deployable(run) and not part["over"] and part["n"]:
-                key = *column_of(told, part), told["budget"], told["comm"]
-                columns.setdefault(key, {})[told["key"]] = run, part
-    for (group, task, dataset, _, _), column in columns.items():
-        metrics = {part["metric"] for _, part in column.values()}
-        if len(metrics) > 1:
-            continue
-        better = METRICS[metrics.pop()].better
-        scores = {name: scores_by_dataset(rows_of(run, part)) for name, (run, part) in column.items()}
-        found = standings(scores, better, family=families[group, task, dataset])
-        for name, (_, part) in column.items():
-            part["standing"] = found.marked(name)
+    parts = {
+        (i, j): (told, part)
+        for i, (run, told) in enumerate(zip(runs, described, strict=True))
+        for j, part in enumerate(told["parts"])
+        if is_deployable(run) and not part["over"] and part["n"]
+    }
+    places = {name: Scored(rows_of(runs[name[0]], part)) for name, (_, part) in parts.items()}
+
+    def column(name: tuple[int, int]) -> tuple[str, ...]:
+        told, part = parts[name]
+        return *column_of(told, part), told["budget"], told["comm"]
+
+    marks, _ = best(places, column, lambda name: families[column_of(*parts[name])])
+    for name, mark in marks.items():
+        parts[name][1]["standing"] = mark
 
 
 def rows_of(run: Run, part: Mapping[str, Any]) -> list[SampleRow]:
