@@ -8,7 +8,7 @@ Not here: many budgets, models or benchmarks side by side (`plots/tables/`, `plo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import fsum, nan
 from pathlib import Path
 from typing import Any
 
@@ -226,18 +226,19 @@ def print_comparison(found: Comparison) -> None:
 
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
-    n = len(found.tasks) + 1
+    n, fulls = len(found.tasks) + 1, len(found.rows)
     with matplotlib.rc_context(style.RC), told_apart(row.method for row in found.rows):
         picture = Canvas().new(
-            "Answers kept, and what it takes", about(found), (), style.PAGE, 0.5 + 0.25 * len(found.rows),
-            ncols=n, sharey=True,
+            "Scores, and what they cost", about(found), (), style.PAGE, 0.7 + 0.25 * fulls, ncols=n, sharey=True,
+            gridspec_kw={"width_ratios": [1.0] * (n - 1) + [1.25]},
         )  # fmt: skip
         axes = picture.axes
         for ax, task in zip(axes, found.tasks, strict=False):
             draw_scores(ax, found, task)
         draw_costs(axes[-1], found)
-        axes[0].set_yticks(range(len(found.rows)), [row.label for row in found.rows])
-        axes[0].invert_yaxis()
+        axes[0].set_yticks(range(fulls), [row.label for row in found.rows])
+        axes[0].set_ylim(fulls - 0.5, -0.5)
+        axes[(n - 1) // 2].set_xlabel("score, with its 95 % interval; dotted: full attention")
         return style.save(picture.finish(), folder, name, ["png"])[0]
 
 
@@ -245,29 +246,40 @@ def draw_scores(ax: Any, found: Comparison, task: str) -> None:
     """Scores with their intervals; a line down from full attention's."""
     for i, row in enumerate(found.rows):
         run = row.runs.get(task)
-        # From the samples: folders of earlier runs have intervals of another kind.
-        bounds = None if run is None else combined_ci95(run.rows, run.result.metric)
         if run is None or run.result.score is None:
             continue
-        look = style.look(row.method)
+        # From the samples: folders of earlier runs have intervals of another kind.
+        bounds = combined_ci95(run.rows, run.result.metric)
+        look, scale = style.look(row.method), METRICS[run.result.metric or "score"].scale
         if bounds is not None:
-            ax.plot(bounds, [i, i], color=look["color"], linewidth=1)
-        ax.plot(run.result.score, i, **(look | {"linestyle": "none"}))
+            ax.plot([scale * end for end in bounds], [i, i], color=look["color"], linewidth=1)
+        ax.plot(scale * run.result.score, i, **(look | {"linestyle": "none"}))
         if i == 0:
-            ax.axvline(run.result.score, color=look["color"], linewidth=0.6, linestyle=":")
-    ax.set_xlim(-0.03, 1.03)
-    ax.set_xlabel(f"{name_of(task)}\nscore, n {n_of(found, task)}, 95 %")
+            ax.axvline(scale * run.result.score, color=look["color"], linewidth=0.6, linestyle=":")
+    ax.set_xlim(-3, 103)
+    ax.set_xticks([0, 50, 100])
+    ax.grid(axis="y", visible=False)
+    ax.set_title(f"{name_of(task)}, n = {n_of(found, task)}")
 
 
 def draw_costs(ax: Any, found: Comparison) -> None:
-    """Bars of K and V on the device, and thin ones of what a step moves."""
+    """Marks of what lies on the device and of what a step moves, on a scale where small shares can be seen."""
     for i, row in enumerate(found.rows):
         colour = style.look(row.method)["color"]
-        held, carried = row.device_share(found.full) or 0.0, row.moved_share(found.full) or 0.0
-        ax.barh(i - 0.15, 100 * held, 0.35, color=colour)  # what it is stands beside it
-        ax.barh(i + 0.2, 100 * carried, 0.2, color=colour, alpha=0.5, hatch="////", edgecolor="white", linewidth=0)
-        text = f"{100 * held:.0f} % held" + (f", {100 * carried:.0f} % moved" if carried else "")
-        ax.annotate(text, (100 * max(held, carried), i), (3, 0), textcoords="offset points", va="center", fontsize=5.5)
-    ax.set_xlim(0, 160)
-    ax.set_xticks([0, 50, 100])
-    ax.set_xlabel("K and V\n% of full attention's")
+        held, carried = (100 * (share or 0.0) for share in (row.device_share(found.full), row.moved_share(found.full)))
+        ax.plot(held, i, "o", color=colour, label="on the device" if i == 0 else None)
+        ax.plot(
+            carried or nan, i, "o", color=colour, markerfacecolor="none", label="moved per step" if i == 0 else None
+        )
+        words = f"{held:.0f} %", f"{carried:.0f} %" if carried else "-"
+        for word, at in zip(words, (1.22, 1.48), strict=True):
+            ax.text(at, i, word, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=style.SMALL)
+    for word, at in (("held", 1.22), ("moved", 1.48)):
+        ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
+    ax.set_xscale("log")
+    ax.set_xlim(0.8, 130)
+    ax.set_xticks([1, 10, 100], ["1", "10", "100"])
+    ax.minorticks_off()
+    ax.grid(axis="y", visible=False)
+    ax.set_title("keys and values")
+    ax.set_xlabel("% of full attention's")
