@@ -285,8 +285,8 @@ def test_whatever_happens_to_a_file_of_a_run_there_is_a_page_and_a_table(good: P
             assert all(sentence.isprintable() for sentence in damaged)
             report.page(runs, root)
             tables.build_all(runs)
-            costs.markdown(runs)
-            costs.as_csv(runs)
+            costs.sheets(runs)
+            list(costs.records(runs))
             counts["left out" if damaged else "read"] += 1
         finally:
             (root / name).write_bytes(whole)
