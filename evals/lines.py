@@ -17,6 +17,7 @@ from evals.screen.progress import Standing
 from methods.base import SelectiveAttention
 from results import (
     EXACT,
+    METRICS,
     RunFacts,
     SampleRow,
     combined,
@@ -157,8 +158,9 @@ def sample_hash(sample: Sample, prompt: Prompt) -> str:
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
-    score = combined(rows, cell.task.metric)
-    return Standing(cell.settings.method.name, cell.request.label(), len(rows), score, cell.task.scores_later)
+    score, scale = combined(rows, cell.task.metric), METRICS[cell.task.metric or "score"].scale
+    shown = None if score is None else scale * score
+    return Standing(cell.settings.method.name, cell.request.label(), len(rows), shown, cell.task.scores_later)
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:

@@ -272,9 +272,9 @@ def draw_costs(ax: Any, found: Comparison) -> None:
             carried or nan, i, "o", color=colour, markerfacecolor="none", label="moved per step" if i == 0 else None
         )
         words = f"{held:.0f} %", f"{carried:.0f} %" if carried else "-"
-        for word, at in zip(words, (1.22, 1.48), strict=True):
+        for word, at in zip(words, (1.28, 1.56), strict=True):
             ax.text(at, i, word, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=style.SMALL)
-    for word, at in (("held", 1.22), ("moved", 1.48)):
+    for word, at in (("held", 1.28), ("moved", 1.56)):
         ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
     ax.set_xscale("log")
     ax.set_xlim(0.8, 130)

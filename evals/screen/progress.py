@@ -37,20 +37,20 @@ class Standing:
     method: str
     budget: str
     n_samples: int  # answered, those that ran out of memory included
-    score: float | None  # None: no answer yet, or all ran out of memory
+    score: float | None  # None: no answer yet, or all ran out of memory; shares in percent
     scores_later: bool = False  # its answers have no scores while the run goes on
 
     @property
     def shown(self) -> str:
         if self.score is not None:
-            return f"{self.score:.3f}"
+            return f"{self.score:.1f}"
         if self.scores_later:
             return "scored later"
         return "out of memory" if self.n_samples else "none"
 
 
 def in_words(standings: Sequence[Standing]) -> str:
-    """Scores on one line, those of a method beside each other: `full 1.000  snapkv 0.500 0.750`."""
+    """Scores on one line, those of a method beside each other: `full 100.0  snapkv 50.0 75.0`."""
     if len(standings) == 1:
         return standings[0].shown
     by_method: dict[str, list[str]] = {}

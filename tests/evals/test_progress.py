@@ -10,8 +10,8 @@ from evals.screen import progress
 from evals.screen.estimate import Estimate, Load
 from evals.screen.progress import Progress, Standing, duration, in_words
 
-FULL = Standing("full", "ratio=0.1", 2, 1.0)
-SNAPKV = [Standing("snapkv", f"ratio={ratio}", 2, score) for ratio, score in ((0.1, 0.5), (0.2, 1))]
+FULL = Standing("full", "ratio=0.1", 2, 100.0)
+SNAPKV = [Standing("snapkv", f"ratio={ratio}", 2, score) for ratio, score in ((0.1, 50.0), (0.2, 100))]
 
 
 def test_a_log_has_a_line_per_sample_with_every_score_and_what_is_left(
@@ -25,8 +25,8 @@ def test_a_log_has_a_line_per_sample_with_every_score_and_what_is_left(
         shown.sample_done("a", [FULL, *SNAPKV])
         shown.sample_done("b", [FULL])
     assert capsys.readouterr().err.splitlines() == [
-        "needle: 4/5 a  full 1.000  snapkv 0.500 1.000  60 s, about 60 s left",
-        "needle: 5/5 b  1.000  2 min",
+        "needle: 4/5 a  full 100.0  snapkv 50.0 100.0  60 s, about 60 s left",
+        "needle: 5/5 b  100.0  2 min",
     ]
 
 
@@ -56,8 +56,8 @@ def test_a_terminal_shows_variants_samples_and_the_present_stage(
     lost = Standing("oracle", "budget=64", 1, None)
     view = seen(Progress("needle", 4, 1), [FULL, *SNAPKV, lost])
     lines = [" ".join(line.split()) for line in view.splitlines()]
-    assert "full ratio=0.1 1.000 2" in lines
-    assert "snapkv ratio=0.2 1.000 2" in lines
+    assert "full ratio=0.1 100.0 2" in lines
+    assert "snapkv ratio=0.2 100.0 2" in lines
     assert "oracle budget=64 out of memory 1" in lines
     assert any(line.startswith("needle") and "2/4" in line for line in lines)
     assert any("s1: reading 4000 tokens" in line and "1/30" in line for line in lines)
@@ -114,5 +114,5 @@ def test_both_stages_move_the_bar_and_its_time(monkeypatch: pytest.MonkeyPatch) 
 
 def test_figures_are_put_into_words() -> None:
     assert [duration(s) for s in (4.6, 100, 5399, 7260)] == ["5 s", "2 min", "1 h 30 min", "2 h 01 min"]  # fmt: skip
-    assert in_words([Standing("full", "", 0, None), FULL]) == "full none 1.000"
-    assert in_words([FULL]) == "1.000"
+    assert in_words([Standing("full", "", 0, None), FULL]) == "full none 100.0"
+    assert in_words([FULL]) == "100.0"
