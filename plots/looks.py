@@ -103,6 +103,24 @@ OTHER_SHAPES: dict[str, Polygon] = {
 SHAPES |= OTHER_SHAPES
 DASHES = ("-", "--", ":", "-.")
 
+FAMILIES = {  # panels of figures that show one family each, by their methods' names
+    "drop after the prompt, by its last queries": "snapkv pyramidkv pyramidinfer xkv adakv ada_pyramid kvzip "
+    "expected_attention",
+    "drop while decoding": "h2o h2o_decode tova tova_decode snapkv_decode rkv triattention streamingllm_decode",
+    "drop by place, keys or chance": "streamingllm duo_attention knorm keydiff lagkv cur random",
+    "retrieve pages, blocks, clusters": "quest infllm clusterkv retroinfer rocketkv",
+    "retrieve single tokens": "pqcache sparq infinigen loki double_sparsity magicpig shadowkv",
+    "keep fewer bits, or made keys": "kivi turboquant hf_quantized_cache attention_matching",
+}
+OTHERS = "others"  # the family of Oracle, of prefills and of a user's own methods
+
+
+def family_of(method: str) -> str:
+    """The family in whose panel a method's line is coloured."""
+    own = method.partition("+")[0]
+    return next((name for name, members in FAMILIES.items() if own in members.split()), OTHERS)
+
+
 # Colours are all about as bright, which makes them fit white paper and dark page.
 LOOKS = {
     "full": Look(INK, "star", "--"),

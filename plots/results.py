@@ -10,6 +10,7 @@ and dtype.
 Not here: the papers' tables (`plots/tables`) and figures (`plots/figures`).
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +22,7 @@ import matplotlib
 from engine.terminal import printable
 from plots import frontier, style
 from plots.command import Page
-from plots.figures.results import SVG, against_bytes, by_budget, save
+from plots.figures.results import DEVICE, RATIO, SVG, by_family, ranked, save
 from plots.grids import MORE, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
 from plots.looks import told_apart
 from plots.read import Run
@@ -239,8 +240,7 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
     parts = [
         HEAD.format(n_ratios=n_ratios, level=LEVEL, more=MORE, presets=f", {', '.join(presets)}" if presets else "")
     ]
-    parts += [f"![{words}]({NAME}/{name}.svg)\n" for name, words in pictures.items()]
-    parts += [section(grid) for grid in grids]
+    parts += [section(grid, pictures) for grid in grids]
     first = grids[0]
     parts.append(
         BYTES.format(
@@ -254,14 +254,21 @@ def page(grids: Sequence[Grid], runs: Sequence[Run], pictures: Mapping[str, str]
     return "\n".join(parts)
 
 
-def section(grid: Grid) -> str:
+def slug(title: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def section(grid: Grid, pictures: Mapping[str, str]) -> str:
     n = max(cell.n for cells in grid.cells.values() for cell in cells.values())
     better = "" if grid.measure.better == "higher" else " · lower is better"
     names = dataset_words(grid.runs)
     which = f" · {names}" if names else ""
-    parts = [f"## {grid.measure.title}", f"{plain_markdown(grid.about + which)} · n = {n}{better}", score_table(grid)]
+    parts = [f"## {grid.measure.title}", f"{plain_markdown(grid.about + which)} · n = {n}{better}"]
+    own = slug(grid.measure.title)
+    parts += [f"![{words}]({NAME}/{name}.svg)" for name, words in pictures.items() if name.startswith(f"{own}-")]
+    parts.append(score_table(grid))
     if found := difference_table(grid):
-        parts += ["Less full attention's, on the same samples:", found]
+        parts += ["Δ: the difference to full attention on the same samples:", found]
     return "\n\n".join(parts) + "\n"
 
 
@@ -273,16 +280,17 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         return []
     folder = out / NAME
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {
-        "bytes": (against_bytes, "Score against measured bytes", scores),
-        "budget": (by_budget, "Score against budget in tokens", scores),
-        "fidelity": (by_budget, "Distance from full attention against budget in tokens", fidelity),
-    }
-    pictures = {name: title for name, (_, title, some) in drawn.items() if some}
+    pictures: dict[str, str] = {}
     with matplotlib.rc_context({**style.RC, **SVG}), told_apart(run.method for run in runs):
-        for name in pictures:
-            draw, title, some = drawn[name]
-            save(draw(title, some), folder / f"{name}.svg")
+        for grid in grids:
+            base, title = slug(grid.measure.title), grid.measure.title
+            drawn = {f"{base}-order": ranked(f"{title}: methods in the order of their scores", grid)}
+            drawn[f"{base}-families"] = by_family(f"{title}: families against the budget in tokens", grid, RATIO)
+            if grid in scores:
+                drawn[f"{base}-bytes"] = by_family(f"{title}: families against bytes", grid, DEVICE)
+            for name, picture in drawn.items():
+                save(picture, folder / f"{name}.svg")
+                pictures[name] = picture.title
         in_bytes = frontier.pictures(runs)
         for name, picture in in_bytes.items():
             save(picture, folder / f"{name}.svg")

@@ -9,6 +9,7 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
     paired_over_datasets the same of averages over datasets
     corrected            paired differences with the p-values that count (Holm): what colours follow
     standings            of one column: which is best, which is no worse by the corrected test, or that none can be told
+    rank_ranges          of one column: the ranks that each name may have
     front                of points with a cost: which are shown to be better than all that cost no more
     holm, benjamini_hochberg   p-values adjusted for how many were looked at
 
@@ -235,6 +236,31 @@ def standings(
     p = dict(zip(tested, map(float, holm([found for found, _ in tested.values()], n_compared)), strict=True))
     of = {name: WORSE if p.get(name, 1.0) < LEVEL else TIED for name in names}
     return Standings(of | dict.fromkeys(equal, BEST) | dict.fromkeys(column.keys() - set(names), UNDECIDED), p)
+
+
+def rank_ranges(
+    column: Mapping[str, Mapping[Name, float]], better: str = "higher", seed: int = 0
+) -> dict[str, tuple[int, int]]:
+    """The ranks that each name of a column may have, 1 for the best; names that cannot be told apart share theirs.
+
+    A name lies behind those that are shown to be better and ahead of those that are shown to be worse. Its comparisons
+    with all others are corrected for their number (Holm), so that each range holds its own name's rank in 95 %.
+    """
+    names, sign = [name for name in column if column[name]], {"higher": 1.0, "lower": -1.0}[better]
+    means = {name: sign * _mean(column[name]) for name in names}
+    found: dict[tuple[str, str], float] = {}
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            against = _against(column[one], column[other], seed)
+            found[one, other] = found[other, one] = 1.0 if against is None else against[0]
+    ranges: dict[str, tuple[int, int]] = {}
+    for name in names:
+        others = [other for other in names if other != name]
+        adjusted = holm([found[name, other] for other in others]) if others else ()
+        apart = [other for other, p in zip(others, adjusted, strict=True) if p < LEVEL]
+        n_better = sum(means[other] > means[name] for other in apart)
+        ranges[name] = 1 + n_better, len(names) - (len(apart) - n_better)
+    return ranges
 
 
 def front(

@@ -105,7 +105,7 @@ class Picture:
         """As text, to stand below the figure."""
         return " ".join(f"{part.rstrip('.')}." for part in (self.title, self.about, *self.notes, *self.said) if part)
 
-    def finish(self, columns: int = 4) -> "Picture":
+    def finish(self, columns: int = 4, legend: bool = True) -> "Picture":
         """With its title, and below all panels one legend and the notes; the panels keep their height."""
         figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS)
         more = 0
@@ -114,7 +114,7 @@ class Picture:
             figure.suptitle("\n".join(words))
             more += sum(word.count("\n") + 1 for word in words)
         entries: dict[str, Any] = {}
-        for ax in figure.axes:
+        for ax in figure.axes if legend else ():
             handles, labels = ax.get_legend_handles_labels()
             for handle, label in zip(handles, labels, strict=True):
                 entries.setdefault(wrapped(label, fit - HANDLE - 2), handle)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from plots import results
+from plots.figures.results import RATIO, by_family, ranked
 from plots.grids import grid_of
+from plots.looks import FAMILIES, LOOKS, OTHERS, family_of
 from plots.read import load
 from plots.results import FIDELITY, SCORES, main, write
 from plots.scored import Scored
@@ -108,7 +110,7 @@ def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page:
     runs = load(root)
     grid = grid_of(SCORES[1], runs)
     assert grid is not None and grid.full is not None
-    found = table_below(page.read_text()[page.read_text().index("seven digits") :], "Less full attention's")
+    found = table_below(page.read_text()[page.read_text().index("## Needle, seven digits") :], "Δ: the difference")
     one = grid.cells["snapkv"][0.1].against(grid.full)
     assert one is not None and one.n == 8
     assert found["SnapKV (C)"][0].startswith(f"{100 * one.mean:+.1f} (")
@@ -135,13 +137,12 @@ def test_what_holds_more_bytes_than_its_ratio_is_marked_and_ringed(root: Path, t
             held = {"bytes_resident_device": 4e6}  # of 10 MB, where the ratio says 2
             run = replace(run, rows=tuple(replace(row, ledger=dict(row.ledger) | held) for row in run.rows))
         runs.append(run)
-    (path, first, second, *_) = write(tmp_path, runs)
-    assert (first.name, second.name) == ("bytes.svg", "budget.svg"), "bytes come first"
+    (path, *figures) = write(tmp_path, runs)
     found = table_below(path.read_text(), f"## {SCORES[0].title}")
     assert [cell.endswith("‡") for cell in found["SnapKV (C)"]] == [False, True, False]
     assert not any("‡" in cell for name, cells in found.items() for cell in cells if name != "SnapKV (C)")
-    note = "than 1.25 times the ratio"
-    assert note in second.read_text() and note not in (tmp_path / "results" / "fidelity.svg").read_text()
+    noted = [figure.stem for figure in figures if "than 1.25 times the ratio" in figure.read_text()]
+    assert noted == [f"{name}-families" for name in ("embedded-texts", "needle-seven-digits", "needle-a-name")]
 
 
 def test_full_attention_may_have_run_once_or_at_each_ratio(root: Path, page: Path, tmp_path: Path) -> None:
@@ -166,8 +167,7 @@ def test_bytes_and_times_are_what_the_runs_recorded(page: Path) -> None:
 
 def test_the_same_runs_make_the_same_small_files(root: Path, page: Path, tmp_path: Path) -> None:
     again = write(tmp_path, load(root))
-    names = ["results.md", "bytes.svg", "budget.svg", "fidelity.svg"]
-    assert [path.name for path in again] == names
+    assert len(again) == 1 + 3 * 3 + 2 * 3, "of scores three figures each, of fidelity two"
     for path in again:
         assert path.read_bytes() == (page.parent / path.relative_to(tmp_path)).read_bytes()
         assert path.stat().st_size < 150_000
@@ -191,3 +191,38 @@ def test_without_runs_it_says_how_to_make_them(tmp_path: Path, capsys: Any) -> N
     assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "make results" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_methods_stand_in_the_order_of_their_scores_with_the_ranks_that_they_may_have(root: Path) -> None:
+    grid = grid_of(SCORES[1], load(root))
+    assert grid is not None
+    (panels,) = ranked("order", grid).axes
+    assert [panel.get_title() for panel in panels] == ["ratio 0.1", "ratio 0.2", "ratio 0.4"]
+    for panel, ratio in zip(panels, (0.1, 0.2, 0.4), strict=True):
+        means = {grid.labels[name]: cells[ratio].mean or 0 for name, cells in grid.cells.items()}
+        shown = [label.get_text() for label in panel.get_yticklabels()]
+        assert [means[label] for label in shown] == sorted(means.values()), "the best is at the top"
+        assert [text.get_text() for text in panel.texts].count("1 to 4") == 4, "eight samples tell nothing apart"
+
+
+def test_a_family_is_coloured_in_its_own_panel_and_grey_in_all_others(root: Path) -> None:
+    grid = grid_of(SCORES[0], load(root))
+    assert grid is not None
+    panels = [ax for ax in by_family("families", grid, RATIO).axes.flat if ax.figure is not None and ax.lines]
+    assert [ax.get_title() for ax in panels] == [
+        *("drop after the prompt, by its last queries", "drop while decoding", "retrieve single tokens"),
+    ]
+    for ax, own in zip(panels, ("SnapKV (C)", "H2O (C)", "PQCache"), strict=True):
+        assert {text.get_text() for text in ax.get_legend().get_texts()} == {own, "Oracle", "Full"}
+        assert sum(line.get_color() == "#999999" for line in ax.lines) == 2
+    assert all(
+        family_of(method) != OTHERS for method in LOOKS.keys() - {"full", "oracle", "full_stopped", "minference"}
+    )
+    assert max(map(len, (members.split() for members in FAMILIES.values()))) <= 8
+
+
+def test_figures_of_the_page_are_read_on_light_and_dark_pages(page: Path) -> None:
+    for path in (page.parent / "results").glob("*.svg"):
+        text = path.read_text()
+        assert "prefers-color-scheme: dark" in text and text.count("<style>") == 1
+        assert "fill: #ffffff" not in text, "it has no ground of its own"

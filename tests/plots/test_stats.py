@@ -18,6 +18,7 @@ from plots.stats import (
     macro_interval,
     paired,
     paired_over_datasets,
+    rank_ranges,
     scaled,
     sign_flip_p,
     standings,
@@ -338,3 +339,13 @@ def test_points_of_other_samples_beat_nobody() -> None:
     better = (2.0, {("other", i): 0.9 for i in range(30)})
     assert front({"low": (1.0, {("own", i): 0.1 for i in range(30)}), "high": better}) == []
     assert front({"low": (1.0, {}), "high": better}) == []
+
+
+def test_names_that_cannot_be_told_apart_share_their_ranks() -> None:
+    def of(hits: int) -> dict[int, float]:
+        return {i: float(i < hits) for i in range(40)}
+
+    column = {"good": of(40), "fair": of(39), "bad": of(5), "none": {}}
+    assert rank_ranges(column) == {"good": (1, 2), "fair": (1, 2), "bad": (3, 3)}
+    assert rank_ranges(column, "lower") == {"good": (2, 3), "fair": (2, 3), "bad": (1, 1)}
+    assert rank_ranges({"alone": of(3)}) == {"alone": (1, 1)}
