@@ -18,13 +18,16 @@ Not here: what is kept (`engine/prefills/`).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.build import DTYPES, library
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 # Of gathered K and V with their logits and masks.
@@ -102,6 +105,8 @@ def attend_kept(
     q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Kept, cap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over what is kept; `cap` > 0 bounds the logits by cap * tanh(logit / cap)."""
+    if takes_native(q, k):
+        return attend_kept_native(q, k, v, scale, kept, cap)
     if takes_triton(q):
         return attend_kept_triton(q, k, v, scale, kept, cap)
     return attend_kept_torch(q, k, v, scale, kept, cap)
@@ -111,6 +116,8 @@ def kept_sums(
     q: Tensor, k: Tensor, scale: float, kept: Kept, lse: Tensor, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
     """What every key gets from queries that see it, of weights that `lse` makes; `window`: from the next ones only."""
+    if takes_native(q, k):
+        return kept_sums_native(q, k, scale, kept, lse, window, cap)
     if takes_triton(q):
         return kept_sums_triton(q, k, scale, kept, lse, window, cap)
     return kept_sums_torch(q, k, scale, kept, lse, window, cap)
@@ -178,6 +185,63 @@ def listed(keep: Tensor, beyond: int) -> Tensor:
     columns = column.new_full((len(keep), int(rank[:, -1].max())), beyond)
     columns[head, rank[head, column] - 1] = column
     return columns
+
+
+# In C++.
+
+
+def takes_native(q: Tensor, k: Tensor) -> bool:
+    """Whether there are functions for such tensors."""
+    return q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in DTYPES and native() is not None
+
+
+@cache
+def native() -> Any:
+    """The functions, with their arguments declared; None without a compiler."""
+    lib = library("attend_kept")
+    if lib is not None:
+        pointer, number, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
+        lib.attend_kept.argtypes = [
+            integer, pointer, number, number, *[pointer] * 8, integer, pointer, integer
+        ]  # fmt: skip
+        lib.attend_kept.restype = None
+    return lib
+
+
+def attend_kept_native(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Kept, cap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    (_, h, s, _), d_v = q.shape, v.shape[3]
+    out, lse = torch.empty(1, h, s, d_v, dtype=q.dtype), torch.empty(1, h, s)
+    pairs = torch.empty(h, sum(kept.n_blocks()), dtype=torch.int64)
+    call_native(q, k, v, scale, kept, cap, out, lse, pairs, s, None)
+    return out, lse, pairs.sum(1)
+
+
+def kept_sums_native(
+    q: Tensor, k: Tensor, scale: float, kept: Kept, lse: Tensor, window: int | None = None, cap: float = 0.0
+) -> Tensor:
+    sums = torch.zeros(q.shape[1], kept.s, dtype=torch.float64)
+    reach = kept.s if window is None else window
+    call_native(q, k, k, scale, kept, cap, None, lse.float().contiguous(), None, reach, sums)
+    return sums
+
+
+def call_native(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Kept, cap: float, out: Tensor | None, lse: Tensor,
+    pairs: Tensor | None, window: int, sums: Tensor | None,
+) -> None:  # fmt: skip
+    (_, h, s, d_h), h_kv, d_v = q.shape, k.shape[1], v.shape[3]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    (mask, met), strides = masks_of(kept)
+    sizes = (h, h_kv, s, d_h, d_v, kept.block, kept.block_k, kept.dense_from, kept.n_init, kept.reach, *strides)
+    given = (ctypes.c_int64 * len(sizes))(*sizes)
+    out_at, pairs_at, sums_at = (None if x is None else x.data_ptr() for x in (out, pairs, sums))
+    native().attend_kept(
+        DTYPES[q.dtype], given, scale, cap, mask.data_ptr(), met.data_ptr() if kept.blocks is None else None,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out_at, lse.data_ptr(), pairs_at, window, sums_at,
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 # In Triton.
