@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, library
+from kernels.build import dtypes, library
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 # Of gathered K and V with their logits and masks.
@@ -192,7 +192,7 @@ def listed(keep: Tensor, beyond: int) -> Tensor:
 
 def takes_native(q: Tensor, k: Tensor) -> bool:
     """Whether there are functions for such tensors."""
-    return q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in DTYPES and native() is not None
+    return q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in dtypes() and native() is not None
 
 
 @cache
@@ -238,7 +238,7 @@ def call_native(
     given = (ctypes.c_int64 * len(sizes))(*sizes)
     out_at, pairs_at, sums_at = (None if x is None else x.data_ptr() for x in (out, pairs, sums))
     native().attend_kept(
-        DTYPES[q.dtype], given, scale, cap, mask.data_ptr(), met.data_ptr() if kept.blocks is None else None,
+        dtypes()[q.dtype], given, scale, cap, mask.data_ptr(), met.data_ptr() if kept.blocks is None else None,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out_at, lse.data_ptr(), pairs_at, window, sums_at,
         torch.get_num_threads(),
     )  # fmt: skip
