@@ -28,9 +28,11 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.paired import measure, record
 from engine.books.spans import recording
-from evals.loop import Group, Waiting
+from evals.answer import Answering
+from evals.loop import Group
 from evals.models import Models
 from evals.overrides import CONF
+from evals.prepare import PreparedSample
 from evals.runner import prepare
 from evals.screen.progress import Progress, say
 from evals.settings import Settings, settings
@@ -43,10 +45,10 @@ RATIOS = ("0.1", "0.2")
 MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
 
 
-Ready = tuple[Group, list[Waiting]]  # a group, and the samples that it has not answered
+Ready = tuple[Group, list[PreparedSample], Answering]  # a group, the samples that it has not answered, its model
 
 
-class Unstopped(Group):
+class Unstopped(Answering):
     """Answers have the length that was asked for."""
 
     def stops(self, sample: Sample) -> frozenset[int]:
@@ -81,13 +83,12 @@ def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[lis
         made: list[Ready] = []
         for group in groups:
             checked = prepare(group)
-            one = Unstopped(checked)
-            one.check_prompts()
-            one.model = models.get(checked[0].settings)
-            one.progress = Quiet("", 0, 0)
-            made.append((one, one.enter(open_folders(checked, stack, say))))
+            one = Group(checked)
+            one.prepare()
+            answering = Unstopped(models.get(checked[0].settings), one.first, Quiet("", 0, 0))
+            made.append((one, one.enter(open_folders(checked, stack, say)), answering))
         if made:
-            stack.enter_context(made[0][0].model.hooked())
+            stack.enter_context(made[0][2].model.hooked())
         yield made
 
 
@@ -103,8 +104,8 @@ def asking(groups: Sequence[Ready]) -> Callable[[], float]:
     def ask() -> float:
         i = next(at)
         start = perf_counter()
-        for group, waiting in groups:
-            group.ask(waiting[i])
+        for group, waiting, answering in groups:
+            group.ask(waiting[i], answering)
         return perf_counter() - start
 
     return ask

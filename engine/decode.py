@@ -3,7 +3,7 @@
 All rows of a batch read the same prompt and are at the same position; they differ in what they attend to, and so in
 what they generate. A row leaves the batch behind its last token.
 
-Not here: what a row attends to (`methods`), what text its tokens are (`evals/loop.py`).
+Not here: what a row attends to (`methods`), what text its tokens are (`evals/answer.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

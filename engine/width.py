@@ -4,7 +4,7 @@ What a variant will hold is bounded from its budget, as its ledger will count it
 device and of all that is generated, and for one that retrieves something to find tokens with, at most as large as the
 prompt's keys. Variants that do not fit beside each other are decoded one wave after the other, from the same prefill.
 
-Not here: what happens when memory runs out all the same (`evals/loop.py`).
+Not here: what happens when memory runs out all the same (`evals/answer.py`).
 """
 
 import os

@@ -4,7 +4,7 @@ Everything that can be refused here is refused for all cells before torch is imp
 or made.
 
 Not here: values of single keys (`evals/settings.py`), what takes the model's files (`evals/cells.py`) or its tokenizer
-(`evals/loop.py`).
+(`evals/prepare.py`).
 """
 
 import sys

@@ -9,10 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from engine.books.audit import uncounted_bytes
+from engine.books.ledger import Entry
 from engine.books.strip import attended_bins
 from engine.budget import exact
-from engine.decode import Answer, Decoded
+from evals.answer import Given
 from evals.cells import Cell
+from evals.conversation import Said
+from evals.prepare import PreparedSample
 from evals.screen.progress import Standing
 from methods.base import SelectiveAttention
 from results import (
@@ -24,29 +27,32 @@ from results import (
     config_hash,
     environment,
     peak_rss_bytes,
-    prompt_hash,
 )
 from tasks.base import Sample
-from tasks.forced import Outcome
 from tasks.prompt import Prompt
-
-SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
-AROUND = 150  # characters before and behind a part that holds the answer
-SHOWN_TOKENS = 200  # of a prompt that has no texts
+from tasks.turns.questions import one_question
 
 
-def answer_line(
-    sample: Sample,
-    prompt: Prompt,
-    cell: Cell,
-    row: SelectiveAttention,
-    answer: Answer,
-    text: str,
-    decoded: Decoded,
-    prefill_s: float,
-    outcome: Outcome | None,
-) -> SampleRow:
-    """The line of a sample that was answered; `outcome` where the task measured what the variant read, not a text."""
+def line_of(one: PreparedSample, given: Given) -> tuple[SampleRow, dict[str, list[int]] | None]:
+    """The line of what a cell gave to a sample or to one of its turns, and its ledger as columns."""
+    said, sample, prompt = given.said, one.sample, one.prompt
+    if said is not None:
+        sample = one_question(sample, said.turn)
+    if given.lost is not None:
+        return lost_line(sample, prompt, one.sha, *given.lost, given.cell), None
+    assert given.row is not None, f"{given.cell.label} has neither an answer nor a reason"
+    if said is None:
+        line = answer_line(sample, prompt, one.sha, given, given.row)
+    else:
+        asked = Prompt(prompt.context_ids, said.feed_ids, prompt.frame)
+        line = answer_line(sample, asked, one.sha, given, given.row)
+        line = replace(line, fields=line.fields | turn_columns(one.sample, given, said, line.score))
+    return line, given.row.store.ledger.columns()
+
+
+def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: SelectiveAttention) -> SampleRow:
+    """The line of a sample that was answered."""
+    cell, answer, decoded, outcome = given.cell, given.answer, given.decoded, given.outcome
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
     in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
@@ -57,19 +63,19 @@ def answer_line(
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
     report, share = row.shortened() | row.report(), row.trace.share()
-    score, measures = cell.task.verdict_now(sample, text) if outcome is None else (outcome.score, {})
+    score, measures = cell.task.verdict_now(sample, given.text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=cell.line_id(sample.id),
-        prompt_sha256=sample_hash(sample, prompt),
+        prompt_sha256=sha,
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
         generated_tokens=len(answer.ids),
-        prediction=text,
+        prediction=given.text,
         references=list(sample.references),
         score=score,
         status="ok",
         error=None,
-        prefill_s=prefill_s,
+        prefill_s=given.prefill_s,
         decode_s=sum(steps),
         tpot_s=sum(steps) / len(steps) if steps else None,
         batch_rows=len(decoded.answers),
@@ -91,11 +97,11 @@ def answer_line(
     )
 
 
-def lost_line(sample: Sample, prompt: Prompt, status: str, reason: str, cell: Cell | None = None) -> SampleRow:
+def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str, cell: Cell) -> SampleRow:
     """The line of a sample without an answer: one that did not fit ("oom"), or whose logits were NaN ("failed")."""
     return SampleRow(
-        id=sample.id if cell is None else cell.line_id(sample.id),
-        prompt_sha256=sample_hash(sample, prompt),
+        id=cell.line_id(sample.id),
+        prompt_sha256=sha,
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
         generated_tokens=0,
@@ -113,27 +119,29 @@ def lost_line(sample: Sample, prompt: Prompt, status: str, reason: str, cell: Ce
     )
 
 
-def shortened(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
-    """The sample with no more of its texts than a line repeats: their ends, and what stands around the evidence."""
-    context = sample.context
-    if not context and prompt.context_ids:
-        context = tokenizer.decode(prompt.context_ids[-SHOWN_TOKENS:])
-    around = tuple(piece for part in sample.evidence if (piece := around_of(part.strip(), context)))
-    return replace(sample, context=end_of(context), question=end_of(sample.question), evidence=around)
+def turn_columns(sample: Sample, given: Given, said: Said, score: float | None) -> dict[str, Any]:
+    """What a turn's line says beside every line: how it was asked, and what its feed and its answer attended to.
+
+    `measures` has the score under the turn's name, so that a run has a mean for every turn.
+    """
+    assert sample.conversation is not None, sample.id
+    asking, store, h = sample.conversation.asking, said.row.store, given.cell.shape.h
+    n_fed = len(said.feed_ids) * len(store.layers)
+    return {
+        "feed": asking.feed,
+        "budget_base": asking.budget_base,
+        "feed_tokens": len(said.feed_ids),
+        "bytes_rebuilt": store.ledger.rebuilt_bytes,
+        "feed_s": said.feed_s,
+        "attended_by_feed": attended(store.ledger.entries[:n_fed], h),
+        "attended_by_answer": attended(store.ledger.entries[n_fed:], h),
+        "measures": {f"turn_{said.turn + 1}": score},
+    }
 
 
-def end_of(text: str) -> str:
-    return text if len(text) <= SHOWN else "… " + text[-SHOWN:]
-
-
-def around_of(part: str, text: str) -> str:
-    """A part of a text on one line, with as much before it as behind it; "" where the text has no such part."""
-    at = text.find(part)
-    if at < 0 or not part:
-        return ""
-    start, stop = max(0, at - AROUND), at + len(part) + AROUND
-    words = " ".join(text[start:stop].split())
-    return f"{'… ' if start else ''}{words}{' …' if stop < len(text) else ''}"
+def attended(entries: Sequence[Entry], h: int) -> float | None:
+    """Tokens that a query head attended to, mean over steps and layers."""
+    return fmean(entry.attended / h for entry in entries) if entries else None
 
 
 def own_columns(sample: Sample) -> dict[str, Any]:
@@ -145,15 +153,9 @@ def own_columns(sample: Sample) -> dict[str, Any]:
     return columns | ({"prompt_end": shown} if shown else {})
 
 
-def draw_columns(sample: Sample, cell: Cell | None) -> dict[str, Any]:
+def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
     """Whose answer a line is, where a prompt has several."""
-    return {} if cell is None or cell.draw is None else {"sample": sample.id, "draw": cell.draw}
-
-
-def sample_hash(sample: Sample, prompt: Prompt) -> str:
-    """Of what is read and what is fed."""
-    feeds = [id for feed in getattr(prompt, "feeds", ()) for id in feed]
-    return prompt_hash([*prompt.context_ids, *prompt.question_ids, *(sample.forced or ()), *feeds])
+    return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
 def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:

@@ -36,15 +36,15 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     from evals.logger import Copies
     from evals.loop import Group, run_group
     from evals.models import Models
+    from evals.prepare import refuse_folders
     from evals.shards import run_groups
-    from evals.turns.waiting import refuse_folders
 
     groups = [Group(each) for each in grouped(distinct(ready))]
     for group in groups:
-        group.check_prompts()
+        group.prepare()
     own = {cell.path: cell for group in groups for cell in group.cells}  # less those that a prompt leaves out
     refuse_nothing_left(own)
-    refuse_folders((group.cells, group.prompts or ()) for group in groups)
+    refuse_folders((group.cells, group.samples or ()) for group in groups)
     groups = [group for group in groups if group.cells]
     copies = Copies([cell.settings for cell in own.values()], list(own))
     results: dict[Path, RunResult] = {}

@@ -17,7 +17,7 @@ Not here: the workers' life, which is Ray's or Slurm's.
 import importlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,11 +27,13 @@ from typing import Any
 import torch
 
 from engine.errors import ConfigError, RunError
+from evals.answer import Answering
 from evals.asked import ask as ask_for
 from evals.cells import RUNS, ready_cells
 from evals.lines import standing
-from evals.loop import Group, Waiting
+from evals.loop import Group
 from evals.models import load_model
+from evals.prepare import Preparation, PreparedSample
 from evals.screen.progress import Progress, Standing, say
 from evals.settings import Pool, RayPool, Settings, SlurmPool
 from results import RunFolder, RunResult, SampleRow
@@ -104,18 +106,17 @@ def refuse_timed(group: Group) -> None:
         )
 
 
-def divide(number: int, group: Group, waiting: Sequence[Waiting], n_shards: int) -> Work:
+def divide(number: int, group: Group, waiting: Sequence[PreparedSample], n_shards: int) -> Work:
     """Cut what a group misses into shards; neighbours go to different ones, as their lengths are alike."""
-    ids = group.ids
-    places = [one.place for one in waiting]
-    n_shards = min(n_shards, len(places))
+    ids = [(one.place, one.sample.id) for one in waiting]
+    n_shards = min(n_shards, len(ids))
     shards = [
         Shard(
             name=f"{number}-{i}-of-{n_shards}",
             cells=tuple(replace(cell.settings, pool=None) for cell in group.cells),
             paths=tuple(cell.path.resolve() for cell in group.cells),
-            answered=tuple(frozenset(row.id for row in group.folders[cell.path].rows) for cell in group.cells),
-            samples=tuple((at, ids[at]) for at in places[i::n_shards]),
+            answered=tuple(frozenset(row.id for row in group.writer.folders[cell.path].rows) for cell in group.cells),
+            samples=tuple(ids[i::n_shards]),
             cwd=Path.cwd(),
         )
         for i in range(n_shards)
@@ -141,8 +142,7 @@ def ask(works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapp
 
 def finish(work: Work) -> None:
     if not work.left:
-        for cell in work.group.cells:
-            work.group.finish(cell)
+        work.group.finish()
 
 
 @contextmanager
@@ -227,15 +227,13 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             ready = zip(ready_cells(ask_for(shard.cells)), shard.paths, strict=True)
             cells = [replace(cell, path=shard.folder(path)) for cell, path in ready]
             answered = dict(zip((cell.path for cell in cells), shard.answered, strict=True))
-            group = Group(cells, answered)
-            group.folders, group.cells_asked = open_folders(cells, stack, say), group.cells
-            group.model = load_model(group.first.settings)
-            group.read_samples(group.model.tokenizer)
-            waiting = group.missing(list(prompts(group, shard.samples)))
-            n = len(shard.samples)
+            group, folders = Group(cells), open_folders(cells, stack, say)
+            model = load_model(group.first.settings)
+            group.samples = samples_of(shard, group, model.tokenizer)
+            waiting, n = group.enter(folders, answered), len(shard.samples)
             estimate = group.estimate(waiting)
-            with Progress(f"shard {shard.name}", n, n - len(waiting), estimate=estimate) as group.progress:
-                group.ask_all(waiting)
+            with Progress(f"shard {shard.name}", n, n - len(waiting), estimate=estimate) as progress:
+                group.ask_all(waiting, Answering(model, group.first, progress))
     except (ConfigError, RunError) as error:
         return error
     return None
@@ -248,16 +246,19 @@ def refuse_link(folder: Path) -> None:
             raise ConfigError(f"{path} is a symbolic link, which runs do not follow; remove the link")
 
 
-def prompts(group: Group, samples: Iterable[tuple[int, str]]) -> Iterator[Waiting]:
-    """A shard's samples, made and encoded."""
-    for i, id in samples:
-        sample = group.samples[i]
+def samples_of(shard: Shard, group: Group, tokenizer: Any) -> list[PreparedSample]:
+    """A shard's samples, prepared; a cell that cannot answer one is left out."""
+    preparation, prepared = Preparation(group.cells, tokenizer), list[PreparedSample]()
+    for place, id in shard.samples:
+        sample = preparation.samples[place]
         if sample.id != id:
             raise ConfigError(
-                f"sample {i} is {sample.id!r} on {socket.gethostname()} and {id!r} where the command was given; "
+                f"sample {place} is {sample.id!r} on {socket.gethostname()} and {id!r} where the command was given; "
                 "all machines must read the same data"
             )
-        yield group.check_sample(i, sample)
+        prepared.append(preparation.prepare(place, sample))
+    group.without(preparation.refused)
+    return prepared
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 What a row knows can be copied, so that it goes back behind a question. Tokens of a feed that change nothing but what is
 added to the cache are read in one call: `at_once` says how many. A method that retrieves needs `select_feed` for it.
 
-Not here: how a feed is read (`engine/turns`), which questions are asked (`evals/turns`).
+Not here: how a feed is read (`engine/turns`), which questions are asked (`evals/conversation.py`).
 """
 
 from dataclasses import replace

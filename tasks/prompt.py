@@ -50,6 +50,10 @@ class Prompt:
         """All tokens that the model reads for a sample."""
         return chain(self.context_ids, self.question_ids, sample.forced or ())
 
+    def n_behind(self, sample: Sample) -> int:
+        """Tokens that may follow the context at once."""
+        return len(self.question_ids) + sample.max_new_tokens
+
 
 def middle_truncate(tokenizer: Any, text: str, limit: int, *, odd_to_end: bool = False) -> tuple[str, int, int]:
     """Cut the middle out of `text`; returns it with its token counts before and after.

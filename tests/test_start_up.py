@@ -23,13 +23,13 @@ print(code, used.ru_utime + used.ru_stime, *({"torch._C", "transformers"} & sys.
 RIGHT = """
 import sys
 import run
-import evals.loop
+import evals.answer
 
 def prefill(*_, **__):
     print(*sys.modules)
     raise KeyboardInterrupt
 
-evals.loop.prefill = prefill
+evals.answer.prefill = prefill
 run.main(sys.argv[1:])
 """
 UNUSED = (  # by a run up to its first prefill

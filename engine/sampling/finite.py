@@ -4,7 +4,7 @@ A row's largest logit is NaN where any is, +inf where one is, and -inf where not
 nothing is added to its token, which becomes NaN then. Checked on the logits and not on what they choose: an argmax of
 NaN is a token as any other.
 
-Not here: what happens to such a row (`engine/decode.py`), what is written of it (`evals/loop.py`).
+Not here: what happens to such a row (`engine/decode.py`), what is written of it (`evals/lines.py`).
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@
 
 `engine/width.py` has the share and the widest point, by which runs plan too; what methods observe is counted there.
 
-Not here: what runs do about short memory (`engine/width.py`, `evals/loop.py`).
+Not here: what runs do about short memory (`engine/width.py`, `evals/answer.py`).
 """
 
 from collections.abc import Mapping

@@ -127,7 +127,7 @@ def test_answers_that_no_memory_holds_are_refused_before_the_model_is_loaded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setattr("evals.turns.waiting.machine_bytes", lambda device: 10**6)
+    monkeypatch.setattr("evals.prepare.machine_bytes", lambda device: 10**6)
     many = [*words(model), "n_answers=1000", "method=full"]  # 24 tokens of 384 bytes each
     with pytest.raises(ConfigError, match=r"of 900 answers of up to 24 tokens at once take 0\.00829 GB, and cpu has"):
         run_cells([cell([*many, "sweep.max_variants=900"], tmp_path / "run")])
@@ -139,6 +139,6 @@ def test_answers_that_no_memory_holds_are_refused_before_the_model_is_loaded(
 def test_answers_that_memory_holds_one_by_one_are_not_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evals.turns.waiting.machine_bytes", lambda device: 10**4)
+    monkeypatch.setattr("evals.prepare.machine_bytes", lambda device: 10**4)
     ((result, rows),) = sweep(words(model), [["method=full"]], tmp_path)
     assert (result.status, len(rows)) == ("ok", 6)

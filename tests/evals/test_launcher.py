@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from engine.errors import ConfigError
-from evals import loop, runner
+from evals import answer, runner
 from evals.settings import RayPool, Settings, SlurmPool, settings
 from results import read_samples
 from tests.tiny_run import CONF, cell, save_tiny
@@ -60,13 +60,13 @@ def heights(found: dict[str, list[dict[str, Any]]]) -> list[int]:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the prompts that were read."""
-    read, prefill = [], loop.prefill
+    read, prefill = [], answer.prefill
 
     def noting(model: Any, ids: Sequence[int], *rest: Any) -> Any:
         read.append(len(ids))
         return prefill(model, ids, *rest)
 
-    monkeypatch.setattr(loop, "prefill", noting)
+    monkeypatch.setattr(answer, "prefill", noting)
     return read
 
 
@@ -79,7 +79,7 @@ def test_waves_say_what_all_variants_say_at_once(
     assert n_passes == 2 * 2
     by_two = sweep("by two", "sweep.max_variants=4")
     assert heights(by_two) == [4, 4, 4, 4, 2, 1, 2]
-    monkeypatch.setattr(loop, "room_bytes", lambda *_: 0)
+    monkeypatch.setattr(answer, "room_bytes", lambda *_: 0)
     one_by_one = sweep("one by one")
     assert heights(one_by_one) == [1] * 7
     assert len(passes) == 3 * n_passes, "a wave read the prompt again"
@@ -117,7 +117,7 @@ def test_a_cell_that_cannot_be_met_is_left_out_and_said_and_the_rest_runs(
 def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
     sweep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = loop.decode
+    decode = answer.decode
 
     def small(model: Any, trace: Any, rows: Sequence[Any], **rest: Any) -> Any:
         if len(rows) > 2:
@@ -125,7 +125,7 @@ def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
         return decode(model, trace, rows, **rest)
 
     at_once = sweep("at once")
-    monkeypatch.setattr(loop, "decode", small)
+    monkeypatch.setattr(answer, "decode", small)
     halved = sweep("halved")
     assert max(heights(halved)) <= 2
     assert said(halved) == said(at_once)

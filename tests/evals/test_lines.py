@@ -1,6 +1,7 @@
 from typing import Any
 
-from evals.lines import SHOWN, lost_line, shortened
+from evals.lines import own_columns
+from evals.prepare import SHOWN, shortened
 from tasks.base import Sample
 from tasks.prompt import Prompt
 
@@ -16,7 +17,7 @@ def test_a_line_repeats_the_ends_of_what_was_asked() -> None:
     sample = Sample("one", "a" * 5000 + "the end", "What?", answer_prefix="Answer:", fields={"length": 9})
     short = shortened(sample, Prompt((1, 2), (3,)), Words())
     assert short.context == "… " + "a" * (SHOWN - 7) + "the end"
-    fields = lost_line(short, Prompt((1, 2), (3,)), "oom", "no memory").fields
+    fields = own_columns(short)
     assert fields == {"length": 9, "prompt_end": {"context": short.context, "question": "What?", "cue": "Answer:"}}
 
 
@@ -26,7 +27,7 @@ def test_a_line_repeats_what_stands_around_a_needle_that_its_end_has_not() -> No
     short = shortened(
         Sample("one", context, "Which?", evidence=(f" {needle} ", "not there")), Prompt((1,), (3,)), Words()
     )
-    end = lost_line(short, Prompt((1,), (3,)), "oom", "no memory").fields["prompt_end"]
+    end = own_columns(short)["prompt_end"]
     assert needle not in end["context"] and end["question"] == "Which?"
     assert end["evidence"].count(needle) == 1 and "\n" not in end["evidence"]
     before, behind = end["evidence"].split(needle)
@@ -40,4 +41,4 @@ def test_a_prompt_that_is_given_as_tokens_is_read_back() -> None:
 
 def test_a_line_of_nothing_repeats_nothing() -> None:
     sample = shortened(Sample("three", "", ""), Prompt((), (3,)), Words())
-    assert lost_line(sample, Prompt((), (3,)), "oom", "no memory").fields == {}
+    assert own_columns(sample) == {}

@@ -20,8 +20,8 @@ from hydra import compose, initialize_config_dir
 from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.prefill import Trace
-from evals import loop, models, runner
-from evals.lines import SHOWN
+from evals import answer, models, prepare, runner
+from evals.prepare import SHOWN
 from evals.settings import Settings, settings
 from methods.dropping import xkv
 from methods.dropping.pyramidinfer import PyramidInfer
@@ -202,7 +202,7 @@ def test_limit_takes_the_first_samples(cell: Any) -> None:
 
 
 def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(answer, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match=r"task.lengths.*4000"):
         run(cell("task.lengths=[4000]"))
     monkeypatch.setattr(Needle, "check", lambda self, shape: None)
@@ -216,7 +216,7 @@ def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, mon
 def test_a_budget_too_small_for_a_prompt_is_refused_before_any_is_read(
     cell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(answer, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match="leaves nothing beside"):
         run(cell("method=streamingllm", "budget=4", "comm=0"))
 
@@ -356,8 +356,8 @@ def test_a_plan_is_made_once_per_variant_and_length_and_a_prompt_is_encoded_once
         lengths.add(len(prompt.context_ids))
         return prompt
 
-    made_prompt = loop.encode
-    monkeypatch.setattr(loop, "encode", encode)
+    made_prompt = prepare.prompt_of
+    monkeypatch.setattr(prepare, "prompt_of", encode)
     variants = [("oracle", "1/5"), ("oracle", "1/2"), ("snapkv", "1/5"), ("pyramidinfer", "1/2")]
     run(*(cell(f"method={name}", f"ratio={ratio}", out=f"{name}-{i}") for i, (name, ratio) in enumerate(variants)))
     assert len(prompts) == 4 and set(prompts.values()) == {1}

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import ConfigError
-from evals import loop, runner, shards
+from evals import prepare, runner, shards, write
 from evals.settings import RayPool, Settings
 from evals.shards import Ended, Shard, Tail, ask_shard
 from results import RunResult, read_runs, read_samples
@@ -93,7 +93,7 @@ def test_shards_leave_what_one_process_leaves(
     assert [len(shard.samples) for shard in asked] == [2, 2, 2]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("1 group in")]
     assert len(said) == 6  # each sample is seen once
-    monkeypatch.setattr(loop, "tokenizer_of", lambda *_, **__: pytest.fail("loaded again"))
+    monkeypatch.setattr(prepare, "tokenizer_of", lambda *_, **__: pytest.fail("loaded again"))
     run_on_pool(cells("shards"))
     assert len(asked) == 3
 
@@ -103,30 +103,30 @@ def test_a_lost_worker_and_a_killed_command_leave_what_they_answered(
 ) -> None:
     """A worker dies behind its first sample, the command with it; another command takes that sample over."""
     runner.run_cells(cells("alone"))
-    keep, answered = loop.Group.keep, []
+    keep, answered = write.Writer.write, []
 
     class Killed(BaseException):
         pass
 
-    def dying(self: loop.Group, one: Any, line: Any, row: Any) -> None:
+    def dying(self: Any, one: Any, given: Any) -> None:
         if len(answered) == len(VARIANTS) + 1:
             raise Killed
-        keep(self, one, line, row)
-        answered.append((one.path, line.id))
+        keep(self, one, given)
+        answered.append((given.cell.path, one.sample.id))
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Group, "keep", dying)
+        patch.setattr(write.Writer, "write", dying)
         use(patch, backwards)
         with pytest.raises(Killed):
             run_on_pool(cells("shards"))
     assert len(list((tmp_path / "shards").rglob("shards/*/samples.jsonl"))) == len(VARIANTS)
     again: list[str] = []
 
-    def noting(self: loop.Group, one: Any, line: Any, row: Any) -> None:
-        again.append(f"{one.settings.method.name} {line.id}")
-        keep(self, one, line, row)
+    def noting(self: Any, one: Any, given: Any) -> None:
+        again.append(f"{given.cell.settings.method.name} {one.sample.id}")
+        keep(self, one, given)
 
-    monkeypatch.setattr(loop.Group, "keep", noting)
+    monkeypatch.setattr(write.Writer, "write", noting)
     runner.run_cells(cells("shards"))  # in one process this time
     assert told(tmp_path / "shards") == told(tmp_path / "alone")
     assert len(again) == len(set(again)) == len(VARIANTS) * 6 - len(answered)
@@ -134,14 +134,14 @@ def test_a_lost_worker_and_a_killed_command_leave_what_they_answered(
 
 def test_a_retried_shard_asks_only_what_is_missing(cells: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.run_cells(cells("alone"))
-    keep, kept = loop.Group.keep, []
+    keep, kept = write.Writer.write, []
 
-    def failing_once(self: loop.Group, one: Any, line: Any, row: Any) -> None:
+    def failing_once(self: Any, one: Any, given: Any) -> None:
         if len(kept) == len(VARIANTS):
             kept.append("")
             raise RuntimeError("the worker is gone")
-        keep(self, one, line, row)
-        kept.append(line.id)
+        keep(self, one, given)
+        kept.append(one.sample.id)
 
     def retrying(waiting: Sequence[Shard], look: Callable[[], None]) -> Iterator[Ended]:
         for shard in waiting:
@@ -150,7 +150,7 @@ def test_a_retried_shard_asks_only_what_is_missing(cells: Any, tmp_path: Path, m
             except RuntimeError:
                 yield shard, ask_shard(shard)
 
-    monkeypatch.setattr(loop.Group, "keep", failing_once)
+    monkeypatch.setattr(write.Writer, "write", failing_once)
     use(monkeypatch, retrying)
     run_on_pool(cells("shards"))
     assert told(tmp_path / "shards") == told(tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""A conversation as tokens: what is compressed, and the feed of each turn.
+"""A sample as tokens; of a conversation what is compressed, and the feed of each turn.
 
 Pieces are tokenised separately, so that every mode has the same tokens at the same places. Where the model has a chat
 template, what stands between an answer and the next question is taken from a rendering of two turns.
@@ -17,6 +17,7 @@ from tasks.prompt import (
     SENTINEL,
     Prompt,
     around,
+    encode,
     first_ids,
     n_alike,
     render,
@@ -45,9 +46,21 @@ class TalkPrompt(Prompt):
     def every_id(self, sample: Sample) -> Iterator[int]:
         return chain(super().every_id(sample), *self.feeds)
 
+    def n_behind(self, sample: Sample) -> int:
+        return self.n_new
+
     def end_ids(self, stop_ids: frozenset[int]) -> tuple[int, ...]:
         """The token that ends a turn in the chat template, where it has one that also ends an answer."""
         return self.change_ids[:1] if self.change_ids and self.change_ids[0] in stop_ids else ()
+
+
+def prompt_of(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, scope: str) -> Prompt:
+    """The tokens of any sample."""
+    if sample.ids is not None:
+        return Prompt(sample.ids, ())
+    if sample.conversation is not None:
+        return encode_talk(tokenizer, sample, chat=chat, system_prompt=system_prompt)
+    return encode(tokenizer, sample, chat=chat, system_prompt=system_prompt, scope=scope)
 
 
 def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str) -> TalkPrompt:

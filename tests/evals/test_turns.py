@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from evals.turns.encode import encode_talk
 from plots.read import Run, load
 from plots.turns import in_words, less_full, with_turns, write
 from results import SampleRow, interval
@@ -16,6 +15,7 @@ from tasks.longbench import embedded
 from tasks.longbench.shared import by_context
 from tasks.scbench import synthetic
 from tasks.turns.conversation import Asking, Conversation, Turn
+from tasks.turns.encode import encode_talk
 from tests.tiny_run import cell, run, save_tiny, sweep
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 

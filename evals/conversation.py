@@ -6,7 +6,7 @@ dialogue      all variants read the next feed and answer; each goes on with its 
 
 The last token of an answer that stays is read with the next feed.
 
-Not here: the prefill and the lines' files (`evals/loop.py`), tokens (`evals/turns/encode.py`).
+Not here: the prefill (`evals/answer.py`), tokens (`tasks/turns/encode.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,10 @@ from engine.decode import Answer
 from engine.model import Model
 from engine.prefill import Trace
 from engine.turns.talk import Talk
-from evals.turns.encode import TalkPrompt
 from methods.base import SelectiveAttention
 from methods.variant import Variant
 from tasks.turns.conversation import Asking
+from tasks.turns.encode import TalkPrompt
 
 
 @dataclass(frozen=True)
