@@ -47,7 +47,6 @@ class Asked:
     """A cell as far as it is known without torch."""
 
     settings: Settings  # as they were given, but for a method without a budget
-    given: Settings
     rules: type[Rules]
     params: Any
     task: Task
@@ -173,7 +172,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     refuse_answers(settings, rules, task)
     shape = look(early_shape, settings)
     sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
-    asked = Asked(settings, given, rules, params, task, task_params, shape, sparsity, coding)
+    asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding)
     if shape is not None:
         check(asked, shape)
     return asked

@@ -4,27 +4,24 @@ Not here: what is asked for, and whether it can be met (`evals/asked.py`), the l
 (`evals/loop.py`).
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.budget import NO_FRAME, BudgetRequest, Frame
-from engine.checkpoints.digests import changed_at
 from engine.errors import ConfigError
 from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
 from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
-from evals.models import Found, located, look_into, look_up, resolve_hardware
+from evals.models import look_into, look_up, resolve_hardware
 from evals.outside import is_target
 from evals.settings import Settings, load_class
 from methods.base import SelectiveAttention
 from methods.rules import Coding, Rules
 from methods.variant import Variant
-from results import read_config, run_name
-from results.config import differing_keys
+from results import run_name
 from tasks.base import Task
 
 FIRST = Rules.version  # of what makes codes, until its answers change
@@ -141,17 +138,12 @@ def distinct(cells: Iterable[Cell]) -> list[Cell]:
 
 def ready_cell(asked: Asked, look: Lookups) -> Cell:
     """The cell with what only the model's files tell: these are converted now, where they have to be."""
-    settings, given = resolve_hardware(asked.settings), resolve_hardware(asked.given)
+    settings = resolve_hardware(asked.settings)
     found = look(look_up, settings)
     shape = found.shape
     if shape != asked.shape:
         check(asked, shape)
-    config = identity(settings, asked, found.digests[0])
-    for each in (settings,) if given == settings else (settings, given):
-        earlier = as_begun(each, identity(each, asked, found.digests[0]), found)
-        if is_begun(each, earlier):
-            settings, config = each, earlier
-            break
+    config = identity(settings, asked, found.digest)
     path = place(settings, config)
     if not is_finished(path):
         with naming(settings):
@@ -189,39 +181,9 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
     return config
 
 
-def as_begun(settings: Settings, config: dict[str, Any], found: Found) -> dict[str, Any]:
-    """`config`; with the digest that earlier runs recorded, where such a run was begun with this checkpoint.
-
-    A digest that does not tell all contents cannot tell whether a checkpoint was edited since: its files have to be
-    older than the run.
-    """
-    for digest in found.digests:
-        if is_begun(settings, config | {"model_digest": digest}):
-            return config | {"model_digest": digest}
-    where = located(settings)
-    for digest in found.earlier if where is not None else ():
-        earlier = config | {"model_digest": digest}
-        if is_begun(settings, earlier):
-            recorded = place(settings, earlier) / "config.yaml"
-            if changed_at(str(where)) < recorded.stat().st_mtime:
-                return earlier
-    return config
-
-
 def is_finished(path: Path) -> bool:
     """Whether a run has a result, which may turn out damaged."""
     return (path / "result.json").is_file()
-
-
-def is_begun(settings: Settings, config: dict[str, Any]) -> bool:
-    """Whether there is a folder of a run with exactly this configuration."""
-    folder = place(settings, config)
-    if not (folder / "config.yaml").is_file():
-        return False
-    try:
-        return not differing_keys(read_config(folder), json.loads(json.dumps(config)))  # as JSON: tuples are lists
-    except ValueError:
-        return False  # `RunFolder` says what is wrong with it
 
 
 def place(settings: Settings, config: dict[str, Any]) -> Path:

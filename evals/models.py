@@ -4,12 +4,11 @@ Not here: how a model is loaded (`engine`).
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoints.digests import digests_of, earlier_digests_of
+from engine.checkpoints.digests import digest_of
 from engine.checkpoints.load import (
     Letters,
     drawn_checkpoint,
@@ -51,19 +50,17 @@ class Found:
     """A model of which only shape and contents are known so far."""
 
     shape: ModelShape
-    digests: tuple[str, ...]  # names of its contents, that of a run's identity first
-    earlier: tuple[str, ...]  # names that earlier runs recorded, which do not tell all contents
+    digest: str  # of its contents
 
 
 def look_up(settings: Settings) -> Found:
     """A model's shape, and short names of its weights, before they are loaded; its files are converted if need be."""
     spec = settings.model
     if settings.weights == "random":
-        return Found(shape_of(random_config(spec), spec.name), ("random",), ())
+        return Found(shape_of(random_config(spec), spec.name), "random")
     shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    earlier = earlier_digests_of(where) if Path(where).exists() else ()
-    return Found(shape, digests_of(where, spec.revision), earlier)
+    return Found(shape, digest_of(where, spec.revision))
 
 
 def look_into(settings: Settings) -> Checkpoint:
@@ -72,15 +69,6 @@ def look_into(settings: Settings) -> Checkpoint:
     if settings.weights == "random":
         return drawn_checkpoint(spec.name, random_config(spec))
     return read_checkpoint(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-
-
-def located(settings: Settings) -> Path | None:
-    """Where the model's files are, converted if they have to be; None where no file is known."""
-    spec = settings.model
-    if settings.weights == "random":
-        return None
-    where = Path(locate(spec.id, spec.revision, spec.trust_remote_code)[0])
-    return where if where.exists() else None
 
 
 def random_config(spec: ModelSpec) -> Any:

@@ -36,10 +36,17 @@ ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usua
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's
-# Parameters that came later, and what says the same as a run without them: such runs keep their names.
-LATER = {
+# Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
+# run keeps its name.
+USUAL: dict[str, dict[str, Any]] = {
+    "model": {"check": "auto"},
     "task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"},
     "method": {"cluster_on": "auto"},
+    "run": {
+        **{"weights": "trained", "device_map": None, "cuda_graphs": "auto", "budget_counts": "target"},
+        **{"compose": None, "compose_order": ORDERS[0], "memory": None, "prefill": None, "prefill_chunk": None},
+        **{"allocator": None},
+    },
 }
 KINDS = {  # what a group's classes are, and the package that they are taken from
     "method": "methods.base.SelectiveAttention",
@@ -75,13 +82,6 @@ class ModelSpec:
         one_of("model.check", self.check, CHECKS)
         if not self.name.strip():
             raise ConfigError("model.name is empty; give the name that tables are to show")
-
-    def identity(self) -> dict[str, Any]:
-        """What of it identifies a run; a check that was made is what all runs had before there was a choice."""
-        known = asdict(self)
-        if self.check == CHECKS[0]:
-            del known["check"]
-        return known
 
 
 @dataclass(frozen=True)
@@ -185,16 +185,15 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """What identifies the run, as plain data: hashed for its folder, written to config.yaml."""
-        ratio, memory, prefill = self.budget.ratio, self.budget.memory, self.prefill
-        ratio = None if self.budget.memory_alone else ratio
-        return {
+        budget = self.budget
+        always = {
             "method": identity(self.method),
             "task": identity(self.task),
-            "model": self.model.identity(),
-            "ratio": None if ratio is None else exact(ratio),
-            "budget": self.budget.tokens,
-            "comm": exact(self.budget.comm),
-            "compensate": self.budget.compensate,
+            "model": unusual("model", asdict(self.model)),
+            "ratio": None if budget.ratio is None or budget.memory_alone else exact(budget.ratio),
+            "budget": budget.tokens,
+            "comm": exact(budget.comm),
+            "compensate": budget.compensate,
             "cache": asdict(self.cache),
             "compression_scope": self.scope,
             "seed": self.seed,
@@ -202,27 +201,33 @@ class Settings:
             "dtype": self.dtype,
             "device": self.device,
             "data_dir": self.data_dir,
-        } | {
-            # Only where they are not what all runs had before there was a choice.
-            **({} if self.weights == "trained" else {"weights": self.weights}),
-            **({} if self.device_map is None else {"device_map": self.device_map}),
-            **({} if self.graphs else {"cuda_graphs": "never"}),
-            **({} if self.budget.counts in (None, "target") else {"budget_counts": self.budget.counts}),
-            **self.sampling.identity(),
-            **({} if self.compose is None else {"compose": identity(self.compose)}),
-            **({} if self.compose_order == ORDERS[0] else {"compose_order": self.compose_order}),
-            **({} if memory is None else {"memory": exact(memory)}),
-            **({} if prefill is None else {"prefill": identity(prefill)}),
-            **({} if self.chunk is None else {"prefill_chunk": self.chunk}),
-            **({} if self.allocator is None else {"allocator": identity_of_allocator(self.allocator)}),
         }
+        hardware = {
+            "weights": self.weights,
+            "device_map": self.device_map,
+            "cuda_graphs": "auto" if self.graphs else "never",
+            "budget_counts": budget.counts or "target",
+        }
+        more = {
+            "compose": self.compose and identity(self.compose),
+            "compose_order": self.compose_order,
+            "memory": None if budget.memory is None else exact(budget.memory),
+            "prefill": self.prefill and identity(self.prefill),
+            "prefill_chunk": self.chunk,
+            "allocator": self.allocator and identity_of_allocator(self.allocator),
+        }
+        return always | unusual("run", hardware) | self.sampling.identity() | unusual("run", more)
+
+
+def unusual(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group, less those that change nothing."""
+    usual = USUAL.get(group, {})
+    return {key: value for key, value in values.items() if key not in usual or value != usual[key]}
 
 
 def identity(choice: Choice) -> dict[str, Any]:
     """What of a choice identifies a run; of a file outside the repository its content does too."""
-    later = LATER.get(choice.group, {})
-    params = {key: value for key, value in choice.params.items() if key not in later or value != later[key]}
-    known = {"name": choice.name, "params": params}
+    known = {"name": choice.name, "params": unusual(choice.group, choice.params)}
     return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
 
 

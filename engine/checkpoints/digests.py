@@ -3,12 +3,11 @@
 A file counts as untouched while its size, both its times and its inode are what they were when it was hashed. What was
 found is a note per file in the cache folder. Notes of other users, or that others can write, are not believed.
 
-Runs recorded earlier knew a large file by its size and its two ends. `first_digest_of` is that digest, so that their
-folders are found again; files in `KNOWN` keep it, because their whole hash says that they are the ones it was made of.
+A small file, and one in `KNOWN`, is named by its size and its two ends, which say all of it.
 
 What the environment wrote into a checkpoint is no part of its name: transformers notes in tokenizer_config.json whether
 it was offline (HF_HUB_OFFLINE) when it saved. The name is the one that the file has with the note of a machine that was
-online; the other one, which earlier runs and tables may have, is a name of the same checkpoint.
+online; the other one, which a table may have, is a name of the same checkpoint.
 
 Not here: which files those are (`files.py`), where checkpoints lie, and what they are converted to (`load.py`,
 `conversion.py`).
@@ -25,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.checkpoints.files import files_beside, files_of
+from engine.checkpoints.files import files_of
 from engine.errors import ConfigError
 from engine.terminal import say
 
 END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
-FIRST_SUFFIXES = (".safetensors", ".bin", ".json")
-SUFFIXES = (*FIRST_SUFFIXES, ".jinja", ".model", ".txt", ".py")  # templates, tokenizers, own code
+WEIGHTS = (".safetensors", ".bin", ".json")
+SUFFIXES = (*WEIGHTS, ".jinja", ".model", ".txt", ".py")  # templates, tokenizers, own code
 LONG = 1 << 30  # bytes; hashing that many takes a second where the processor helps, and five where not
 NOTED_IN = "tokenizer_config.json"
 NOTE = re.compile(rb'(?<!\\)("local_files_only"\s*:\s*)(?:true|false)')  # written by transformers' save_pretrained
@@ -64,31 +63,12 @@ def digests_of(where: str, revision: str | None) -> tuple[str, ...]:
         return names_of(where, files_of(where, SUFFIXES))
 
 
-def earlier_digests_of(where: str) -> tuple[str, ...]:
-    """Names that earlier runs recorded of a local checkpoint, which do not tell all its contents."""
-    with explained(where):
-        by_ends = names_by_ends(where)
-        return tuple(dict.fromkeys([*by_ends, *names_of(where, files_beside(where, SUFFIXES))]))
-
-
-def first_digest_of(where: str) -> str:
-    """The digest by sizes and ends that earlier runs recorded of a local checkpoint, first of all."""
-    return names_by_ends(where)[0]
-
-
-def names_by_ends(where: str) -> list[str]:
-    """Digests by sizes and ends: with the note as it stands, and for each of `NOTES`."""
-    facts = [(file, fact(where, file)) for file in files_beside(where, FIRST_SUFFIXES)]
-    as_noted = [[fact(where, file, None, note) if is_noted(file) else it for file, it in facts] for note in NOTES]
-    return [shortened(repr(found)) for found in ([it for _, it in facts], *as_noted)]
-
-
 def names_of(where: str, files: Sequence[Path]) -> tuple[str, ...]:
     """A digest of all that these files hold for each of `NOTES`; one where none of them has the note."""
     facts = [
         (file, whole, fact(where, file, whole))
         for file, whole in zip(files, whole_hashes(files), strict=True)
-        if file.suffix not in SUFFIXES or file.suffix in FIRST_SUFFIXES or Path(where).is_file() or whole not in KNOWN
+        if file.suffix not in SUFFIXES or file.suffix in WEIGHTS or Path(where).is_file() or whole not in KNOWN
     ]
     found = (
         [fact(where, file, whole, note) if is_noted(file) else it for file, whole, it in facts] for note in NOTES
@@ -106,11 +86,6 @@ def explained(where: str) -> Iterator[None]:
             f"the checkpoint {where} cannot be read ({error.strerror or error}: {error.filename}); "
             "make its files readable or give another one"
         ) from None
-
-
-def changed_at(where: str) -> float:
-    """When a local checkpoint's youngest file was written."""
-    return max(file.stat().st_mtime for file in files_of(where, SUFFIXES))
 
 
 def name_in(where: str, file: Path) -> str:

@@ -18,17 +18,9 @@ def files_of(where: str, suffixes: Sequence[str]) -> list[Path]:
     path = Path(where)
     if path.is_file():
         return [path]
-    beside = files_beside(where, suffixes)
+    beside = sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
     named = (path / name for name in sorted({*named_weights(path)}))
     return beside + [file for file in named if file not in beside and file.is_file()]
-
-
-def files_beside(where: str, suffixes: Sequence[str]) -> list[Path]:
-    """The file itself, or a folder's files of these kinds, less what lies in folders below it."""
-    path = Path(where)
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
 
 
 def named_weights(folder: Path) -> Iterator[str]:

@@ -51,10 +51,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_change_between_the_ends_is_another_checkpoint(checkpoint: Path) -> None:
     before = digest(checkpoint)
-    first = digests.first_digest_of(str(checkpoint))
     write(checkpoint / "model.safetensors", b"a" * 50 + b"b" + b"a" * 49)  # its old time and size
     assert digest(checkpoint) != before
-    assert digests.first_digest_of(str(checkpoint)) == first  # which is why it is not enough
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.model", "modeling.py"])
@@ -131,17 +129,10 @@ def test_a_file_that_is_still_being_copied_is_refused(checkpoint: Path, monkeypa
         digest(checkpoint)
 
 
-def test_small_files_and_known_ones_keep_the_digest_that_runs_recorded(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = digests.first_digest_of(str(checkpoint))
-    assert digest(checkpoint) != first
-    known = {digests.hashlib.sha256(b"a" * 100).hexdigest()}
-    monkeypatch.setattr(digests, "KNOWN", known)
-    assert digest(checkpoint) == first
-    monkeypatch.setattr(digests, "KNOWN", set())
-    monkeypatch.setattr(digests, "END", 1 << 20)
-    assert digest(checkpoint) == digests.first_digest_of(str(checkpoint))
+def test_a_known_file_is_named_by_its_ends_as_a_small_one_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_its_whole = digest(checkpoint)
+    monkeypatch.setattr(digests, "KNOWN", {digests.hashlib.sha256(b"a" * 100).hexdigest()})
+    assert digest(checkpoint) != by_its_whole
 
 
 def test_a_folder_or_pipe_named_like_weights_is_not_read(checkpoint: Path) -> None:
@@ -167,7 +158,7 @@ def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
     from engine.checkpoints.header import embedded_file
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert digest(embedded_file()) == digests.first_digest_of(str(embedded_file())) == "f398b721a399"
+    assert digest(embedded_file()) == "f398b721a399"
 
 
 # --- what the environment writes -----------------------------------------------------------------
@@ -185,10 +176,7 @@ def test_what_the_environment_noted_is_no_part_of_a_checkpoint(
     for offline in ("false", "true"):
         write(file, noted(offline))
         names[offline] = digests.digests_of(str(checkpoint), None)
-        assert digests.first_digest_of(str(checkpoint)) in names[offline]  # as earlier runs called either
     assert names["true"] == names["false"] and len({*names["true"]}) == 2
-    write(file, noted("false"))
-    assert digest(checkpoint) == digests.first_digest_of(str(checkpoint))
 
 
 @pytest.mark.parametrize("end", [16, 1 << 20])
@@ -223,8 +211,6 @@ def test_weights_that_an_index_names_belong_to_the_checkpoint_wherever_they_lie(
         write(checkpoint / name, content)
         seen.add(digest(checkpoint))
     assert len(seen) == 3
-    os.utime(checkpoint / name, (LONG_AGO + 9e6, LONG_AGO + 9e6))
-    assert digests.changed_at(str(checkpoint)) == LONG_AGO + 9e6
 
 
 def test_weights_that_a_configuration_names_belong_to_the_checkpoint(checkpoint: Path) -> None:
