@@ -177,10 +177,6 @@ class Trace:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
         return torch.stack(self.shares).mean().item() if self.shares else None
 
-    def has_observed(self, asked: Iterable[Observation]) -> bool:
-        """Whether all of it was observed, of every compressed layer."""
-        return all((what, layer) in self._observed for what in asked for layer in self.shape.attention_layers)
-
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
 

@@ -58,9 +58,6 @@ class Sampling:
         return [None] if self.n_answers == 1 else [*range(self.n_answers)]
 
 
-GREEDY = Sampling()
-
-
 def draw_seed(run_seed: int, prompt_id: str, draw: int) -> int:
     """The seed of a draw, below 2**63."""
     digest = hashlib.sha256(f"{run_seed}\n{draw}\n{prompt_id}".encode("utf-8", "surrogatepass")).digest()

@@ -11,7 +11,7 @@ Not here: the other scorers (`scores.py`).
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -71,11 +71,6 @@ def match(prediction: str, language: str, asked: str, functions: Iterable[tuple[
         if similarity > best:
             best, name = similarity, other
     return Match(code, name, best, name == asked)
-
-
-def pass_at_1(matches: Sequence[Match], threshold: float = THRESHOLD) -> float:
-    """Share of answers that are right."""
-    return sum(one.is_right(threshold) for one in matches) / len(matches)
 
 
 def bleu(candidate: str, reference: str) -> float:

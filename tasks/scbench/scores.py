@@ -100,12 +100,6 @@ def turn_means(scores: Iterable[TurnScore], task: str = "") -> dict[int, float]:
     return {turn: fsum(each) / len(each) for turn, each in by_turn.items()}
 
 
-def task_score(scores: Sequence[TurnScore], task: str = "") -> float:
-    """Mean over turns of their means, which every turn index enters alike."""
-    means = turn_means(scores, task)
-    return fsum(means.values()) / len(means)
-
-
 def official_by_turn(scores: Sequence[TurnScore], tasks: Sequence[str] = ("",)) -> str:
     """The line of the authors' file, in per cent: a mixed task has its subtasks side by side, and 0 for none."""
     turns = dict.fromkeys(one.turn for one in scores)
