@@ -28,11 +28,12 @@ from urllib.parse import urlparse
 from filelock import FileLock
 
 from engine.errors import ConfigError
+from engine.foreign import parse_json
 from evals.screen.progress import Progress
 from evals.settings import Settings, load_class
 from evals.typed import build_params
 from results import RunResult, SampleRow, read_config, read_ledger, read_samples
-from results.files import is_file, parse_json, write
+from results.files import is_file, write
 
 COLUMNS = (  # of the table of samples, before the task's own
     *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),
@@ -260,7 +261,7 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not is_file(path):
         return {}
     try:
-        note = parse_json(path.read_bytes())
+        note = parse_json(path.read_bytes(), is_ours=True)
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

@@ -13,18 +13,20 @@ Not here: tasks that score what they saw while they decoded (perplexity, fidelit
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from engine.budget import show
 from engine.errors import ConfigError, RunError
 from engine.terminal import printable, say
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
 from evals.typed import build_params
-from results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples, shown_fraction
+from results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
 from results.scores import Score, Scores, crc_of_answer
 from tasks.base import Sample, Task
 
@@ -140,7 +142,7 @@ def title(result: RunResult) -> str:
     """Of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
     if result.memory_exact is not None:
-        said = f"memory={shown_fraction(result.memory_exact)}"
+        said = f"memory={show(Fraction(result.memory_exact))}"
         budget = said if result.memory_exact == result.ratio_exact else f"{budget} {said}"
     return f"{result.method_label}, {budget}, {result.model}"
 

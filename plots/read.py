@@ -21,7 +21,7 @@ from typing import Any
 from engine.foreign import one_line, refuse_depth
 from engine.terminal import say
 from plots.looks import known
-from results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run, shown_fraction
+from results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
@@ -117,7 +117,7 @@ class Run:
     @property
     def comm(self) -> str:
         """As people write it: 1/8, where the result has 0.125."""
-        return shown_fraction(self.result.comm_exact)
+        return self.result.shown_comm
 
     def setting(self, *keys: str) -> Any:
         """A value of config.yaml, such as `setting("cache", "tokens")`; None where there is none."""

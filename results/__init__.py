@@ -35,7 +35,6 @@ from results.schema import (
     RunResult,
     SampleRow,
     prompt_hash,
-    shown_fraction,
 )
 from results.summary import combined, combined_ci95, summarise
 
@@ -67,6 +66,5 @@ __all__ = [
     "run_name",
     "samples_needed",
     "share_interval",
-    "shown_fraction",
     "summarise",
 ]

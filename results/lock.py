@@ -12,7 +12,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from engine.errors import ConfigError
-from results.files import HOLDER, LOCK, parse_json
+from engine.foreign import parse_json
+from results.files import HOLDER, LOCK
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def acquire(path: Path, wait: bool, on_wait: Callable[[Holder], None] | None) ->
 def holder_of(path: Path) -> Holder:
     """Who holds the lock, asked only while it is held: a killed process leaves its name behind."""
     try:
-        data = parse_json((path / HOLDER).read_bytes())
+        data = parse_json((path / HOLDER).read_bytes(), is_ours=True)
         return Holder(int(data["pid"]), str(data["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Holder(None, None)  # it has the lock and has not written its name yet

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import read_bytes
-from results.files import parse_json, unsealed
+from engine.foreign import parse_json, read_bytes
+from results.files import unsealed
 from results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
 from results.scores import REMAKE, SCORES, Scores, read_scores
 from results.summary import disagreement, with_scores
@@ -31,7 +31,7 @@ def parse_samples(path: Path, content: bytes) -> tuple[dict[str, SampleRow], int
     for number, line in enumerate(lines, start=1):
         place = f"{path} line {number}"
         try:
-            data = parse_json(line if line.endswith(b"\n") else b"")
+            data = parse_json(line if line.endswith(b"\n") else b"", is_ours=True)
         except ValueError:
             if number == len(lines):
                 break

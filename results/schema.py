@@ -18,7 +18,9 @@ from math import inf, isfinite
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin
 
-from results.files import parse_json, unsealed
+from engine.budget import show
+from engine.foreign import parse_json
+from results.files import unsealed
 from results.intervals import Bounds
 from results.names import shown_task
 
@@ -130,13 +132,6 @@ def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
     return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
 
 
-def shown_fraction(exact: str) -> str:
-    """A share as people write it: 1/8 and 1/64, where the exact form of `comm=1/8` is 0.125."""
-    value = Fraction(exact)
-    is_power = value.numerator == 1 and value.denominator >= 8 and value.denominator.bit_count() == 1
-    return f"1/{value.denominator}" if is_power else exact
-
-
 def check_types(row: Any) -> None:
     """ValueError with the first field of a dataclass whose value is not of the declared type."""
     for name, hint, check in checks_of(row.__class__):
@@ -236,7 +231,7 @@ class SampleRow:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """From a line with or without a seal; ValueError where it is no sample."""
-        return cls.from_data(parse_json(unsealed(line.removesuffix("\n"))))
+        return cls.from_data(parse_json(unsealed(line.removesuffix("\n")), is_ours=True))
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
@@ -400,15 +395,20 @@ class RunResult(RunFacts):
         return " ".join([self.shown_task, *parts])
 
     @property
+    def shown_comm(self) -> str:
+        """The share that `comm` allows, as people give it."""
+        return show(Fraction(self.comm_exact))
+
+    @property
     def asked(self) -> str:
         """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
-        said = "" if self.memory_exact is None else f"memory {shown_fraction(self.memory_exact)}"
+        said = "" if self.memory_exact is None else f"memory {show(Fraction(self.memory_exact))}"
         if self.budget is not None:
             counts = "" if self.budget_counts in (None, "target") else f"({self.budget_counts}) "
             return f"{self.budget} tokens {counts}{said}".rstrip()
         if said and self.ratio_exact == self.memory_exact:
             return said
-        return f"ratio {shown_fraction(self.ratio_exact or '1')} {said}".rstrip()
+        return f"ratio {show(Fraction(self.ratio_exact or '1'))} {said}".rstrip()
 
     @property
     def bytes_find_per_step(self) -> float | None:
@@ -431,7 +431,7 @@ class RunResult(RunFacts):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """From a text with or without a seal; ValueError where it is no result."""
-        data = check_keys(parse_json(unsealed(text)), ["schema_version"])
+        data = check_keys(parse_json(unsealed(text), is_ours=True), ["schema_version"])
         version = data["schema_version"]
         if not isinstance(version, int) or isinstance(version, bool):
             raise ValueError(f"key 'schema_version' is {version!r:.80}, not a whole number")

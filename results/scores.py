@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine.errors import ConfigError
-from engine.foreign import read_bytes
-from results.files import parse_json, sealed, unsealed
+from engine.foreign import parse_json, read_bytes
+from results.files import sealed, unsealed
 from results.schema import SampleRow, bounded, check_keys, check_types
 
 SCORES, PART = "scores.jsonl", "scores.jsonl.part"
@@ -51,7 +51,7 @@ class Score:
         text = line.removesuffix("\n")
         if text == line or unsealed(text) is text:
             raise ValueError("it has no crc32, or no end")
-        data = check_keys(parse_json(unsealed(text)), KEYS)
+        data = check_keys(parse_json(unsealed(text), is_ours=True), KEYS)
         if unknown := sorted(data.keys() - KEYS):
             raise ValueError(f"key {unknown[0]!r} is unknown")
         with bounded():

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
     "methods.calibrate": {"engine", "methods", "evals"},  # a command, as `run` is
-    "results": {"engine.errors", "engine.foreign", "engine.terminal", "results"},
+    "results": {"engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "results"},
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
         *("engine", "methods", "results", "evals.studies"),
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "evals": {"engine", "methods", "results", "tasks", "evals"},
     "plots": {
         *("plots", "results", "tasks.needle.heatmap"),
-        *("engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
+        *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results"},

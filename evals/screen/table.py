@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from results import METRICS, RunResult, few_samples, shown_fraction
+from results import METRICS, RunResult, few_samples
 from results.sheet import Sheet, show, without_shared
 
 WIDTH = 100  # columns, where no terminal says how many there are
@@ -132,7 +132,7 @@ def parameters(result: RunResult) -> dict[str, Any]:
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
     budget = result.asked
-    comm = f"comm {shown_fraction(result.comm_exact)}"
+    comm = f"comm {result.shown_comm}"
     if attends_all(result):
         budget, comm = NO_MATTER, NO_MATTER
     return (

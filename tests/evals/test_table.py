@@ -1,14 +1,16 @@
 """The table that ends a run."""
 
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from engine.budget import show
 from evals.screen.table import number, print_table, remarks, sheet
-from results import RunResult, shown_fraction
+from results import RunResult
 from results.sheet import on_terminal
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
@@ -75,7 +77,7 @@ def test_full_attention_stands_once_whatever_it_was_given() -> None:
 
 
 def test_a_share_is_written_as_people_write_it() -> None:
-    assert [shown_fraction(exact) for exact in ("0.125", "1/64", "0.0625", "0.2", "0.5", "1/3", "1", "0")] == [
+    assert [show(Fraction(exact)) for exact in ("0.125", "1/64", "0.0625", "0.2", "0.5", "1/3", "1", "0")] == [
         "1/8", "1/64", "1/16", "0.2", "0.5", "1/3", "1", "0",
     ]  # fmt: skip
     shown = text(result(comm_exact="0.125"), result(comm_exact="1/64", ratio_exact="0.125"))
