@@ -275,7 +275,7 @@ def kernels() -> set[str]:
     """Names of all kernels that the ops launch; functions that only kernels call are no kernels."""
     sources = [Path(module.__file__ or "").read_text() for module in MODULES]
     names = {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
-    return {name for name in names if any(hasattr(getattr(module, name, None), "arg_names") for module in MODULES)}
+    return {name for name in names if any(hasattr(getattr(module, name, None), "fn") for module in MODULES)}
 
 
 # --- compiling --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Triton, where it is installed: kernels stand in their op's file and are compiled when they are first launched.
 
-Without it they are plain functions that nobody calls. A launch goes to the GPU that its tensors are on, whichever is
+Triton itself is imported then, which takes as long as all that a refused command does. Without it kernels are plain
+functions that nobody calls. A launch goes to the GPU that its tensors are on, whichever is
 current; pinned host tensors may be among them, which a kernel reads where they lie. With TRITON_INTERPRET=1 in the
 environment before the first import, Triton runs them on a CPU, operation by operation; the tests do where there is no
 GPU.
@@ -16,6 +17,7 @@ Not here: any kernel; what becomes of them on which GPU (`kernels/aot.py`).
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -23,33 +25,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-triton: Any = None
-tl: Any = None
-if find_spec("triton") is not None:
-    # Products and sums in one rounding, as on the CPU; Triton 3.9 warns where nobody says so.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    triton, tl = import_module("triton"), import_module("triton.language")
+# Products and sums in one rounding, as on the CPU; Triton 3.9 warns where nobody says so.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+class Later:
+    """A module that is imported when something is looked up in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.name), name)
+
+
+triton: Any = Later("triton") if find_spec("triton") else None
+tl: Any = Later("triton.language") if find_spec("triton") else None
 
 
 # Whether kernels run in Triton's interpreter, which takes bfloat16 for its bits where a product asks for it.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class Kernel:
+    """A kernel before its first launch, which needs Triton's own in its place wherever its file names one."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    @cached_property
+    def made(self) -> Any:
+        return triton.jit(self.fn)
+
+    def ready(self) -> Any:
+        """Triton's kernel, launched on the device of its first tensor of a GPU; so are those that it calls."""
+        if "made" in vars(self):
+            return self.made
+        made = self.made
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            index = next((x.device.index for x in args if isinstance(x, torch.Tensor) and x.is_cuda), None)
+            if index is None or index == torch.cuda.current_device():
+                return type(made).run(made, *args, **kwargs)
+            with torch.cuda.device(index):
+                return type(made).run(made, *args, **kwargs)
+
+        made.run = run  # what `kernel[grid](…)` calls
+        names = self.fn.__globals__
+        for name, value in [*names.items()]:
+            if isinstance(value, Kernel):
+                names[name] = value.ready()
+            elif isinstance(value, Later):
+                names[name] = import_module(value.name)
+        return made
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.ready()[grid]
+
+
 def jit(kernel: Any) -> Any:
-    """`triton.jit`, if there is one, launched on the device of its first tensor of a GPU."""
-    if triton is None:
-        return kernel
-    made = triton.jit(kernel)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        index = next((x.device.index for x in args if isinstance(x, torch.Tensor) and x.is_cuda), None)
-        if index is None or index == torch.cuda.current_device():
-            return type(made).run(made, *args, **kwargs)
-        with torch.cuda.device(index):
-            return type(made).run(made, *args, **kwargs)
-
-    made.run = run  # what `kernel[grid](…)` calls
-    return made
+    """`triton.jit`, if there is one, once the kernel is launched."""
+    return kernel if triton is None else Kernel(kernel)
 
 
 def cdiv(n: int, size: int) -> int:
