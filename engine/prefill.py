@@ -175,7 +175,11 @@ class Trace:
 
     def share(self) -> float | None:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
-        return torch.stack(self.shares).mean().item() if self.shares else None
+        return torch.stack(self.gathered(self.shares)).mean().item() if self.shares else None
+
+    def layer_shares(self) -> list[float]:
+        """The same of each layer that may be sparse; none where the pass was exact."""
+        return torch.stack(self.gathered(self.shares)).tolist() if self.shares else []
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()` for the first who asks under `key`, its result for all others: codes, clusters.

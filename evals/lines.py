@@ -5,13 +5,14 @@ Not here: how they are written (`results`), means over samples (there, too).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
 from engine.books.audit import uncounted_bytes
 from engine.books.ledger import Entry
 from engine.books.strip import attended_bins
-from engine.budget import exact
+from engine.budget import exact, show
 from evals.answer import Given
 from evals.cells import Cell
 from evals.conversation import Said
@@ -62,7 +63,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: Sel
         ledger["within_budget"] = False
     probes = row.variant.probes
     probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
-    report, share = row.shortened() | row.report(), row.trace.share()
+    report = row.shortened() | row.report()
     score, measures = cell.task.verdict_now(sample, given.text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=cell.line_id(sample.id),
@@ -89,12 +90,23 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: Sel
         | ({} if outcome is None else outcome.fields)
         | ({"metric": cell.task.metric} if cell.task.metric else {})
         | ({"scores_later": True} if cell.task.scores_later else {})
-        | ({} if share is None else {"prefill_share": share})
+        | prefill_columns(row, cell)
         | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
         | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
+
+
+def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
+    """What a sparse prefill computed and chose by, and what the method saw of it."""
+    shares, rule = row.trace.layer_shares(), cell.sparsity
+    if rule is None or not shares:
+        return {}
+    columns = {"prefill_share": fmean(shares), "prefill_shares": shares}
+    estimate = rule.estimate(row.trace.s_prompt) if min(shares) < 1 else 0.0
+    sees_all = any(what.of_all_weights for what in row.variant.observations)
+    return columns | {"prefill_estimate": estimate} | ({"prefill_observed": rule.observe} if sees_all else {})
 
 
 def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str, cell: Cell) -> SampleRow:
@@ -165,12 +177,27 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     return Standing(cell.settings.method.name, cell.request.label(), len(rows), shown, cell.task.scores_later)
 
 
+def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[str]:
+    """What a reader has to know of a sparse prefill beside its share."""
+    rule, notes = cell.sparsity, list[str]()
+    if rule is None:
+        return notes
+    if rule.density is not None and share > rule.density * Fraction(101, 100):
+        notes.append(f"prefill.density={show(rule.density)} is less than what the prefill always computes")
+    if any(row.fields.get("prefill_observed") == "kept" for row in rows):
+        notes.append("what the method observed of all queries is of the pairs that the sparse prefill computed")
+    if rule.asks_last and cell.settings.scope == "context_only":
+        notes.append("the prefill chose by the context's last queries, and the question was not among them")
+    return notes
+
+
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     """What is known of a run beside its scores."""
     settings, notes = cell.settings, list(cell.task.notes)
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:
         notes.append(f"the prefill computed {fmean(shares):.3f} of the pairs of query and key, and is approximate")
+        notes += prefill_notes(cell, rows, fmean(shares))
     if uncounted := [row.fields["bytes_uncounted"] for row in rows if "bytes_uncounted" in row.fields]:
         notes.append(
             f"it holds up to {max(uncounted) / 1e6:.1f} MB in tensors of its own, far more than it counts: its budget "

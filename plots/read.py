@@ -73,7 +73,7 @@ class Run:
     @property
     def prefill(self) -> str:
         """As `method`: `minference` of `minference_short`."""
-        return self.result.prefill.partition("_")[0]
+        return self.result.prefill.removesuffix("_short")
 
     @property
     def is_preset(self) -> bool:

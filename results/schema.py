@@ -302,6 +302,8 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "n_failed": 0,
     "measures": None,
     "probe_s": None,
+    "prefill_share": None,
+    "prefill_estimate": None,
     "pseudo_tokens_mean": None,
     "prefill": EXACT,
     "prefill_params": {},
@@ -356,6 +358,8 @@ class RunResult(RunFacts):
     n_failed: int = 0  # samples whose answers ended in NaN
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
+    prefill_share: float | None = None  # of all pairs of query and key, what a sparse prefill computed
+    prefill_estimate: float | None = None  # multiply-adds of choosing them, relative to q·k of all pairs
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
     answer_tokens_mean: float | None = None  # generated tokens
     cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored

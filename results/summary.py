@@ -117,6 +117,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         batch_rows_mean=mean(row.batch_rows for row in ok),
         measures=means_of_measures(ok),
         probe_s=mean(row.fields.get("probe_s") for row in ok),
+        prefill_share=mean(row.fields.get("prefill_share") for row in ok),
+        prefill_estimate=mean(row.fields.get("prefill_estimate") for row in ok),
         resident_share=mean(row.ledger.get("resident_share") for row in ok),
         moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
         bytes_index_read_per_step=mean(row.ledger.get("bytes_index_read_per_step") for row in ok),

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from results import METRICS, RunResult, few_samples
+from results import EXACT, METRICS, RunResult, few_samples
 from results.sheet import Sheet, show, without_shared
 
 WIDTH = 100  # columns, where no terminal says how many there are
@@ -28,6 +28,7 @@ NUMBERS = {  # behind the score, its interval and n: heads, and what one value s
     "prefill\ns": "prefill {} s",
     "s\n/token": "{} s a token",
 }
+SPARSE = {"pairs\nread": "{} of the prompt's pairs of query and key computed"}  # of runs behind a sparse prefill
 ANSWERS = {  # of runs that draw answers, or whose budget counts them
     "answer\ntokens": "{} tokens an answer",
     "cut\noff": "{} of the answers cut off",
@@ -55,16 +56,19 @@ def sheet(done: Done) -> Sheet:
     results = distinct([result for _, result in done])
     measures = measured(results)
     about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
-    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *measures, *about, *NUMBERS]
+    pairs = SPARSE if any(result.prefill_share is not None for result in results) else {}
+    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *measures, *about, *NUMBERS]
     rows = [
         [
-            label(result, results), *texts(result), *score(result), *means(result, measures),
-            *answers(result)[: len(about)], *numbers(result),
+            label(result, results), *texts(result), *score(result), *computed(result)[: len(pairs)],
+            *means(result, measures), *answers(result)[: len(about)], *numbers(result),
         ]
         for result in results
     ]  # fmt: skip
     # A score and its interval stay where they are looked for, and a single run's costs do.
-    sayings = {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about
+    sayings = (
+        {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about | pairs
+    )
     narrow, words = without_shared(Sheet(heads, rows), dict.fromkeys(TEXTS, "{}"), [NO_MATTER])
     made, figures = without_shared(narrow, sayings)
     n_keys = 1 + sum(head in TEXTS for head in made.heads)
@@ -169,6 +173,12 @@ def score(result: RunResult) -> tuple[str, ...]:
         "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci),
         str(result.n_samples),
     )
+
+
+def computed(result: RunResult) -> tuple[str, ...]:
+    """The column of `SPARSE`; an exact prefill computes all."""
+    share = result.prefill_share
+    return (number(1.0 if share is None and result.prefill == EXACT else share, 3),)
 
 
 def means(result: RunResult, names: Sequence[str]) -> list[str]:

@@ -153,6 +153,8 @@ def pivots(
     if not parts:
         return []
     parts = with_parameters(parts, {*rows, *(columns or ())})
+    if "prefill" in {*rows, *(columns or ())}:
+        parts = beside_prefills(parts)
     columns = chosen(parts, rows) if columns is None else columns
     labels = sorted({part.of["method"] for part in parts})
     if against not in (None, FULL, *labels):
@@ -223,6 +225,22 @@ def with_parameters(parts: Sequence[Part], axes: set[str]) -> list[Part]:
     return named
 
 
+def beside_prefills(parts: Sequence[Part]) -> list[Part]:
+    """Parts whose prefill is a key: its name, what tells it from others of the name, and the method without it."""
+    params: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        params.setdefault(part.run.result.prefill, []).append(part.run.result.prefill_params)
+    named: list[Part] = []
+    for part in parts:
+        result, method = part.run.result, part.of["method"]
+        mine, others = result.prefill_params, params[result.prefill]
+        tail = [f"{key}={as_word(mine[key])}" for key in mine if any(other.get(key) != mine[key] for other in others)]
+        if not part.run.is_exact:
+            method = "Full" if part.run.method == "full" else method.partition(" + ")[2] or part.run.method
+        named.append(replace(part, of={**part.of, "prefill": " ".join([result.prefill, *tail]), "method": method}))
+    return named
+
+
 def values_of(parts: Sequence[Part], key: str) -> list[str]:
     return sorted({part.of[key] for part in parts} - {ANY}, key=in_order)
 
@@ -283,6 +301,8 @@ def pivot_of(
         for column in product(*across):
             candidates.setdefault((row, column), []).append(part)
     existing = {column for (_, column), found in candidates.items() if any(not p.run.is_full for p in found)}
+    if "method" in columns:
+        existing = set()  # full attention has a column of its own
     cells: dict[tuple[tuple[str, ...], tuple[str, ...]], Cell] = {}
     for key, found in candidates.items():
         if not existing or key[1] in existing:

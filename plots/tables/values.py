@@ -49,6 +49,12 @@ def cut_off(rows: Sequence[SampleRow]) -> float | None:
     return sum(cut) / len(cut) if cut else None
 
 
+def prefill_share(rows: Sequence[SampleRow]) -> float | None:
+    """Of all pairs of query and key, what a sparse prefill computed; None of an exact one."""
+    shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
+    return sum(shares) / len(shares) if shares else None
+
+
 VALUES: dict[str, Value] = {
     "score": Value("score", "", lambda rows: None),
     "tokens": Value("tokens attended to", "", ledger("tokens_attended_mean")),
@@ -61,6 +67,7 @@ VALUES: dict[str, Value] = {
     "footprint": Value("entries of an answer", "thousand", ledger("footprint_entries", 1e3)),
     "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
     "find": Value("read per step to find tokens", "KB", ledger("bytes_index_read_per_step", 1e3)),
+    "prefill_share": Value("pairs that the prefill computed, share", "", prefill_share, 3),
     "prefill_s": Value("prefill", "s", mean_prefill, 2),
     "step_s": Value("decode step, shared by all variants beside", "s", seconds_per_token, 4),
 }

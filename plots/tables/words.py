@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from plots.tables.generic import ANY, FULL, Cell, Pivot
-from plots.tables.values import VALUES, value_named
+from plots.tables.values import VALUES, prefill_share, value_named
 from results.sheet import ABSENT, Sheet, Word
 
 
@@ -53,6 +53,8 @@ def word(cell: Cell | None, pivot: Pivot) -> Word:
         return f"{pivot.scale * value:{sign},.{digits}f}"
 
     more = "" if cell.low is None or cell.high is None else f" ({number(cell.low)} to {number(cell.high)})"
+    share = prefill_share(cell.part.rows)
+    more += f" [{share:.2f}]" if share is not None and pivot.value != "prefill_share" else ""
     more += " †" if cell.over else ""
     more += f" n={cell.n}" if cell.n != pivot.n else ""
     return Word(number(cell.mean), cell.mark, more + (f" ({cell.n_oom} oom)" if cell.n_oom else ""))
@@ -78,6 +80,8 @@ def explanation(pivot: Pivot) -> list[str]:
             f"Paired with {pivot.against} on the same prompts. Bold: a difference by the paired test, corrected for "
             "all cells with these prompts (Holm)."
         )
+    if any(prefill_share(cell.part.rows) is not None for cell in cells) and pivot.value != "prefill_share":
+        sentences.append("In square brackets the share of the pairs of query and key that a sparse prefill computed.")
     if any(cell.over for cell in cells):
         sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
     return [*sentences, *pivot.notes]

@@ -197,6 +197,90 @@ def test_defaults_of_the_paper_are_exact_on_a_short_prompt(model: list[str], tmp
     assert full[0].prediction == paper[0].prediction and paper[0].fields["prefill_share"] == 1.0
 
 
+# What a line, a result and a table say.
+
+SMALL = {
+    "a_shape_short": ["prefill.n_init=4", "prefill.n_local=40"],
+    "tri_shape_short": ["prefill.n_init=4", "prefill.n_local=40", "prefill.n_last=16"],
+    "block_sparse_short": ["prefill.top_chunks=4"],
+    "flexprefill_short": ["prefill.block=16", "prefill.min_budget=16", "prefill.gamma=0.5"],
+    "top_cdf_short": ["prefill.cdf=0.5", "prefill.smooth_k=false"],
+    "xattention_short": ["prefill.threshold=0.5"],
+    "vertical_slash": ["prefill.n_vertical=8", "prefill.n_slash=8", "prefill.n_near=8"],
+}
+
+
+def test_every_prefill_is_the_same_alone_and_in_company(model: list[str], tmp_path: Path) -> None:
+    words = [*model, *NEEDLE, "ratio=0.3", "limit=1"]
+    cells = [
+        [f"prefill={name}", *keys, f"method={method}"] for name, keys in SMALL.items() for method in ("full", "h2o")
+    ]
+    together = sweep(words, cells, tmp_path / "sweep")
+    for i, (result, rows) in enumerate(together):
+        alone, lines = run([*words, *cells[i]], tmp_path / str(i))
+        assert plain(rows) == plain(lines) and alone.score == result.score
+        fields = rows[0].fields
+        assert result.prefill_share == fields["prefill_share"] == pytest.approx(sum(fields["prefill_shares"]) / 3)
+        assert 0.02 < fields["prefill_share"] < 0.95 and result.prefill_estimate == fields["prefill_estimate"] < 0.5
+        assert fields.get("prefill_observed") == (None if i % 2 == 0 else "kept")
+        said = "what the method observed of all queries is of the pairs that the sparse prefill computed"
+        assert (said in result.notes) == (i % 2 == 1)
+        assert RunResult.from_json(result.to_json()) == result
+
+
+def test_a_density_beside_the_score_lets_prefills_be_compared(model: list[str], tmp_path: Path) -> None:
+    words = [*model, *NEEDLE, "limit=1", "method=full"]
+    cells = [[f"prefill={name}", *keys, "prefill.density=0.4"] for name, keys in SMALL.items()]
+    done = sweep(words, [*cells, ["prefill=block_sparse_short", "prefill.density=0.01"]], tmp_path)
+    *fitting, (over, _) = done
+    assert all(0.3 < (result.prefill_share or 0) <= 0.4 for result, _ in fitting)
+    assert "prefill.density=0.01 is less than what the prefill always computes" in over.notes
+    made = sheet([(Path(str(i)), result) for i, (result, _) in enumerate(done)])
+    shown = [float(row[made.heads.index("pairs\nread")]) for row in made.rows]
+    assert shown == pytest.approx([result.prefill_share or 0 for result, _ in done], abs=1e-3)
+
+
+def test_a_choice_by_the_last_queries_says_that_the_question_was_not_among_them(
+    model: list[str], tmp_path: Path
+) -> None:
+    words = [*model, *NEEDLE, "limit=1", "method=full", "compression_scope=context_only"]
+    (flex, _), (blocks, _) = sweep(
+        words, [[f"prefill={name}", *SMALL[name]] for name in ("flexprefill_short", "block_sparse_short")], tmp_path
+    )
+    assert any("the question was not among them" in note for note in flex.notes)
+    assert not any("the question was not among them" in note for note in blocks.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["prefill=xattention", "prefill.threshold=nothing.json"], "prefill.threshold=nothing.json cannot be read"),
+        (
+            ["prefill=a_shape", "prefill.layers=[1,9]"],
+            "prefill.layers=.1,9. is out of range; model 'tiny' has 3 layers",
+        ),
+        (["prefill=top_cdf", "prefill.topk=0.5"], "prefill.cdf and prefill.topk are two ways"),
+        (["prefill=flexprefill", "prefill.density=2"], "prefill.density=2 is out of range"),
+    ],
+)
+def test_settings_that_no_model_can_be_read_by_are_refused(
+    words: list[str], says: str, model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=says) as caught:
+        run([*model, *NEEDLE, "method=full", *words], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_of_thresholds_is_part_of_what_names_a_run(model: list[str], tmp_path: Path) -> None:
+    file, names = tmp_path / "heads.json", []
+    for share in (0.4, 0.5):
+        file.write_text(json.dumps([[share] * 6] * 3))
+        words = [*model, *NEEDLE, "limit=1", "method=full", "prefill=xattention_short", f"prefill.threshold={file}"]
+        names.append(run(words, tmp_path / str(share))[0].config_hash)
+    assert names[0] != names[1]
+
+
 def test_settings_keep_the_chosen_file() -> None:
     assert cell(["prefill=exact"], Path("x")).prefill is None
     chosen = cell(["prefill=minference_short"], Path("x")).prefill

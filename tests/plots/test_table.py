@@ -269,3 +269,19 @@ def test_latex_compiles(tmp_path: Path) -> None:
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_prefills_by_method_say_what_each_computed_beside_its_score(tmp_path: Path) -> None:
+    for method in ("full", "snapkv"):
+        write(tmp_path, method, "needle", rows([1.0] * 12))
+        for density, share in ((0.1, 0.094), (0.5, 0.47)):
+            asked = {"n_slash": 64, "density": density}
+            write(tmp_path, method, "needle", rows(HITS, prefill_share=share), prefill=asked)
+    made = one(tmp_path, rows=["prefill"], columns=["method"])
+    assert made.columns == [("Full",), ("SnapKV (C)",)]
+    assert [row for (row,) in made.rows] == ["exact", "minference density=0.1", "minference density=0.5"]
+    text = markdown(made)
+    assert text.count("[0.09]") == text.count("[0.47]") == 2 and "In square brackets the share of the pairs" in text
+    shares = one(tmp_path, rows=["prefill"], columns=["method"], value="prefill_share")
+    assert shares.cells[("minference density=0.5",), ("Full",)].mean == pytest.approx(0.47)
+    assert "In square brackets" not in markdown(shares)
