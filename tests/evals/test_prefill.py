@@ -236,7 +236,7 @@ def test_a_density_beside_the_score_lets_prefills_be_compared(model: list[str], 
     assert all(0.3 < (result.prefill_share or 0) <= 0.4 for result, _ in fitting)
     assert "prefill.density=0.01 is less than what the prefill always computes" in over.notes
     made = sheet([(Path(str(i)), result) for i, (result, _) in enumerate(done)])
-    shown = [float(row[made.heads.index("pairs\nread")]) for row in made.rows]
+    shown = [float(str(row[made.heads.index("pairs\nread")])) for row in made.rows]
     assert shown == pytest.approx([result.prefill_share or 0 for result, _ in done], abs=1e-3)
 
 
