@@ -10,14 +10,14 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.terminal import say
-from tasks.download import SOURCES, cache_root, fetch
+from tasks.download import cache_root, downloads, fetch
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m evals.fetch", description="Fetch a benchmark's files into the data folder."
     )
-    parser.add_argument("benchmark", nargs="+", help=", ".join(SOURCES))
+    parser.add_argument("benchmark", nargs="+", help=", ".join(downloads()))
     parser.add_argument("--into", type=Path, help="data folder; the cache's without it")
     parser.add_argument("--only", nargs="+", default=(), help="patterns of files below it")
     given = parser.parse_args(arguments)

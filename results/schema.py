@@ -57,6 +57,7 @@ class Metric:
     highest: float | None
     # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
     weight: str | None = None
+    of_reading: bool = False  # of what was read; no answer is asked for
 
     @property
     def bounds(self) -> Bounds:
@@ -77,9 +78,9 @@ class Metric:
 SCORE = Metric("higher", 0, 1)
 METRICS = {  # by the name that a task declares; "score" without one
     "score": SCORE,
-    "recall": SCORE,
-    "perplexity": Metric("lower", 1, None, weight="n_targets"),
-    "tpot_ratio": Metric("lower", 0, None),
+    "recall": Metric("higher", 0, 1, of_reading=True),
+    "perplexity": Metric("lower", 1, None, weight="n_targets", of_reading=True),
+    "tpot_ratio": Metric("lower", 0, None, of_reading=True),
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.shapes import ModelShape
+from tasks.download import Piece
 from tasks.turns.conversation import Asking, Conversation
 
 
@@ -43,6 +44,17 @@ class Sample:
     forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds behind the prompt
 
 
+@dataclass(frozen=True)
+class Data:
+    """A benchmark's files below a data folder, as `make check` says them and `python -m evals.fetch` gets them."""
+
+    files: tuple[str, ...]
+    without: str  # what can be asked where they are not there
+    what: str = "files"  # or "datasets", "folders"
+    by_hand: str = ""  # where those are that are put there by hand
+    pieces: tuple[Piece, ...] = ()  # that are downloaded
+
+
 class Task(ABC):
     """A benchmark with one set of parameters. `check` runs before a model is loaded, `samples` after."""
 
@@ -56,6 +68,8 @@ class Task(ABC):
     asking: Asking | None = None  # how its conversations are asked, in a task whose samples have several turns
     is_timed: ClassVar[bool] = False  # cells are timed one after another; such a task is a `Latency`
     is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
+    data: ClassVar[Data | None] = None  # None: it needs none
+    packages: ClassVar[Mapping[str, str]] = {}  # optional ones that it needs, and for what of it
     scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
 
     @abstractmethod

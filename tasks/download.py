@@ -32,6 +32,7 @@ from typing import Any
 from filelock import FileLock
 
 from engine.errors import ConfigError, unknown_name
+from tasks.known import known_tasks
 
 HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"
@@ -58,72 +59,10 @@ class Piece:
         return f"{self.repo}@{self.revision[:8]}/{self.path}"
 
 
-LONGBENCH_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
-LONGBENCH_CODE = "2e00731f8d0bff23dc4325161044d0ed8af94c1e"
-INFINITEBENCH_REVISION = "90f0394333616266d9fe85824ceaf505093cbaa5"
-INFINITEBENCH_CODE = "753b69f2b0d4a03d866c1c4ab2f673635971ee35"
-INFINITEBENCH_FILES = {
-    **dict.fromkeys(("passkey", "number_string", "kv_retrieval", "longbook_sum_eng")),
-    **dict.fromkeys(("longbook_choice_eng", "longbook_qa_chn", "longdialogue_qa_eng")),
-    **dict.fromkeys(("code_debug", "code_run", "math_calc", "math_find")),
-    "longbook_qa_eng": "7f53a3aabd5445fa29f168914f13569c348406cfc88a3e495f3f2c13a0966ca4",
-}
-GSM8K_CODE = "3101c7d5072418e28b9008a6636bde82a006892c"
-PQCACHE_CODE = "151ce6ba10cf2e28c9e293f71f5d5e725541f093"
-MATH500_REVISION = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
-AIME25_REVISION = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
-
-SOURCES: dict[str, tuple[Piece, ...]] = {
-    "longbench": (
-        Piece(
-            "THUDM/LongBench", LONGBENCH_CODE, "LongBench/config/dataset2prompt.json",
-            "longbench/config/dataset2prompt.json", site="github",
-            sha256="56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
-        ),
-        Piece(
-            "THUDM/LongBench", LONGBENCH_CODE, "LongBench/config/dataset2maxlen.json",
-            "longbench/config/dataset2maxlen.json", site="github",
-            sha256="72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
-        ),
-        Piece(
-            "THUDM/LongBench", LONGBENCH_REVISION, "data.zip", "longbench/data",
-            members="data/*.jsonl",
-            sha256="cb45b11a4133c6bc1d6a44b0f8e701335ff1e543195db1103472e575857f7f64",
-        ),
-    ),
-    "infinitebench": (
-        Piece(
-            "OpenBMB/InfiniteBench", INFINITEBENCH_CODE, "src/prompt.py", "infinitebench/prompt.py",
-            site="github",
-        ),
-        *(
-            Piece(
-                "xinrongzhang2022/InfiniteBench", INFINITEBENCH_REVISION, f"{name}.jsonl",
-                f"infinitebench/data/{name}.jsonl", sha256=sha256,
-            )
-            for name, sha256 in sorted(INFINITEBENCH_FILES.items())
-        ),
-    ),
-    "gsm8k": (
-        Piece(
-            "openai/grade-school-math", GSM8K_CODE, "grade_school_math/data/test.jsonl",
-            "gsm8k/test.jsonl", site="github",
-            sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-        ),
-        Piece(
-            "openai/grade-school-math", GSM8K_CODE, "grade_school_math/data/train.jsonl",
-            "gsm8k/train.jsonl", site="github",
-            sha256="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
-        ),
-        Piece(
-            "HugoZHL/PQCache", PQCACHE_CODE, "GSM8k/gsm8k_prompt_formal.txt",
-            "gsm8k/gsm8k_prompt_formal.txt", site="github",
-            sha256="840c910d893478051921f2cc46461522157930646af523c97c350746046f0989",
-        ),
-    ),
-    "math500": (Piece("HuggingFaceH4/MATH-500", MATH500_REVISION, "test.jsonl", "math500/test.jsonl"),),
-    "aime": (Piece("math-ai/aime25", AIME25_REVISION, "test.jsonl", "aime/aime25.jsonl"),),
-}  # fmt: skip
+def downloads() -> dict[str, tuple[Piece, ...]]:
+    """What can be fetched, by the task that it is for."""
+    data = {name: kind.data for name, kind in known_tasks().items() if kind.data is not None}
+    return {name: each.pieces for name, each in data.items() if each.pieces}
 
 
 def cache_root() -> Path:
@@ -145,10 +84,11 @@ def fetch(
 
     `only` holds patterns such as `infinitebench/data/passkey.jsonl` or `longbench/config/*`.
     """
-    if name not in SOURCES:
-        raise unknown_name("benchmark", name, tuple(SOURCES))
+    known = downloads()
+    if name not in known:
+        raise unknown_name("benchmark", name, tuple(known))
     root = cache_root() if root is None else root
-    pieces = [one for one in SOURCES[name] if wanted(one, only)]
+    pieces = [one for one in known[name] if wanted(one, only)]
     folder = root / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

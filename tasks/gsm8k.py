@@ -28,14 +28,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import ConfigError
 from engine.foreign import read_text
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts
+from tasks.download import Piece
 from tasks.reasoning.answers import (
     PARTS,
     TEMPLATES,
@@ -54,6 +55,25 @@ TEST = "gsm8k/test.jsonl"
 TEST_SOURCE = "GitHub openai/grade-school-math (`python -m evals.fetch gsm8k`)"
 EXEMPLARS = "gsm8k/gsm8k_prompt_formal.txt"
 EXEMPLARS_SOURCE = "GitHub HugoZHL/PQCache (`python -m evals.fetch gsm8k`)"
+GSM8K_CODE = "3101c7d5072418e28b9008a6636bde82a006892c"
+PQCACHE_CODE = "151ce6ba10cf2e28c9e293f71f5d5e725541f093"
+PIECES = (
+    Piece(
+        "openai/grade-school-math", GSM8K_CODE, "grade_school_math/data/test.jsonl",
+        "gsm8k/test.jsonl", site="github",
+        sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+    ),
+    Piece(
+        "openai/grade-school-math", GSM8K_CODE, "grade_school_math/data/train.jsonl",
+        "gsm8k/train.jsonl", site="github",
+        sha256="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    ),
+    Piece(
+        "HugoZHL/PQCache", PQCACHE_CODE, "GSM8k/gsm8k_prompt_formal.txt",
+        "gsm8k/gsm8k_prompt_formal.txt", site="github",
+        sha256="840c910d893478051921f2cc46461522157930646af523c97c350746046f0989",
+    ),
+)  # fmt: skip
 NEXT_QUESTION = "\nQuestion: "
 NUMBER = re.compile(r"\d*\.?\d+")
 HASH4 = re.compile(r"#### (-?[0-9.,]+)")
@@ -248,6 +268,8 @@ class Gsm8k(Task):
     name = "gsm8k"
     version = 2
     Params = Params
+    data = Data((TEST, EXEMPLARS), "fetched when asked for", pieces=PIECES)
+    packages: ClassVar[Mapping[str, str]] = {"math-verify": "with thinking"}
     tokenizer: Any = None  # until `samples`; `evals.rescore` has none
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:

@@ -34,7 +34,7 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 from tasks import sources
-from tasks.base import Sample
+from tasks.base import Data, Sample
 from tasks.checks import check_choices, check_counts
 from tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
 from tasks.rows import ON_BAD_ROW
@@ -94,6 +94,9 @@ class Params:
 class PG19(ForcedTask):
     name = "pg19"
     version = 1
+    data = Data(
+        (FOLDER,), "without them only Python's own text (task.source=embedded)", what="folders", by_hand=UPSTREAM
+    )
     metric = "perplexity"
     Params = Params
     longest: int  # prefix that the model's window holds, known from `check` on

@@ -33,14 +33,15 @@ MAY_IMPORT = {
     "run": {"engine.errors", "engine.terminal", "evals", "results"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},
 }
-LARGEST_SHARE = 1 / 4  # of the code that a room may hold
-LONGEST_FILE = 500  # lines; a longer one says "Long because" in its docstring
-MOST_FILES = 20  # side by side in a folder, beside `__init__.py`
+LARGEST_SHARE = 0.22  # of the code that a room at the top may hold
+LONGEST_FILE = 600  # lines, of one thing; a longer one says "Long because" in its docstring
+MOST_FILES = 24  # side by side in a folder, as a screen shows them; no file is there because another one was full
 FOR_TYPES = {"engine": {"methods"}}  # under `if TYPE_CHECKING:` only
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run", "first_look"})
 SCRIPTS = [ROOT / "run.py", ROOT / "first_look.py"]
 FILES = [*SCRIPTS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
 def module_of(file: Path) -> str:
@@ -113,18 +114,17 @@ def is_ours(name: str, files: Collection[str]) -> bool:
     return name in files or name.rpartition(".")[0] in files
 
 
-def test_no_room_holds_more_than_a_quarter_of_the_code() -> None:
+def test_no_room_holds_too_much_of_the_code() -> None:
     lines: Counter[str] = Counter()
-    for file in [*FILES, *(ROOT / "benchmarks").glob("*.py")]:
-        room = "benchmarks" if file.parent.name == "benchmarks" else room_of(module_of(file))
-        lines[room] += file.read_text().count("\n")
+    for file in [*FILES, *BENCHMARKS]:
+        lines[module_of(file).partition(".")[0]] += file.read_text().count("\n")
     room, n = lines.most_common(1)[0]
     assert n <= LARGEST_SHARE * lines.total(), f"{room} holds {n} of {lines.total()} lines"
 
 
-@pytest.mark.parametrize("folder", sorted({file.parent for file in FILES} - {ROOT}), ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", sorted({file.parent for file in [*FILES, *BENCHMARKS]} - {ROOT}), ids=str)
 def test_a_folder_is_seen_at_a_glance(folder: Path) -> None:
-    assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES
+    assert len([*folder.glob("*.py")]) - (folder / "__init__.py").is_file() <= MOST_FILES
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -35,12 +35,6 @@ EXTRAS = {  # optional packages, and what they are for
     "faiss-cpu": "",
     "numba": "",
     "scikit-learn": "make bench",
-}
-GRADERS = {  # packages of the extra `tasks`, and what they are for
-    "math-verify": "math500, aime, gsm8k with thinking",
-    "langdetect": "ifeval_system",
-    "nltk": "ifeval_system, scbench",
-    **{f"tree-sitter{name}": "scbench" for name in ("", "-python", "-java", "-typescript", "-rust", "-cpp", "-go")},
 }
 ANTLR = "antlr4-python3-runtime==4.13.2"
 SHORTEST = 4096  # tokens that the main job reads at most
@@ -192,7 +186,11 @@ def extras() -> Fact:
 def graders() -> Fact:
     """What scores answers of some tasks, and the command for what is missing."""
     runtime = import_module("tasks.reasoning.judge").RUNTIME
-    absent = [f"{name} ({use})" for name, use in GRADERS.items() if not installed(name)]
+    uses: dict[str, list[str]] = {}
+    for task, kind in tasks().items():
+        for package, what in kind.packages.items():
+            uses.setdefault(package, []).append(f"{task} {what}".rstrip())
+    absent = [f"{name} ({', '.join(each)})" for name, each in uses.items() if not installed(name)]
     if absent:
         text = f"missing: {', '.join(absent)}; pip install -c constraints.txt -e '.[tasks]'"
     else:
@@ -317,59 +315,26 @@ def where(model: Shipped) -> str:
 
 def data() -> list[Fact]:
     """Per task, which of upstream's files a run would find, and how to get the others."""
+    return [Fact(name, found(name, kind.data)) for name, kind in tasks().items() if kind.data is not None]
+
+
+def found(name: str, data: Any) -> str:
+    """What of a task's files is here, and how to get the others."""
     sources = import_module("tasks.sources")
-    needle, ruler, pg19 = (import_module(f"tasks.{name}") for name in ("needle.task", "ruler.task", "pg19"))
-    longbench, lists = (
-        import_module("tasks.longbench.task"),
-        import_module("tasks.longbench.datasets").LISTS,
-    )
-    infinite, gsm8k = import_module("tasks.infinitebench.task"), import_module("tasks.gsm8k")
-    longproc, ifeval, v2 = (
-        import_module(f"tasks.{name}.task") for name in ("longproc", "ifeval_system", "longbench_v2")
-    )
+    here = [path for file in data.files if (path := sources.find(file, None))]
+    where = f" in {shown(root_of(here[0], sources))}" if here else ""
+    if len(here) == len(data.files):
+        return f"{count(len(here), data.what)}{where}"
+    ways = [f"python -m evals.fetch {name}"] if data.pieces else []
+    if data.by_hand:
+        ways.append(data.by_hand if ways else f"{data.by_hand}, into {shown(sources.data_roots(None)[-1])}")
+    has = f"{len(here)} of {count(len(data.files), data.what)}{where}" if here else "none"
+    return f"{has}; {data.without}; to get them: {'; '.join(ways)}"
 
-    def found(files: Sequence[str], what: str, without: str, remedy: str) -> str:
-        here = [path for file in files if (path := sources.find(file, None))]
-        where = f" in {shown(root_of(here[0], sources))}" if here else ""
-        if len(here) == len(files):
-            return f"{count(len(here), what)}{where}"
-        return f"{f'{len(here)} of {count(len(files), what)}{where}' if here else 'none'}; {without}; {remedy}"
 
-    def fetch(name: str) -> str:
-        return f"to get them: python -m evals.fetch {name}"
-
-    def by_hand(upstream: str) -> str:
-        return f"to get them: {upstream}, into {shown(sources.data_roots(None)[-1])}"
-
-    rows, tests = longbench.FOLDER, [gsm8k.TEST, gsm8k.EXEMPLARS]
-    own = "without them only Python's own text (task.source=embedded)"
-    own_words = "without them own words (task.source=embedded)"
-    generated = f"without them only {len(infinite.SYNTHETIC)}, generated (task.source=embedded)"
-    lines = {
-        "longbench": found(
-            [f"{rows}/{name}.jsonl" for name in lists["all21"]], "datasets",
-            "without all English ones only Python's own texts (task.source=embedded)", fetch("longbench"),
-        ),
-        "infinitebench": found(
-            [infinite.file_of(name) for name in infinite.DATASETS], "datasets", generated, fetch("infinitebench")
-        ),
-        "gsm8k": found(tests, "files", "fetched when asked for", fetch("gsm8k")),
-        "math500": found(["math500/test.jsonl"], "files", "fetched when asked for", fetch("math500")),
-        "aime": found(
-            [f"aime/aime{year}.jsonl" for year in (24, 25)], "files", "2025 is fetched when asked for",
-            f"{fetch('aime')}; 2024 by hand, from GitHub Zefan-Cai/R-KV",
-        ),
-        "longproc": found(
-            [f"longproc/{name}/{name}_{length}.json" for name in longproc.PARTS for length in longproc.USUAL_TOKENS],
-            "files", "the others cannot be asked", by_hand(longproc.UPSTREAM),
-        ),
-        "longbench_v2": found([v2.DATA], "files", "cannot be asked", by_hand(v2.UPSTREAM)),
-        "ifeval": found([ifeval.FILE], "files", "cannot be asked", by_hand(ifeval.UPSTREAM)),
-        "needle": found([needle.ESSAYS, needle.STRINGS], "files", own, by_hand(needle.UPSTREAM)),
-        "ruler": found([ruler.TEMPLATES], "files", own_words, by_hand(ruler.TEMPLATES_SOURCE)),
-        "pg19": found([pg19.FOLDER], "folders", own, by_hand(pg19.UPSTREAM)),
-    }  # fmt: skip
-    return [Fact(name, text) for name, text in lines.items()]
+def tasks() -> dict[str, Any]:
+    """Every task's class, by its name."""
+    return import_module("tasks.known").known_tasks()
 
 
 def root_of(path: Path, sources: Any) -> Path:

@@ -40,7 +40,6 @@ TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
 UNEQUAL = 0.05  # of a budget, by which mean entries of rows may differ that are compared
 MANY = 8  # folders; of more the first and the last are said
-READS_ONLY = {"latency", "fidelity", "pg19"}  # tasks that ask for no answer
 Done = Sequence[tuple[Path, RunResult]]
 
 
@@ -243,7 +242,7 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         for r in results
     ):
         lines.append("attended counts generated tokens too, which come on top of the prompt's budget")
-    if any(r.task not in READS_ONLY and r.protocol == "full_prompt" for r in results):
+    if any(not METRICS[r.metric or "score"].of_reading and r.protocol == "full_prompt" for r in results):
         lines.append("the first token of an answer comes from the prefill, not from the compressed cache")
     if any(result.within_budget is False for result in results):
         lines.append("! attended to more tokens, or read more to find them, than the budget allows")

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
+from tasks.base import Data
+from tasks.download import Piece
 from tasks.reasoning import task as reasoning
 from tasks.reasoning.task import Reasoning
 from tasks.rows import BadRow
 
 YEARS = (24, 25)
+REVISION = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
+PIECE = Piece("math-ai/aime25", REVISION, "test.jsonl", "aime/aime25.jsonl")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Aime(Reasoning):
     """One sample per problem, in the file's order."""
 
     name = "aime"
+    data = Data(
+        tuple(f"aime/aime{year}.jsonl" for year in YEARS), "2025 is fetched when asked for", pieces=(PIECE,),
+        by_hand="2024 by hand, from GitHub Zefan-Cai/R-KV",
+    )  # fmt: skip
     Params = Params
     usual_tokens = 32_768
     upstream = (

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import ConfigError, first_line
 from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts
 from tasks.ifeval_system import checks
 from tasks.ifeval_system.grade import followed
@@ -64,6 +64,8 @@ class IfevalSystem(Task):
     name = "ifeval_system"
     version = 1
     Params = Params
+    data = Data((FILE,), "cannot be asked", by_hand=UPSTREAM)
+    packages: ClassVar[Mapping[str, str]] = {"langdetect": "", "nltk": ""}
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # the shuffle is the paper's

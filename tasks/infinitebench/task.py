@@ -29,7 +29,7 @@ from engine.errors import ConfigError
 from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import (
     check_choices,
     check_counts,
@@ -39,6 +39,7 @@ from tasks.checks import (
     chosen,
     prompt_room,
 )
+from tasks.download import Piece
 from tasks.infinitebench.prompts import (
     OWN_TEMPLATES,
     checked_row,
@@ -60,6 +61,27 @@ STRINGS = "infinitebench/synthetic_strings.json"
 HUB = "hub dataset xinrongzhang2022/InfiniteBench (`python -m evals.fetch infinitebench`)"
 UPSTREAM_TEMPLATES = "infinitebench/prompt.py"
 TEMPLATES_SOURCE = "GitHub OpenBMB/InfiniteBench (src/prompt.py), put into JSON by family and task"
+INFINITEBENCH_REVISION = "90f0394333616266d9fe85824ceaf505093cbaa5"
+INFINITEBENCH_CODE = "753b69f2b0d4a03d866c1c4ab2f673635971ee35"
+INFINITEBENCH_FILES = {
+    **dict.fromkeys(("passkey", "number_string", "kv_retrieval", "longbook_sum_eng")),
+    **dict.fromkeys(("longbook_choice_eng", "longbook_qa_chn", "longdialogue_qa_eng")),
+    **dict.fromkeys(("code_debug", "code_run", "math_calc", "math_find")),
+    "longbook_qa_eng": "7f53a3aabd5445fa29f168914f13569c348406cfc88a3e495f3f2c13a0966ca4",
+}
+PIECES = (
+    Piece(
+        "OpenBMB/InfiniteBench", INFINITEBENCH_CODE, "src/prompt.py", "infinitebench/prompt.py",
+        site="github",
+    ),
+    *(
+        Piece(
+            "xinrongzhang2022/InfiniteBench", INFINITEBENCH_REVISION, f"{name}.jsonl",
+            f"infinitebench/data/{name}.jsonl", sha256=sha256,
+        )
+        for name, sha256 in sorted(INFINITEBENCH_FILES.items())
+    ),
+)  # fmt: skip
 SYNTHETIC = tuple(GENERATORS)
 DATASETS = tuple(SCORERS)
 LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
@@ -128,6 +150,10 @@ class InfiniteBench(Task):
     name = "infinitebench"
     version = 1
     Params = Params
+    data = Data(
+        tuple(f"{FOLDER}/{name}.jsonl" for name in DATASETS), what="datasets", pieces=PIECES,
+        without=f"without them only {len(SYNTHETIC)}, generated (task.source=embedded)",
+    )  # fmt: skip
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed

@@ -5,6 +5,7 @@ Not here: their prompts (`prompts.py` beside this file), and how embedded rows a
 
 from dataclasses import dataclass
 
+from tasks.download import Piece
 from tasks.longbench import embedded
 
 E_SUFFIX = "_e"
@@ -73,3 +74,24 @@ def base_name(dataset: str) -> str:
 
 def facts_of(dataset: str) -> Dataset:
     return EMBEDDED.get(dataset) or DATASETS[base_name(dataset)]
+
+
+LONGBENCH_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
+LONGBENCH_CODE = "2e00731f8d0bff23dc4325161044d0ed8af94c1e"
+PIECES = (
+    Piece(
+        "THUDM/LongBench", LONGBENCH_CODE, "LongBench/config/dataset2prompt.json",
+        "longbench/config/dataset2prompt.json", site="github",
+        sha256="56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
+    ),
+    Piece(
+        "THUDM/LongBench", LONGBENCH_CODE, "LongBench/config/dataset2maxlen.json",
+        "longbench/config/dataset2maxlen.json", site="github",
+        sha256="72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
+    ),
+    Piece(
+        "THUDM/LongBench", LONGBENCH_REVISION, "data.zip", "longbench/data",
+        members="data/*.jsonl",
+        sha256="cb45b11a4133c6bc1d6a44b0f8e701335ff1e543195db1103472e575857f7f64",
+    ),
+)  # fmt: skip

@@ -33,11 +33,11 @@ from engine.errors import ConfigError
 from engine.foreign import read_json, write_csv
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
 from tasks.lazy import LazySamples, in_turns
 from tasks.longbench import embedded
-from tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, base_name, facts_of
+from tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, PIECES, base_name, facts_of
 from tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
 from tasks.longbench.scores import (
     BACKENDS,
@@ -168,6 +168,10 @@ class LongBench(Task):
     name = "longbench"
     version = 1
     Params = Params
+    data = Data(
+        tuple(f"{FOLDER}/{name}.jsonl" for name in LISTS["all21"]), what="datasets", pieces=PIECES,
+        without="without all English ones only Python's own texts (task.source=embedded)",
+    )  # fmt: skip
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.asking = params, data_dir, params.asking

@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.foreign import NoJson, parse_json, read_bytes, read_text
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_room, prompt_room
 from tasks.lazy import LazySamples
 from tasks.longbench.prompts import shortened
@@ -123,6 +123,7 @@ class LongBenchV2(Task):
     name = "longbench_v2"
     version = 1
     Params = Params
+    data = Data((DATA,), "cannot be asked", by_hand=UPSTREAM)
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn

@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.foreign import LARGEST_FILE, read_json, read_text
 from engine.shapes import ModelShape
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_datasets, chosen
 from tasks.lazy import in_turns
 from tasks.longproc import scores
@@ -66,6 +66,10 @@ class LongProc(Task):
     name = "longproc"
     version = 1
     Params = Params
+    data = Data(
+        tuple(f"longproc/{name}/{name}_{length}.json" for name in PARTS for length in USUAL_TOKENS),
+        "the others cannot be asked", by_hand=UPSTREAM,
+    )  # fmt: skip
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn

@@ -27,7 +27,7 @@ from engine.foreign import read_text
 from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts
 from tasks.lazy import LazySamples
 from tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
@@ -341,6 +341,7 @@ class Needle(Task):
     name = "needle"
     version = 1
     Params = Params
+    data = Data((ESSAYS, STRINGS), "without them only Python's own text (task.source=embedded)", by_hand=UPSTREAM)
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed

@@ -63,6 +63,7 @@ class Reasoning(Task):
 
     Params: ClassVar[Any] = Params
     version = 2
+    packages: ClassVar[Mapping[str, str]] = {"math-verify": ""}
     usual_tokens: ClassVar[int]  # the longest answer where none is given
     upstream: ClassVar[str]
 

@@ -24,7 +24,7 @@ from engine.foreign import read_text, write_csv
 from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
-from tasks.base import Sample, Task
+from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_datasets, check_length, chosen
 from tasks.lazy import FilledSamples, in_turns
 from tasks.needle.task import ESSAYS, UPSTREAM
@@ -145,6 +145,7 @@ class Ruler(Task):
     name = "ruler"
     version = 1
     Params = Params
+    data = Data((TEMPLATES,), "without them own words (task.source=embedded)", by_hand=TEMPLATES_SOURCE)
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed

@@ -28,6 +28,7 @@ GRAMMARS = {  # language: its package, the function that gives the grammar, the 
     "cpp": ("tree_sitter_cpp", "language", "function_definition"),
     "go": ("tree_sitter_go", "language", "function_declaration"),
 }
+PACKAGES = ("nltk", "tree-sitter", *(f"tree-sitter-{language}" for language in GRAMMARS))
 BEGINNINGS = {  # of a function's first line, for the search without grammars
     "python": r"[ \t]*(?:async\s+)?def\s+\w+",
     "java": r"[ \t]*(?:[\w@<>\[\],.]+\s+)+\w+\s*\([^;{]*\)[^;{]*\{",

@@ -15,7 +15,7 @@ Not here: scorers (`scores.py`, `functions.py`), wording (`prompts.py`), how tur
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import ConfigError
 from engine.foreign import write_csv
@@ -100,6 +100,7 @@ class SCBench(Task):
     name = "scbench"
     version = 1
     Params = Params
+    packages: ClassVar[Mapping[str, str]] = dict.fromkeys(functions.PACKAGES, "")
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking

@@ -128,7 +128,7 @@ def sources(monkeypatch: pytest.MonkeyPatch, site: Site) -> dict[str, tuple[Piec
             Piece("o/d", REVISION, "big.jsonl", "bench/big.jsonl"),
         )
     }  # fmt: skip
-    monkeypatch.setattr(download, "SOURCES", table)
+    monkeypatch.setattr(download, "downloads", lambda: table)
     return table
 
 
@@ -246,7 +246,7 @@ def test_the_command_line(site, sources, tmp_path, capsys, monkeypatch) -> None:
 
 
 def test_every_source_is_pinned_to_a_commit_and_has_its_own_place() -> None:
-    for name, pieces in download.SOURCES.items():
+    for name, pieces in download.downloads().items():
         assert pieces
         assert len({piece.target for piece in pieces}) == len(pieces)
         for piece in pieces:
