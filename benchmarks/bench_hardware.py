@@ -29,6 +29,7 @@ from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
 from engine.model import Model
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from evals.studies.hardware import FULL_REQUEST, Hardware, Numbers, count, layers_of, method_of, predict
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
@@ -93,7 +94,7 @@ def read_rate(here: Here) -> float:
         trace = Trace(shape, s, torch.device("cpu"))
         for layer in shape.attention_layers:
             k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
-            trace.add(layer, k.to(model.dtype), v.to(model.dtype), shape.d_h**-0.5)
+            trace.add(layer, k.to(model.dtype), v.to(model.dtype), Softmax(shape.d_h**-0.5))
         row = kind.variant_for(params, FULL_REQUEST, trace.shape, trace.s_prompt).row(trace, 40)
         for layer in shape.attention_layers:
             row.build(layer)

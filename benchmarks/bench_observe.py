@@ -21,6 +21,7 @@ from engine.checkpoints.load import load
 from engine.model import Model
 from engine.observe import ColumnSums, Observation
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.dropping.pyramidkv import PyramidKV
@@ -41,7 +42,7 @@ def check_parity() -> None:
     logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.125
     future = torch.ones(700, 700, dtype=torch.bool).triu(1)
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
-    torch.testing.assert_close(ColumnSums().observe(q, k, 0.125).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ColumnSums().observe(q, k, Softmax(0.125)).double(), expected, rtol=1e-5, atol=0)
 
 
 def seconds(model: Model, ids: list[int], *what: Observation) -> float:

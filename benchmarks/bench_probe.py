@@ -26,6 +26,7 @@ from engine.observe import QueryStatistics
 from engine.passes.probe import probe
 from engine.passes.repetition import Repetition, largest_weights
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.dropping.expected_attention import ExpectedAttention
@@ -39,7 +40,7 @@ def check_parity() -> None:
     q, k = torch.randn(1, 9, 600, 64, generator=draw), torch.randn(1, 3, 500, 64, generator=draw)
     logits = q @ k.repeat_interleave(3, 1).mT * 0.125
     expected = logits.softmax(-1).amax(2).unflatten(1, (3, 3)).amax(2)
-    torch.testing.assert_close(largest_weights(q, k, 0.125, logits.logsumexp(-1)), expected)
+    torch.testing.assert_close(largest_weights(q, k, Softmax(0.125), logits.logsumexp(-1)), expected)
 
 
 def seconds(work: Callable[[], Any]) -> float:

@@ -17,6 +17,7 @@ from benchmarks.paired import measure, record
 from engine.attend import attend
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.store import Store
 
 SHAPES = {  # h, h_kv, d_h, prompt, mean
@@ -60,7 +61,7 @@ class Steps:
         start = perf_counter()
         for t in range(1, STEPS + 1):
             layer.append(self.token, self.token)
-            attend(self.q, layer.resident(), 0.1)
+            attend(self.q, layer.resident(), Softmax(0.1))
             store.close(0, t)
         return perf_counter() - start
 
@@ -74,7 +75,7 @@ def main() -> None:
             trace = Trace(ModelShape(name, 1, h, h_kv, d_h, 1 << 20, (0,)), s, torch.device("cpu"))
             draws = torch.Generator().manual_seed(0)
             k, v = (torch.randn(1, h_kv, s, d_h, generator=draws).to(dtype) for _ in "kv")
-            trace.add(0, k, v, 0.1)
+            trace.add(0, k, v, Softmax(0.1))
             even = Steps(trace, [mean] * h_kv)
             for spread in SPREADS:
                 ragged = Steps(trace, counts_of(spread, h_kv, mean))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk
+from engine.causal import Chunk, weighed
+from engine.softmax import Softmax
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kernels.packed.rows import CodedRows, takes_codes
 from kernels.rows.weights import soften_rows
@@ -83,14 +84,14 @@ class Part:
 
 
 def attend_rows(
-    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
     On a GPU one launch for all rows. What q has behind the rows is nobody's.
     """
     if q.device.type == "cpu":
-        return attend_rows_cpu(q, rows, scale, wants_weights)
+        return attend_rows_cpu(q, rows, soft, wants_weights)
     h = q.shape[1]
     logits = [
         q.new_empty(h, sum(part.n_tokens() for part in parts), dtype=torch.float32) if wants else None
@@ -101,29 +102,31 @@ def attend_rows(
         [each for part in parts for each in tokens_of(q, part, None if wants else coded, i)]
         for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
     ]
-    out, lse = attend_rows_triton(q, tokens, scale, logits, coded if coded.by_form else None)
+    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None)
+    if soft.sink is not None:
+        out[: len(rows)], lse = soft.finish(out[: len(rows)], lse)
     return out, soften_rows(logits, lse)
 
 
 def attend_rows_cpu(
-    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One call of C++ for all rows of plain parts that join nothing else; the others take turns."""
-    shared, left = attend_shared(q, rows, scale, wants_weights)
+    shared, left = attend_shared(q, rows, soft, wants_weights)
     plain: list[list[Tokens]] = []
     for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True)):
         found = [] if wants or i in shared else [part.tokens() for part in parts if is_plain(part)]
         is_whole = len(found) == len(parts) and native_takes(q, found)
         plain.append(found if is_whole else [])
     weights: list[Tensor | None] = [None] * len(rows)
-    out = attend_rows_native(q, plain, scale)[0] if any(plain) else torch.empty_like(q)
+    out = soft.finish(*attend_rows_native(q, plain, soft.scale))[0] if any(plain) else torch.empty_like(q)
     for i, found in enumerate(plain):
         if found:
             continue
         if wants_weights[i]:
-            out[i : i + 1], weights[i] = attend_weights(q[i : i + 1], left[i], scale)
+            out[i : i + 1], weights[i] = attend_weights(q[i : i + 1], left[i], soft)
         else:
-            out[i : i + 1] = attend(q[i : i + 1], left[i], scale, shared.get(i, ()))
+            out[i : i + 1] = attend(q[i : i + 1], left[i], soft, shared.get(i, ()))
     return out, weights
 
 
@@ -135,7 +138,7 @@ def tokens_of(q: Tensor, part: Part, coded: CodedRows | None, row: int) -> list[
 
 
 def attend_shared(
-    q: Tensor, rows: Sequence[list[Part]], scale: float, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[dict[int, list[Partial]], Sequence[list[Part]]]:
     """Attention over parts that several rows have in common, which are read once for all of them.
 
@@ -155,7 +158,7 @@ def attend_shared(
     for memory, which in owners.items():
         part = next(part for part in rows[which[0]] if memory_of(part) == memory)
         asking = q[which].unflatten(1, (part.k.shape[1], -1)).squeeze(3).transpose(0, 1)  # (h_kv, rows, g, d_h)
-        found = partial(asking.reshape(1, -1, 1, q.shape[3]), part, scale)  # as if they were heads of one row
+        found = partial(asking.reshape(1, -1, 1, q.shape[3]), part, soft)  # as if they were heads of one row
         out, lse = (x[0].unflatten(1, (len(which), -1)).transpose(0, 1) for x in found)  # (rows, h_kv, g, d_h)
         for at, i in enumerate(which):
             done.setdefault(i, []).append((out[at : at + 1], lse[at : at + 1]))
@@ -176,7 +179,7 @@ def memory_of(part: Part) -> tuple[int, ...]:
     return (part.k.data_ptr(), part.v.data_ptr(), *part.k.shape, *part.k.stride()) if is_stretch(part) else ()
 
 
-def attend(q: Tensor, parts: list[Part], scale: float, joins: Sequence[Partial] = ()) -> Tensor:
+def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial] = ()) -> Tensor:
     """Softmax attention of one query per head over the union of `parts`, and of what `joins` already attended to."""
     assert parts or joins, "a query must attend to something"
     n, h, _, d_h = q.shape
@@ -186,14 +189,16 @@ def attend(q: Tensor, parts: list[Part], scale: float, joins: Sequence[Partial] 
     plain = [part for part in rest if is_plain(part)]
     tokens = [part.tokens() for part in plain]
     if tokens and native_takes(q, tokens):
-        done.append(attend_parts_native(q, tokens, scale))
+        done.append(attend_parts_native(q, tokens, soft.scale))
         rest = [] if len(plain) == len(rest) else [part for part in rest if not is_plain(part)]
-    done += [partial(q if part.q is None else part.q, part, scale) for part in rest]
+    done += [partial(q if part.q is None else part.q, part, soft) for part in rest]
     if len(done) == 1:
-        return done[0][0].reshape(n, h, 1, d_h)
+        out, lse = done[0]
+        return soft.finish(out.reshape(n, h, 1, d_h), lse.reshape(n, h, 1))[0]
     lse = torch.stack([lse.reshape(n, h, 1) for _, lse in done])  # (parts, n, h, 1) float32
     out = torch.stack([out.reshape(n, h, 1, d_h) for out, _ in done])  # (parts, n, h, 1, d_h)
-    return (out * lse.softmax(0).unsqueeze(-1)).sum(0).to(q.dtype)
+    joined = (out * lse.softmax(0).unsqueeze(-1)).sum(0)
+    return soft.finish(joined, lse.logsumexp(0))[0].to(q.dtype) if soft.sink is not None else joined.to(q.dtype)
 
 
 def is_plain(part: Part) -> bool:
@@ -201,12 +206,12 @@ def is_plain(part: Part) -> bool:
     return part.packed is None and part.q is None and (part.mask is None or part.idx is not None)
 
 
-def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, Tensor]:
+def attend_weights(q: Tensor, parts: list[Part], soft: Softmax) -> tuple[Tensor, Tensor]:
     """As `attend`, and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
     n, h, _, d_h = q.shape
     parts = [part.gathered() for part in parts]
-    logits = torch.cat([part_logits(q, part, scale).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
-    weights = logits.softmax(-1)
+    logits = torch.cat([part_logits(q, part, soft).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
+    weights = soft.weights(logits, (-1,))
     out, start = torch.zeros(n, h, 1, d_h, dtype=torch.float32, device=q.device), 0
     for part in parts:
         heads, s = part.k.shape[1], part.k.shape[2]
@@ -216,31 +221,32 @@ def attend_weights(q: Tensor, parts: list[Part], scale: float) -> tuple[Tensor, 
     return out.to(q.dtype), weights
 
 
-def partial(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over one part, (n, heads, h // heads, d_h), and the log-sum-exp of its logits, the same without d_h."""
+def partial(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
+    """Attention over one part, (n, heads, h // heads, d_h), and the log-sum-exp of its logits, the same without d_h.
+
+    Sinks are left to who joins parts.
+    """
     n, h, _, d_h = q.shape
     if part.packed is not None and takes_packed(q, part.packed):
-        return attend_packed_native(q, part.packed, scale)
+        return attend_packed_native(q, part.packed, soft.scale)
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K
-    if part.mask is None and part.bias is None and q.device.type == "cpu":
+    if part.mask is None and part.bias is None and q.device.type == "cpu" and not soft.cap:
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32: for tokens that several rows share, and without C++.
-        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=scale)
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=soft.scale)
         return out[0], out[1]
-    logits = part_logits(q.reshape(n, h, 1, d_h), part, scale)  # (n, heads, g, s) float32
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)).exp()
-    return (weights @ part.v.float()).to(q.dtype), lse
+    logits = part_logits(q.reshape(n, h, 1, d_h), part, soft)  # (n, heads, g, s) float32
+    return weighed(logits, part.v, q.dtype)
 
 
-def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
-    """Scaled logits in float32, -inf on padding: (n, heads, h // heads, s)."""
+def part_logits(q: Tensor, part: Part, soft: Softmax) -> Tensor:
+    """Logits in float32, -inf on padding: (n, heads, h // heads, s)."""
     n, h, _, d_h = q.shape
     heads = part.k.shape[1]
     q = (q if part.q is None else part.q).reshape(n, heads, h // heads, d_h)
-    logits = (q.float() @ part.k.float().mT) * scale
+    logits = soft.bent(q.float() @ part.k.float().mT)
     if part.bias is not None:
         logits = logits + part.bias.unflatten(1, (heads, -1))
     if part.mask is None:
@@ -248,7 +254,7 @@ def part_logits(q: Tensor, part: Part, scale: float) -> Tensor:
     return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)
 
 
-def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, position: int) -> Tensor:
+def attend_own(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None, position: int) -> Tensor:
     """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h).
 
     The rows are at `position`; a cache that holds a chunk's number of tokens may have some of the chunk before.
@@ -258,5 +264,8 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chun
         k, v = k[:, :, -n_seen:], v[:, :, -n_seen:]
     n, h, _, d_h = q.shape
     grouped = q.reshape(n, k.shape[1], -1, d_h)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)
-    return out.reshape(n, h, 1, d_h)
+    if soft.is_plain:
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=soft.scale)
+        return out.reshape(n, h, 1, d_h)
+    out, lse = weighed(soft.bent(grouped.float() @ k.float().mT), v, q.dtype)
+    return soft.finish(out.reshape(n, h, 1, d_h), lse.reshape(n, h, 1))[0]

@@ -15,6 +15,9 @@ from math import inf
 import torch
 from torch import Tensor
 
+from engine.softmax import Softmax
+from kernels.column_sums import rows_per_block
+
 # Queries of a block behind a window. A block meets window + BLOCK - 1 keys: larger ones compute more that is hidden,
 # smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
 # 0.25, 0.26 and 0.33 (a mask of 6,000 x 6,000: 2.3).
@@ -32,36 +35,81 @@ class Chunk:
         return position % self.n + 1
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None = None) -> tuple[Tensor, Tensor]:
-    """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h)."""
+def causal(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None) -> tuple[Tensor, Tensor]:
+    """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h).
+
+    A query's weight on a token is the exponential of the logit less the log-sum-exp: that has the layer's sinks.
+    """
+    return soft.finish(*over_past(q, k, v, soft, window))
+
+
+def over_past(
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `causal`, without sinks, for who joins this with other tokens."""
     s = q.shape[2]
     if isinstance(window, Chunk):
         chunks = zip(q.split(window.n, 2), k.split(window.n, 2), v.split(window.n, 2), strict=True)
-        parts = [causal(q_c, k_c, v_c, scale) for q_c, k_c, v_c in chunks]
+        parts = [over_past(q_c, k_c, v_c, soft) for q_c, k_c, v_c in chunks]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
     if window is not None and window >= s:
         window = None
-    if takes_flash(q):
-        return flash(q, k, v, scale, window)
+    if takes_flash(q, soft):
+        return flash(q, k, v, soft, window)
+    if soft.cap:
+        return blocks(q, k, v, soft, window)
     if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel for float32 knows no groups, and what does stores s x s
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if window is None:
-        return fused(q, k, v, scale)
-    return banded(q, k, v, scale, window)
+        return fused(q, k, v, soft.scale)
+    return banded(q, k, v, soft.scale, window)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `causal`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
-    if takes_flash(q):
-        return flash(q, k, v, scale, None, is_causal=False)
+def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
+    """As `over_past`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
+    if takes_flash(q, soft):
+        return flash(q, k, v, soft, None, is_causal=False)
+    if soft.cap:
+        return blocks(q, k, v, soft, None, is_causal=False)
     if q.is_cuda and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return fused(q, k, v, scale, is_causal=False)
+    return fused(q, k, v, soft.scale, is_causal=False)
 
 
-def takes_flash(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+def takes_flash(q: Tensor, soft: Softmax) -> bool:
+    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return fits and (not soft.cap or flash_attn_is_here())
+
+
+def weighed(logits: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention by its logits (…, n) float32 over values (…, n, d_h), in `dtype`, and their log-sum-exps."""
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)).exp()
+    return (weights @ values.float()).to(dtype), lse
+
+
+def blocks(
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As `over_past` or `whole`, from logits of some queries at a time: no fused kernel of torch knows caps."""
+    (_, h, s, _), (_, h_kv, n, _) = q.shape, k.shape
+    g, n_rows = h // h_kv, rows_per_block(h // h_kv, n)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], device=q.device)
+    for kv_head in range(h_kv):
+        heads = slice(kv_head * g, (kv_head + 1) * g)
+        for start in range(0, s, n_rows):
+            stop = min(start + n_rows, s)
+            first = 0 if window is None else max(0, start - window + 1)
+            keys = slice(first, stop if is_causal else n)
+            logits = soft.logits(q[:, heads, start:stop], k[:, kv_head : kv_head + 1, keys])
+            if is_causal:
+                behind = torch.arange(start, stop, device=q.device).unsqueeze(1)
+                behind = behind - torch.arange(first, stop, device=q.device)
+                logits.masked_fill_((behind < 0) | (behind >= (window or s)), -inf)
+            some = weighed(logits, v[:, kv_head : kv_head + 1, keys], q.dtype)
+            out[:, heads, start:stop], lse[:, heads, start:stop] = some
+    return out, lse
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +159,7 @@ def fused(
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, is_causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention on a GPU: the optional package, or the one in torch."""
     left, right = -1 if window is None else window - 1, 0 if is_causal else -1
@@ -120,11 +168,16 @@ def flash(
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
 
         out, lse, _ = flash_attn_func(
-            *tokens, softmax_scale=scale, causal=is_causal, window_size=(left, right), return_attn_probs=True
+            *tokens,
+            softmax_scale=soft.scale,
+            causal=is_causal,
+            window_size=(left, right),
+            softcap=soft.cap,
+            return_attn_probs=True,
         )
     else:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=scale,
+            *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=soft.scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -22,6 +22,7 @@ from engine.prefill import Trace
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.sampling.finite import marked, said
+from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -195,9 +196,9 @@ class _Batch:
                     row.after_step()
         return logits
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
-            return attend_own(q, k, v, scale, window, self.position)
+            return attend_own(q, k, v, soft, window, self.position)
         if len(q) > len(self.rows):
             for row, ahead in zip(self.rows, q[len(self.rows) :].split(1), strict=True):
                 row.q_ahead = ahead
@@ -205,7 +206,7 @@ class _Batch:
             for _, where in self.groups:
                 self.look_ahead(layer, where)
         step = self.position - self.trace.s_prompt + 1
-        out = attend_groups(self.groups, self.rows, layer, q, k, v, scale, step)
+        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step)
         if self.watch is not None:
             self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
@@ -228,7 +229,7 @@ class _Batch:
 
 def attend_groups(
     groups: "Sequence[tuple[type[SelectiveAttention], slice]]", rows: "Sequence[SelectiveAttention]", layer: int,
-    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
@@ -237,7 +238,7 @@ def attend_groups(
     parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
     count_parts(rows, layer, parts)
     with span("attention", layer):
-        out, weights = attend_rows(q, parts, scale, [row.wants_weights for row in rows])
+        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows])
     with span("after", layer):
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
@@ -252,8 +253,8 @@ def attend_groups(
 
 def attend_group(
     kind: "type[SelectiveAttention]", rows: Sequence["SelectiveAttention"], layer: int,
-    q: Tensor, k: Tensor, v: Tensor, scale: float, step: int,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int,
 ) -> list[Tensor]:  # fmt: skip
     """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
-    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, scale, step)
+    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, soft, step)
     return [out[i : i + 1] for i in range(len(rows))]

@@ -26,6 +26,7 @@ from engine.errors import ConfigError, first_line
 from engine.passes.graphs import StepGraphs
 from engine.passes.rotations import Turn, rotary_dims, rotations
 from engine.shapes import Checkpoint, ModelShape
+from engine.softmax import Softmax
 from engine.width import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ NAME = "kvbench"  # of our attention function in transformers' registry
 class Session(Protocol):
     """Who answers the model's attention calls: the prefill or the batch that decodes."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v.
 
-        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk.
+        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk. `soft`
+        makes weights of products; what it caps and its sinks are part of the output.
         """
         ...
 
@@ -74,7 +76,7 @@ class _Query(Exception):
 class _QueryOnly:
     """A session that wants no attention, only its query."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         raise _Query(q, k)
 
 
@@ -84,6 +86,7 @@ class _Running:
 
     session: Session
     shape: ModelShape
+    softmaxes: dict[int, Softmax]  # of the model's layers, which their first calls make
     layer: int | None = None  # that updated its cache last
 
 
@@ -104,6 +107,7 @@ class Model:
     layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
     allows_graphs: bool = True  # of decode steps on a GPU
     other_digests: tuple[str, ...] = ()  # by which tables and calibrations may know the same files
+    softmaxes: dict[int, Softmax] = field(default_factory=dict)  # of layers that attended so far
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -171,7 +175,7 @@ class Model:
     @contextmanager
     def answered_by(self, session: Session) -> Iterator[None]:
         """Inside, the session answers attention calls."""
-        token = _RUNNING.set(_Running(session, self.shape))
+        token = _RUNNING.set(_Running(session, self.shape, self.softmaxes))
         try:
             yield
         finally:
@@ -400,7 +404,7 @@ def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    sliding_window: int | None = None, **kwargs: Any,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls instead of its own attention."""
     running = _RUNNING.get(None)
@@ -418,7 +422,11 @@ def _attention(
         layer = running.layer
     window = Chunk(running.shape.chunk) if layer in running.shape.chunked_layers else sliding_window
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = running.session.attend(layer, q, k, v, scale, window)
+    soft = running.softmaxes.get(layer)
+    if soft is None or soft.scale != scale:  # made once: a sink is not converted at every step
+        soft = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
+        running.softmaxes[layer] = soft
+    out = running.session.attend(layer, q, k, v, soft, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
 
 

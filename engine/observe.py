@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.causal import causal
+from engine.softmax import Softmax
 from kernels.attend_kept import kept_sums
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kernels.rows.rotation import turned_back
@@ -34,18 +35,18 @@ class Observation(ABC):
     of_all_weights: ClassVar[bool] = False  # whether it adds up weights of all queries: of the pairs that a pass keeps
 
     @abstractmethod
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
-    def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
+    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
         """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
-        return self.observe(q, k, scale)
+        return self.observe(q, k, soft)
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         """As `observe_pass`, for observations that need what the trace knows: where tokens stand, how queries turn."""
-        return self.observe_pass(q, k, scale, lse)
+        return self.observe_pass(q, k, soft, lse)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class LastQueries(Observation):
 
     w: int
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
 
 
@@ -95,13 +96,13 @@ class SpacedQueries(Observation):
     def places(self, q: Tensor) -> Tensor:
         return torch.tensor([*spaced(self.n, self.n_first, q.shape[2] - self.n_last)], device=q.device)
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         return q.index_select(2, self.places(q))
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
-        found = self.observe(q, k, scale)
+        found = self.observe(q, k, soft)
         if not self.moved or trace.turn is None:
             return found
         return trace.turn[layer](found, (q.shape[2] - self.places(q)).unsqueeze(0))
@@ -120,7 +121,7 @@ def at_once(n: int, device: torch.device) -> int:
 SCORE_CHUNK_BYTES = 32 << 20
 
 
-def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+def window_scores(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
     """What the prompt's last `w` queries give to every token before them, summed over the window: (1, h, s - w).
 
     `q` (1, h, w, d_h) sees all `keys` (1, h_kv, s, d_h), those of the window causally: the window's own columns take
@@ -136,9 +137,9 @@ def window_scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
         transposed = keys[0, kv_head].float().mT  # (d_h, s)
         for head in range(kv_head * g, (kv_head + 1) * g, n_heads):
             chunk = slice(head, min(head + n_heads, (kv_head + 1) * g))
-            logits = (q[0, chunk].float() * scale) @ transposed  # (heads, w, s)
+            logits = soft.capped((q[0, chunk].float() * soft.scale) @ transposed)  # (heads, w, s)
             logits[..., n_past:].masked_fill_(hidden, -torch.inf)
-            scores[0, chunk] = logits.softmax(-1)[..., :n_past].sum(1)
+            scores[0, chunk] = soft.of(chunk).weights(logits, (-1, 1))[..., :n_past].sum(1)
     return scores
 
 
@@ -148,41 +149,43 @@ class MeanWeights(Observation):
 
     n: int
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         (_, h, s, _), h_kv = q.shape, k.shape[1]
         n = min(self.n, s)
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         weights = torch.zeros(n, s, device=q.device)
         for head in range(h):
-            logits = (q[0, head, -n:].float() * scale) @ k[0, head * h_kv // h].float().mT
+            logits = soft.logits(q[0, head, -n:], k[0, head * h_kv // h])
             logits[:, s - n :].masked_fill_(hidden, -torch.inf)
-            weights += logits.softmax(-1) / h
+            weights += soft.of(slice(head, head + 1)).weights(logits, (1,)) / h
         return weights
 
 
 @dataclass(frozen=True)
 class ColumnSums(Observation):
-    """Attention that every token receives from all queries of the prompt: (1, h, s) float32; each head's sum is s.
+    """Attention that every token receives from all queries of the prompt: (1, h, s) float32.
+
+    Each head's sum is s, less what its sink takes.
 
     Float32 whatever the dtype of the model, and float64 where blocks of queries are added up.
     """
 
     of_all_weights: ClassVar[bool] = True
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return self.observe_pass(q, k, scale, None)
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+        return self.observe_pass(q, k, soft, None)
 
-    def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
-        if lse is None and q.is_cuda:
-            lse = query_lse(q, k, scale)
-        return column_sums(q, k, scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
+    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
+        if lse is None and (q.is_cuda or not soft.is_plain):
+            lse = query_lse(q, k, soft)
+        return column_sums(q, k, soft.scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
-            return self.observe_pass(q, k, scale, lse)
-        return kept_sums(q, k, scale, trace.kept, lse).unsqueeze(0).float()
+            return self.observe_pass(q, k, soft, lse)
+        return kept_sums(q, k, soft.scale, trace.kept, lse, cap=soft.cap).unsqueeze(0).float()
 
 
 # Queries of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
@@ -190,10 +193,10 @@ class ColumnSums(Observation):
 BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
 
-def query_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Log-sum-exps of the causal logits of q (1, h, s, d_h) on k (1, h_kv, s, d_h): (1, h, s) float32."""
+def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    """Log-sum-exps of the causal logits of q (1, h, s, d_h) on k (1, h_kv, s, d_h), and of sinks: (1, h, s) float32."""
     if q.is_cuda:  # what its kernel computes beside them is cheaper than logits in blocks
-        return causal(q, k, k, scale)[1]
+        return causal(q, k, k, soft)[1]
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g = h // h_kv
     n_block = rows_per_block(g, s)
@@ -205,20 +208,20 @@ def query_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
         for start in range(0, s, n_block):
             stop = min(start + n_block, s)
             n = stop - start
-            block = (q[0, heads, start:stop].float() * scale).flatten(0, 1)
-            logits = (block @ transposed[:, :stop]).view(g, n, stop)
+            block = (q[0, heads, start:stop].float() * soft.scale).flatten(0, 1)
+            logits = soft.capped(block @ transposed[:, :stop]).view(g, n, stop)
             logits[..., start:].masked_fill_(hidden[:n, :n], -torch.inf)
-            lse[0, heads, start:stop] = logits.logsumexp(-1)
+            lse[0, heads, start:stop] = soft.of(heads).lse(logits, (-1, 1))
     return lse
 
 
-def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> Tensor:
+def band_sums(q: Tensor, k: Tensor, soft: Softmax, window: int, lse: Tensor) -> Tensor:
     """Attention that every key gets from the queries less than `window` behind it, itself included: (1, h, s) float32.
 
     `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
     if takes_triton(q, k):
-        return column_sums_triton(q, k, scale, None, lse, window).flatten(0, 1).unsqueeze(0).float()
+        return column_sums_triton(q, k, soft.scale, None, lse, window).flatten(0, 1).unsqueeze(0).float()
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, window = h // h_kv, min(window, s)
     n_block = max(1, min(s, BAND_QUERIES, BAND_BLOCK_BYTES // (4 * g * (BAND_QUERIES + window))))
@@ -230,8 +233,8 @@ def band_sums(q: Tensor, k: Tensor, scale: float, window: int, lse: Tensor) -> T
         for start in range(0, s, n_block):
             stop, oldest = min(start + n_block, s), start - window + 1  # of the first query's band
             n, first = stop - start, max(0, oldest)
-            block = (q[0, heads, start:stop].float() * scale).flatten(0, 1)
-            logits = (block @ transposed[:, first:stop]).view(g, n, stop - first)
+            block = (q[0, heads, start:stop].float() * soft.scale).flatten(0, 1)
+            logits = soft.capped(block @ transposed[:, first:stop]).view(g, n, stop - first)
             weights = logits.sub_(lse[0, heads, start:stop].unsqueeze(-1)).exp_()
             weights[..., start - first :].masked_fill_(corner[:n, :n].triu(1), 0)
             too_old = corner[:n, :n].tril(oldest - first - 1)  # (query, column from `first` on)
@@ -252,18 +255,18 @@ class BandSums(Observation):
     window: int
     of_all_weights: ClassVar[bool] = True
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return self.observe_pass(q, k, scale, None)
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+        return self.observe_pass(q, k, soft, None)
 
-    def observe_pass(self, q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:
-        return band_sums(q, k, scale, self.window, query_lse(q, k, scale) if lse is None else lse)
+    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
+        return band_sums(q, k, soft, self.window, query_lse(q, k, soft) if lse is None else lse)
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
-            return self.observe_pass(q, k, scale, lse)
-        return kept_sums(q, k, scale, trace.kept, lse, self.window).unsqueeze(0).float()
+            return self.observe_pass(q, k, soft, lse)
+        return kept_sums(q, k, soft.scale, trace.kept, lse, self.window, soft.cap).unsqueeze(0).float()
 
 
 BAND_LOGIT_TOKENS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums
@@ -279,7 +282,9 @@ class BandLogits(Observation):
 
     window: int
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+        if soft.cap:
+            return capped_band(q, k, soft, self.window)
         (_, h, s, d_h), g = q.shape, q.shape[1] // k.shape[1]
         sums, n_block = torch.empty(1, h, s, device=q.device), at_once(BAND_LOGIT_TOKENS, q.device)
         for head in range(h):
@@ -295,8 +300,24 @@ class BandLogits(Observation):
                 beyond = beyond.cumsum_(0).add_(ahead)
                 so_far, ahead = until[-1], beyond[-1]
                 products = (beyond - until).mul_(k[0, head // g, start:stop])
-                sums[0, head, start:stop] = products.sum(-1) * scale
+                sums[0, head, start:stop] = products.sum(-1) * soft.scale
         return sums
+
+
+def capped_band(q: Tensor, k: Tensor, soft: Softmax, window: int) -> Tensor:
+    """`BandLogits` under a cap, where a sum of logits is no product: all of them are made, some tokens at a time."""
+    (_, h, s, _), h_kv = q.shape, k.shape[1]
+    g, sums = h // h_kv, torch.zeros(1, h, s, device=q.device)
+    for start in range(0, s, BAND_QUERIES):
+        stop = min(start + BAND_QUERIES, s)
+        end = min(stop + window, s)
+        behind = torch.arange(start, end, device=q.device) - torch.arange(start, stop, device=q.device).unsqueeze(1)
+        seen = (behind > 0) & (behind <= window)  # (tokens, queries)
+        for kv_head in range(h_kv):
+            heads = slice(kv_head * g, (kv_head + 1) * g)
+            logits = soft.logits(k[0, kv_head, start:stop], q[0, heads, start:end])  # (g, tokens, queries)
+            sums[0, heads, start:stop] = logits.mul_(seen).sum(-1)
+    return sums
 
 
 BASIS_QUERIES = 4096  # queries of a head that are converted at a time: 16 MB for 4 heads of 128
@@ -313,7 +334,7 @@ class ChannelSums(Observation):
 
     skew: bool
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         (_, h, _, d_h), h_kv = q.shape, k.shape[1]
         g = h // h_kv
         carried, n_block = torch.empty(h_kv, d_h + 2, d_h, device=q.device), at_once(BASIS_QUERIES, q.device)
@@ -350,14 +371,14 @@ class QueryStatistics(Observation):
     n_skip: int
     is_rotary: bool = True
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         return moments(block.float() for block in q[0, :, self.n_skip :].split(block_tokens(q), 1))
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, scale: float, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.turn is None or not self.is_rotary:
-            return self.observe(q, k, scale)
+            return self.observe(q, k, soft)
         turn = trace.turn[layer]
         where, n, skip = trace.positions.get(layer), block_tokens(q), self.n_skip
         if where is None and (rotation := trace.rotation(layer)) is not None:

@@ -24,6 +24,7 @@ from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
 from engine.sampling.finite import REMEDY, check_pass, is_cause
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 from kernels.attend_kept import Kept
 from kernels.rows.rotation import Rotation, rotation_of
@@ -37,7 +38,7 @@ T = TypeVar("T")
 class Thinning(Protocol):
     """Which tokens leave the pass on their way up. Hashable: variants with equal thinnings share a pass."""
 
-    def going_on(self, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    def going_on(self, layer: int, q: Tensor, k: Tensor, soft: Softmax) -> Tensor | None:
         """Ascending indices of the layer's tokens that reach the next one; None: all. The last one always does."""
         ...
 
@@ -54,7 +55,7 @@ class Trace:
         self.device = device  # of the tokens, and of most layers
         self.layer_devices = layer_devices
         self.host_device = torch.device("cpu")
-        self.scales: dict[int, float] = {}  # what a layer multiplies q·k with
+        self.softmax: dict[int, Softmax] = {}  # what a layer makes weights of q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
         self.turn: Mapping[int, Turn] | None = None  # how each layer moves queries and keys by so many positions
@@ -72,12 +73,17 @@ class Trace:
         self.origins: dict[ModelFact, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
 
-    def add(self, layer: int, k: Tensor, v: Tensor, scale: float) -> None:
+    @property
+    def scales(self) -> dict[int, float]:
+        """What each layer multiplies q·k with."""
+        return {layer: soft.scale for layer, soft in self.softmax.items()}
+
+    def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
         assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
         self._device[layer] = (k.contiguous(), v.contiguous())
-        self.scales[layer] = scale
+        self.softmax[layer] = soft
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's K and V lie, and all that is made of them."""
@@ -149,11 +155,11 @@ class Trace:
         what: Observation,
         q: Tensor,
         k: Tensor,
-        scale: float,
+        soft: Softmax,
         lse: Tensor | None = None,
     ) -> None:
         """Make one observation of one layer."""
-        self._observed[what, layer] = what.observe_layer(self, layer, q, k, scale, lse)
+        self._observed[what, layer] = what.observe_layer(self, layer, q, k, soft, lse)
 
     def know(self, what: ModelFact, known: Known) -> None:
         """Take in what is known of the model."""
@@ -259,34 +265,34 @@ class _Reading:
         self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.attention_layers)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         self.trace.kept = None
         with span("attention", layer):
-            out, lse = self.attention(layer, q, k, v, scale, window)
+            out, lse = self.attention(layer, q, k, v, soft, window)
         if layer in self.compressed:
-            self.trace.add(layer, k, v, scale)
+            self.trace.add(layer, k, v, soft)
             with span("observe", layer):
                 for what in self.observations:
-                    self.trace.observe(layer, what, q, k, scale, lse)
+                    self.trace.observe(layer, what, q, k, soft, lse)
             if self.on_layer is not None:
                 with span("build", layer):
                     self.on_layer(self.trace, layer)
         return out
 
     def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and each query's log-sum-exp of what was computed; None where sums want all pairs."""
         if self.sparsity is not None and window is None:
             if not self.sparsity.is_exact(layer, k.shape[2]):
-                out, lse, share, kept = self.sparsity.attend(q, k, v, scale, layer)
+                out, lse, share, kept = self.sparsity.attend(q, k, v, soft, layer)
                 self.trace.shares.append(share)
                 if self.sparsity.observe == "exact":
                     return out, None
                 self.trace.kept = kept
                 return out, lse
             self.trace.shares.append(torch.ones((), dtype=torch.float64, device=q.device))
-        return causal(q, k, v, scale, window)
+        return causal(q, k, v, soft, window)
 
 
 class _Thinned(_Reading):
@@ -305,11 +311,11 @@ class _Thinned(_Reading):
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if len(self.positions) < self.trace.s_prompt:
             self.trace.positions[layer] = self.positions.to(q.device)
-        out = super().attend(layer, q, k, v, scale, window)
-        self.survivors = self.thinning.going_on(layer, q, k, scale)
+        out = super().attend(layer, q, k, v, soft, window)
+        self.survivors = self.thinning.going_on(layer, q, k, soft)
         return out
 
     def leave(self, hidden: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Ten
 
     def votes() -> Tensor:
         q = trace.observed(observed, layer)[:, :, -w:]
-        return window_scores(q, trace.keys(layer), trace.scales[layer])
+        return window_scores(q, trace.keys(layer), trace.softmax[layer])
 
     return trace.once(("window votes", w, layer), votes)
 

@@ -422,7 +422,7 @@ def layer_reads_what_it_counts(row: SelectiveAttention, layer: int) -> None:
     def outcome() -> tuple[Tensor, Tensor, Entry]:
         fork = row.fork()
         fork.q_ahead = q
-        out = attend_group(type(fork), [fork], layer, q, k, v, trace.scales[layer], 1)[0]
+        out = attend_group(type(fork), [fork], layer, q, k, v, trace.softmax[layer], 1)[0]
         return out, fork.store[layer].attended(), fork.store.ledger.entries[-1]
 
     def differs_with(x: Tensor, where: Tensor) -> bool:

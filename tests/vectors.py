@@ -15,6 +15,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.decode import attend_group
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 
 Check = tuple[str, str | None]  # a case's name, and what differs (None: nothing)
@@ -32,7 +33,7 @@ def trace_of(k: Tensor, v: Tensor, h: int, s_prompt: int | None = None) -> Trace
     s_prompt = k.shape[2] if s_prompt is None else s_prompt
     shape = ModelShape("vectors", 1, h, k.shape[1], k.shape[3], 1 << 20, (0,))
     trace = Trace(shape, s_prompt, k.device)
-    trace.add(0, k[:, :, :s_prompt], v[:, :, :s_prompt], k.shape[3] ** -0.5)
+    trace.add(0, k[:, :, :s_prompt], v[:, :, :s_prompt], Softmax(k.shape[3] ** -0.5))
     return trace
 
 
@@ -68,7 +69,7 @@ def built(row: SelectiveAttention) -> Any:
 
 def step(row: SelectiveAttention, q: Tensor, k: Tensor, v: Tensor, t: int = 1, layer: int = 0) -> Tensor:
     """One decode step of one layer, (1, h, 1, d_h)."""
-    return attend_group(type(row), [row], layer, q, k, v, row.trace.scales[layer], t)[0]
+    return attend_group(type(row), [row], layer, q, k, v, row.trace.softmax[layer], t)[0]
 
 
 def at(x: np.ndarray, position: int) -> Tensor:

@@ -20,6 +20,7 @@ from engine.attend import Part, attend_own, attend_rows
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of
 from engine.errors import ConfigError, one_line
+from engine.softmax import Softmax
 from engine.width import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -170,19 +171,19 @@ class Short:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[Asked] = []  # of the prompt
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if self.position == 0:
             of_window = window if isinstance(window, int) else None
             self.calls.append(Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], of_window, ()))
             self.held[layer] = k, v
-            return causal(q, k, v, scale, window)[0]
+            return causal(q, k, v, soft, window)[0]
         if layer not in self.compressed:
-            return attend_own(q, k, v, scale, window, self.position)
+            return attend_own(q, k, v, soft, window, self.position)
         before = (old.expand(len(q), -1, -1, -1) for old in self.held[layer])
         k, v = (torch.cat(each, 2) for each in zip(before, (k, v), strict=True))
         self.held[layer] = k, v
         rows = [[Part(k[i : i + 1], v[i : i + 1])] for i in range(len(q))]
-        return attend_rows(q, rows, scale, [False] * len(q))[0]
+        return attend_rows(q, rows, soft, [False] * len(q))[0]
 
     def refuse_shapes(self) -> None:
         """Refuse layers whose calls are not of the shape that the configuration told."""

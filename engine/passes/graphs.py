@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.causal import Chunk
+from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from engine.model import Model, Session
@@ -39,7 +40,7 @@ class Call:
     layer: int
     qkv: Tensor  # q, k and v one behind the other, flat
     shapes: tuple[torch.Size, torch.Size, torch.Size]
-    scale: float
+    soft: Softmax
     window: int | Chunk | None
     out: Tensor
 
@@ -56,9 +57,9 @@ class Seen:
     session: "Session"
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v, out
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         before = [x.clone() for x in (q, k, v)]
-        out = self.session.attend(layer, q, k, v, scale, window)
+        out = self.session.attend(layer, q, k, v, soft, window)
         self.calls.append((before[0], before[1], before[2], out))
         return out
 
@@ -88,12 +89,12 @@ class Parts:
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         """Ends a part and begins the next one; stands in the model's attention while it is captured."""
         qkv = torch.cat([x.reshape(-1) for x in (q, k, v)])
         self.graphs[-1].capture_end()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.calls.append(Call(layer, qkv, (q.shape, k.shape, v.shape), scale, window, out))
+        self.calls.append(Call(layer, qkv, (q.shape, k.shape, v.shape), soft, window, out))
         self.begin()
         return out
 
@@ -167,7 +168,7 @@ class StepGraphs:
                 parts.positions.copy_(position)
             else:
                 parts.positions.fill_(position)
-            logits = parts.replay(lambda _, call: session.attend(call.layer, *call.fresh(), call.scale, call.window))
+            logits = parts.replay(lambda _, call: session.attend(call.layer, *call.fresh(), call.soft, call.window))
             self.n_replayed += 1
             model.count_token(cache)
             return logits

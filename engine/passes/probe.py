@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engine.books.clock import synchronize
 from engine.books.spans import span
-from engine.causal import Chunk, causal, whole
+from engine.causal import Chunk, over_past, whole
 from engine.prefill import Trace
+from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -41,10 +42,10 @@ class Probe(ABC):
         """The passes over a prompt of these tokens."""
 
     @abstractmethod
-    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
+    def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
         """Of one layer of a pass: q (1, h, r, d_h), the keys of the near tokens (1, h_kv, n, d_h).
 
-        `lse` (1, h, r) has each query's log-sum-exp over the near tokens and the pass's own up to itself.
+        `lse` (1, h, r) has each query's log-sum-exp over the near tokens, the pass's own up to itself and the sinks.
         """
 
     @abstractmethod
@@ -92,20 +93,21 @@ class _Behind:
         devices = {self.trace.device_of(layer) for layer in self.trace.shape.attention_layers}
         self.sides = {device: tuple(x.to(device) for x in sides) for device in devices}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         keys, values = self.trace.keys(layer), self.trace.values(layer)
         at_near, at_far = self.sides[q.device]
         near = keys.index_select(2, at_near)
         with span("attention", layer):
-            parts = [causal(q, k, v, scale)]
+            parts = [over_past(q, k, v, soft)]
             if len(at_near):
-                parts.append(whole(q, near, values.index_select(2, at_near), scale))
+                parts.append(whole(q, near, values.index_select(2, at_near), soft))
             lse = torch.stack([each for _, each in parts]).logsumexp(0)
+            lse = lse if soft.sink is None else torch.logaddexp(lse, soft.sink.view(-1, 1))
             if len(at_far):
-                parts.append(whole(q, keys.index_select(2, at_far), values.index_select(2, at_far), scale))
-            out, _ = joined(parts)
+                parts.append(whole(q, keys.index_select(2, at_far), values.index_select(2, at_far), soft))
+            out, _ = soft.finish(*joined(parts))
         with span("observe", layer):
-            self.found[layer].append(self.what.observe(self.at, q, near, scale, lse))
+            self.found[layer].append(self.what.observe(self.at, q, near, soft, lse))
         return out
 
 

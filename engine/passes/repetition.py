@@ -20,6 +20,7 @@ from engine.budget import Frame
 from engine.errors import ConfigError
 from engine.observe import spaced
 from engine.passes.probe import Pass, Probe
+from engine.softmax import Softmax
 from kernels.column_sums import column_maxima
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class Repetition(Probe):
             found.append(Pass(fed, (*prefix, at)))
         return found
 
-    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
-        return largest_weights(q, near[:, :, near.shape[2] - len(at.near[-1]) :], scale, lse)
+    def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
+        return largest_weights(q, near[:, :, near.shape[2] - len(at.near[-1]) :], soft, lse)
 
     def join(self, found: Sequence[Tensor]) -> Tensor:
         return torch.cat([*found], -1)
@@ -71,7 +72,7 @@ class RepeatedQueries(Probe):
         n_context = len(ids) - self.frame.n_prefix - self.frame.n_suffix
         return Repetition(n_context, 0, self.frame, self.first_ids, self.first_ids).passes(model, ids)
 
-    def observe(self, at: Pass, q: Tensor, near: Tensor, scale: float, lse: Tensor) -> Tensor:
+    def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
         places = spaced(self.n, len(at.ids) - len(at.near[-1]), len(at.ids))
         return q.index_select(2, torch.tensor([*places], device=q.device))
 
@@ -90,10 +91,10 @@ def words_of(model: "Model", text: str) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
 
-def largest_weights(q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+def largest_weights(q: Tensor, keys: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
     """The most that each key (1, h_kv, n, d_h) gets from any query of its group, (1, h_kv, n) float32.
 
     q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits.
     """
     # Kernels in half precision round log-sum-exps, by which a weight near 1 could come out above it.
-    return column_maxima(q, keys, scale, lse).exp_().clamp_(max=1).unsqueeze(0)
+    return column_maxima(q, keys, soft.scale, lse).exp_().clamp_(max=1).unsqueeze(0)

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import backbone
 from engine.errors import ConfigError
+from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
@@ -49,9 +50,9 @@ class _Plain:
     def __init__(self) -> None:
         self.layers: set[int] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         self.layers.add(layer)
-        return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], scale, window)[0]
+        return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], soft, window)[0]
 
 
 def rotations(model: "Model") -> dict[int, Turn] | None:

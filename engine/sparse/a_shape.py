@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from engine.checks import whole_numbers
+from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 from engine.sparse.blocks import spans
 from kernels.attend_kept import Kept
@@ -58,7 +59,7 @@ class AShape(SparsePrefill):
     def estimate(self, s: int) -> float:
         return 0.0
 
-    def choose(self, q: Tensor, k: Tensor, scale: float, layer: int) -> Kept:
+    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
         s, n_local = k.shape[2], self.near(k.shape[2])
         queries, keys = spans(s, TILE, TILE, q.device)
         first, start = (queries - 1) // TILE * TILE, (keys - 1) // TILE * TILE

@@ -21,6 +21,7 @@ from engine.budget import show
 from engine.checks import one_of, whole_numbers, word
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.attend_kept import Kept, attend_kept
 
 OBSERVED = ("kept", "exact")
@@ -30,7 +31,7 @@ class Attended(NamedTuple):
     """One layer's sparse attention."""
 
     out: Tensor  # (1, h, s, d_v)
-    lse: Tensor  # (1, h, s) float32, of the pairs that are kept
+    lse: Tensor  # (1, h, s) float32, of the pairs that are kept, and of sinks
     share: Tensor  # of all causal pairs, float64; on the device, so that nobody waits for it
     kept: Kept
 
@@ -92,16 +93,17 @@ class SparsePrefill(ABC):
         """Whether the rule leaves nothing out of a prompt of `s` tokens."""
 
     @abstractmethod
-    def choose(self, q: Tensor, k: Tensor, scale: float, layer: int) -> Kept:
+    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
         """What is computed, for q (1, h, s, d_h) and k (1, h_kv, s, d_h)."""
 
     @abstractmethod
     def estimate(self, s: int) -> float:
         """Multiply-adds of choosing, relative to those of q·k over all causal pairs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int = 0) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, layer: int = 0) -> Attended:
         """Causal attention over what is kept."""
         s = k.shape[2]
-        kept = self.choose(q, k, scale, layer)
-        out, lse, pairs = attend_kept(q, k, v, scale, kept)
+        kept = self.choose(q, k, soft, layer)
+        out, lse, pairs = attend_kept(q, k, v, soft.scale, kept, soft.cap)
+        out, lse = soft.finish(out, lse)
         return Attended(out, lse, pairs.double().mean() / (s * (s + 1) // 2), kept)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.checks import whole_numbers
+from engine.softmax import Softmax
 from engine.sparse.blocks import BlockRule, means, meets, places, products
 
 ALWAYS = 3  # blocks: the first, the one before a row's own, its own
@@ -47,7 +48,7 @@ class BlockSparse(BlockRule):
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         return self.top_chunks
 
-    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         s, n = k.shape[2], -(-k.shape[2] // self.block)
         scores = products(*(means(x, self.block, divide_by_block=True) for x in (q, k)))
         scores.masked_fill_(~meets(s, self.block, self.block, q.device), -torch.inf)

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from engine.checks import share, whole_numbers
 from engine.errors import ConfigError
+from engine.softmax import Softmax
 from engine.sparse.blocks import BlockRule, means, meets, places, products
 from engine.sparse.vertical_slash import votes
 
@@ -68,23 +69,23 @@ class FlexPrefill(BlockRule):
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         return float(self.gamma)
 
-    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         s, b = k.shape[2], self.block
         n = -(-s // b)
-        vertical, slash = (x / b for x in votes(q[:, :, -b:], k, scale))  # (h, s), the latter by distance
+        vertical, slash = (x / b for x in votes(q[:, :, -b:], k, soft))  # (h, s), the latter by distance
         slash = slash.flip(-1)
         of_columns, of_distances = (pad(x, (0, n * b - s)).unflatten(-1, (n, b)).sum(-1) for x in (vertical, slash))
-        aware = self.query_aware(q, k, scale, of_columns)
+        aware = self.query_aware(q, k, soft, of_columns)
         columns = self.taken(vertical, of_columns, aware)
         distances = self.taken(slash.flip(-1), of_distances.flip(-1), aware)
         behind = torch.arange(n, device=q.device).unsqueeze(-1) - torch.arange(n, device=q.device)
         levels = torch.minimum(columns.unsqueeze(1), distances[:, behind.clamp(min=0)])
-        return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, scale)), levels)
+        return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, soft)), levels)
 
-    def query_aware(self, q: Tensor, k: Tensor, scale: float, of_columns: Tensor) -> Tensor:
+    def query_aware(self, q: Tensor, k: Tensor, soft: Softmax, of_columns: Tensor) -> Tensor:
         """Which heads' block means tell what their last queries see: (h,) bool."""
         last = q[0, :, -self.block :].float().mean(1, keepdim=True)  # (h, 1, d_h)
-        guess = (products(last, means(k, self.block)).squeeze(1) * scale).softmax(-1).double()
+        guess = soft.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1).double()
         found = of_columns.double()
         middle = (guess + found) / 2
         divergence = (torch.xlogy(guess, guess / middle) + torch.xlogy(found, found / middle)).sum(-1) / 2
@@ -107,10 +108,10 @@ class FlexPrefill(BlockRule):
         rank = places(scores.sort(dim=-1, descending=True, stable=True).indices)
         return by_rank.gather(-1, rank)
 
-    def of_means(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def of_means(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """From which gamma on a query-aware head keeps each pair of blocks: all rows of it in one order."""
         n = -(-k.shape[2] // self.block)
-        logits = products(means(q, self.block), means(k, self.block)) * scale
+        logits = soft.bent(products(means(q, self.block), means(k, self.block)))
         logits.masked_fill_(~meets(k.shape[2], self.block, self.block, q.device), -torch.inf)
         weights = logits.softmax(-1).double().flatten(1)
         order = weights.sort(dim=-1, descending=True, stable=True)

@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 from engine.budget import show
 from engine.checks import share, whole_numbers
 from engine.errors import ConfigError
+from engine.softmax import Softmax
 from engine.sparse.blocks import BlockRule, means, places, products
 
 
@@ -69,7 +70,7 @@ class TopCdf(BlockRule):
         assert self.topk is not None
         return int(self.topk * -(-s // self.block_k))
 
-    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         g, k = q.shape[1] // k.shape[1], k.float()
         if self.smooth_k:
             k = k - k.mean(2, keepdim=True)
@@ -78,7 +79,7 @@ class TopCdf(BlockRule):
         n_q, n_k = alike_q.shape[1], alike_k.shape[1]
         rows, keys = torch.arange(1, n_q + 1, device=q.device).unsqueeze(-1), torch.arange(n_k, device=q.device)
         causal = keys * self.block_k < rows * self.block_q
-        logits = products(means(q, self.block_q), means(k, self.block_k)) * scale
+        logits = soft.bent(products(means(q, self.block_q), means(k, self.block_k)))
         speaks = causal & alike_k.unsqueeze(1)
         logits.masked_fill_(~speaks, torch.finfo(torch.float32).min)
         order = logits.softmax(-1).masked_fill_(~speaks, 0).double().sort(dim=-1, descending=True, stable=True)

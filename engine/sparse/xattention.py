@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from engine.checks import one_of, share, whole_numbers
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.sparse.blocks import BlockRule, meets, places
 
 LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
@@ -117,9 +118,9 @@ class XAttention(BlockRule):
         chunk = self.chunk_size or max(SMALLEST_CHUNK, min(longest, MOST_GROUPED // longest))
         return chunk // self.block
 
-    def levels(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         s = k.shape[2]
-        sums = self.block_sums(q, k, scale).double()  # (h, n, n)
+        sums = self.block_sums(q, k, soft).double()  # (h, n, n)
         n = sums.shape[1]
         row = torch.arange(n, device=q.device)
         is_own, is_first = row.unsqueeze(-1) == row, (row == 0).expand(n, n)
@@ -140,7 +141,7 @@ class XAttention(BlockRule):
         taken = torch.where(in_first_chunk, early, late) / sums.sum(-1, keepdim=True)
         return taken.gather(-1, places(order.indices)).masked_fill(always, -torch.inf)
 
-    def block_sums(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def block_sums(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """Weights of groups, summed over each block: (h, n, n) float32; a row's sum is its groups."""
         (_, h, s, _), g = q.shape, q.shape[1] // k.shape[1]
         n, per_block = -(-s // self.block), self.block // self.stride
@@ -155,7 +156,7 @@ class XAttention(BlockRule):
                 keys = pad(k[0, head // g].float(), gap).unflatten(0, (n_groups, self.stride)).flatten(1)
             for start in range(0, n, n_rows):
                 rows = slice(start * per_block, min(start + n_rows, n) * per_block)
-                logits = (queries[rows] * (scale / self.stride)) @ keys[: rows.stop].mT
+                logits = (queries[rows] * (soft.scale / self.stride)) @ keys[: rows.stop].mT
                 logits.masked_fill_(group[: rows.stop] > group[rows].unsqueeze(-1), -torch.inf)
                 weights = logits.softmax(-1).masked_fill_((group[rows] >= n_real).unsqueeze(-1), 0)
                 weights = pad(weights, (0, n_groups - rows.stop))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.causal import causal, fused, whole
+from engine.causal import fused, over_past, weighed, whole
 from engine.layer import Layer
 from engine.passes.probe import joined
+from engine.softmax import Softmax
 from engine.turns.feed import Feed, Selected, outgoing
 from kernels.rows.each import attend_each
 
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 def read_at_once(row: "SelectiveAttention", layer: int, feed: Feed) -> Tensor:
     """The outputs (1, h, m, d_h) of the tokens, which the layer takes in."""
     at = row.store[layer]
-    parts = [causal(feed.q, feed.k, feed.v, feed.scale), *past(at, feed)]
+    parts = [over_past(feed.q, feed.k, feed.v, feed.soft), *past(at, feed)]
     selected = None
     if at.can_fetch:
         send(at, feed)
         selected = row.select_feed(layer, feed)
     if selected is not None:
         parts.append(fetched(at, feed, selected))
-    out, lse = joined(parts)
+    out, lse = feed.soft.finish(*joined(parts))
     take_in(row, layer, feed, selected)
     out = row.after_feed(layer, feed, out, lse)
     row.store.close(layer)
@@ -53,7 +54,7 @@ def fetched(at: Layer, feed: Feed, selected: Selected) -> tuple[Tensor, Tensor]:
     n_seen, n_window = feed.moments[-1]
     part = at.host.tokens(selected.idx.contiguous(), None, late=n_seen - at.s_prompt > n_window)
     part.bias = selected.bias
-    return attend_each(feed.q, part.tokens(), feed.scale)
+    return attend_each(feed.q, part.tokens(), feed.soft.scale)
 
 
 def take_in(row: "SelectiveAttention", layer: int, feed: Feed, selected: Selected | None) -> None:
@@ -81,19 +82,20 @@ def past(at: Layer, feed: Feed) -> list[tuple[Tensor, Tensor]]:
     hides: list[Tensor | None] = [None] * len(parts)
     if hidden is not None:
         hides[-1] = torch.nn.functional.pad(hidden, (parts[-1].n_tokens() - at.n_window, 0))
-    return [over(feed.q, part, feed.scale, hide) for part, hide in zip(parts, hides, strict=True)]
+    return [over(feed.q, part, feed.soft, hide) for part, hide in zip(parts, hides, strict=True)]
 
 
-def over(q: Tensor, part: Part, scale: float, hide: Tensor | None) -> tuple[Tensor, Tensor]:
+def over(q: Tensor, part: Part, soft: Softmax, hide: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention of all queries over one part, and the log-sum-exps; `hide` (m, tokens) has -inf on what is hidden."""
     part = part.gathered()
     if part.mask is None and part.bias is None:
         if hide is None:
-            return whole(q, part.k, part.v, scale)
-        return fused(q, part.k, part.v, scale, hide)
+            return whole(q, part.k, part.v, soft)
+        if not soft.cap:
+            return fused(q, part.k, part.v, soft.scale, hide)
     groups = q.shape[1] // part.k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).float() for x in (part.k, part.v))
-    logits = (q.float() @ keys.mT) * scale
+    logits = soft.bent(q.float() @ keys.mT)
     if hide is not None:
         logits = logits + hide
     if part.bias is not None:
@@ -101,6 +103,4 @@ def over(q: Tensor, part: Part, scale: float, hide: Tensor | None) -> tuple[Tens
     if part.mask is not None:
         mask = part.mask.repeat_interleave(q.shape[1] // part.mask.shape[1], 1)
         logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)).exp()
-    return (weights @ values).to(q.dtype), lse
+    return weighed(logits, values, q.dtype)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from engine.attend import Part, attend_rows
 from engine.errors import ConfigError
+from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention
 
 
-def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
     """The output (1, h, 1, d_h) of one token over the host tier's tokens, the generated ones included."""
     kind, at = type(row), row.store[layer]
     host = at.host
@@ -29,7 +30,7 @@ def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: T
     kind.step_rows([row], layer, q, k, v)
     n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
     parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
-    out, _ = attend_rows(q, [parts], scale, [False])
+    out, _ = attend_rows(q, [parts], soft, [False])
     kind.after_rows([row], layer, out.clone(), [None])
     at.meter.count_whole(n_held - at.n_kept - at.n_window)
     row.store.close(layer)

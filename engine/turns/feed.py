@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.layer import Layer
+from engine.softmax import Softmax
 
 
 class Moment(NamedTuple):
@@ -27,8 +28,12 @@ class Feed:
     q: Tensor  # (1, h, m, d_h)
     k: Tensor  # (1, h_kv, m, d_h)
     v: Tensor
-    scale: float
+    soft: Softmax
     moments: Sequence[Moment]  # of each token
+
+    @property
+    def scale(self) -> float:
+        return self.soft.scale
 
     @property
     def queries(self) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor
 from engine.attend import attend_own
 from engine.books.clock import Clock
 from engine.books.spans import span
-from engine.causal import Chunk
+from engine.causal import Chunk, weighed
 from engine.decode import Answer, attend_groups
 from engine.prefill import Trace
 from engine.sampling.finite import marked, said
+from engine.softmax import Softmax
 from engine.turns.dense import read_dense
 from engine.turns.feed import Feed, moments
 
@@ -169,11 +170,11 @@ class Talk:
         found[which] = logits
         return found
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         m = q.shape[2]
         if layer not in self.compressed:
             attend_own_tokens = attend_own if m == 1 else attend_own_past
-            return attend_own_tokens(q, k, v, scale, window, self.starts[0])
+            return attend_own_tokens(q, k, v, soft, window, self.starts[0])
         rows, out = self.active, q.new_zeros(q.shape)
         for at, i in enumerate(self.which if self.growing else ()):
             if i in self.growing and layer not in rows[at].skipped_layers():
@@ -187,10 +188,10 @@ class Talk:
                         if i in ahead:
                             row.q_ahead = ahead[i][:, :, j : j + 1]
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
-                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, scale)
+                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, soft)
                 elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
                     q_i, k_i, v_i = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
-                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, scale)
+                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, soft)
                 else:
                     left.append(i)
         for j in range(m):
@@ -202,7 +203,7 @@ class Talk:
                     rows[i].q_ahead = ahead[i][:, :, j : j + 1]
             whole = len(live) == len(rows)
             q_j, k_j, v_j = (x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v))
-            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, scale)
+            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, soft)
             if whole:
                 out[:, :, j : j + 1] = found
             else:
@@ -226,7 +227,7 @@ class Talk:
         return dict(zip(looking, queries.split(1), strict=True))
 
 
-def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
     """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
     outs, start, m = list[Tensor](), 0, q.shape[2]
     while start < m:
@@ -234,9 +235,9 @@ def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, 
         n = row.at_once(layer, m - start)
         q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
         if n > 1:
-            outs.append(row.read_feed(layer, Feed(q_n, k_n, v_n, scale, moments(row.store[layer], n))))
+            outs.append(row.read_feed(layer, Feed(q_n, k_n, v_n, soft, moments(row.store[layer], n))))
         else:
-            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, scale))
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, soft))
         start += n
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -264,7 +265,7 @@ def rows_of(value: Any, which: Sequence[int]) -> Any:
     return value
 
 
-def attend_own_past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None, start: int) -> Tensor:
+def attend_own_past(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None, start: int) -> Tensor:
     """Attention of several tokens from `start` on in a layer that is left as it is.
 
     Its cache ends with their own keys.
@@ -278,4 +279,7 @@ def attend_own_past(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         seen &= positions // window.n == ends // window.n
     elif window is not None:
         seen &= ends - positions < window
-    return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=scale)
+    if soft.is_plain:
+        return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=soft.scale)
+    hidden = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
+    return soft.finish(*weighed(soft.logits(q, grouped[0]) + hidden, grouped[1], q.dtype))[0]

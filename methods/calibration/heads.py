@@ -17,6 +17,7 @@ from engine.model import Model
 from engine.passes.probe import probe
 from engine.passes.repetition import Repetition, largest_weights
 from engine.prefill import prefill
+from engine.softmax import Softmax
 from methods.calibration.base import Kind
 
 OVERLAP = 8  # tokens, as KVzip has them; a stretch is one chunk, so that none is used
@@ -32,10 +33,10 @@ class Heads(Kind):
         return {"heads": torch.stack([largest(model, stretch) for stretch in stretches]).amax(0)}
 
     def of_layer(self, q: Tensor, k: Tensor) -> Mapping[str, Tensor]:
-        scale = q.shape[-1] ** -0.5
+        soft = Softmax(q.shape[-1] ** -0.5)
         h_kv = k.shape[1]
-        logits = (q.float().unflatten(1, (h_kv, -1)) @ k.float().unsqueeze(2).mT) * scale
-        return {"heads": largest_weights(q, k, scale, logits.logsumexp(-1).flatten(1, 2))[0].amax(-1)}
+        logits = (q.float().unflatten(1, (h_kv, -1)) @ k.float().unsqueeze(2).mT) * soft.scale
+        return {"heads": largest_weights(q, k, soft, logits.logsumexp(-1).flatten(1, 2))[0].amax(-1)}
 
 
 def largest(model: Model, ids: Sequence[int]) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.model import Model
 from engine.observe import Known, ModelFact
+from engine.softmax import Softmax
 from engine.terminal import say
 from methods.calibration import files
 from methods.calibration.files import Calibration
@@ -45,7 +46,7 @@ class Calibrated(ModelFact):
         origin = found.about.origin() | ({"file": str(self.file)} if self.file else {})
         return Known(dict(zip(found.about.layers, array, strict=True)), origin)
 
-    def observe(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         kind = kind_of(self.kind)
         return kind.of_layer(q[:, :, : kind.n_tokens], k[:, :, : kind.n_tokens])[self.array]
 

@@ -32,6 +32,7 @@ from engine.errors import ConfigError
 from engine.observe import MeanWeights, Observation
 from engine.prefill import Thinning
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.column_sums import column_sums
 from methods.base import SelectiveAttention
 
@@ -149,13 +150,13 @@ class Course(Thinning):
 
     plan: "PyramidInfer.Plan"
 
-    def going_on(self, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    def going_on(self, layer: int, q: Tensor, k: Tensor, soft: Softmax) -> Tensor | None:
         n = k.shape[2]
         if self.plan.n_going_on(layer, n) == n - self.plan.tail:
             return None
         recent = q[:, :, -self.plan.tail :]
         rising = rising_weights(self.plan.tail, self.plan.distance_weight).to(q.device)
-        sums = column_sums(recent, k, scale, rising)  # (h_kv, g, n)
+        sums = column_sums(recent, k, soft.scale, rising)  # (h_kv, g, n)
         return self.survivors(layer, sums.flatten(0, 1).mean(0) / self.plan.tail)
 
     def survivors(self, layer: int, votes: Tensor) -> Tensor:

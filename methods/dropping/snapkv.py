@@ -107,7 +107,7 @@ class SnapKV(ScoringMethod):
         n = keys.shape[2]
         if n <= plan.cap:
             return
-        votes = window_scores(q[:, :, -window:], keys, self.trace.scales[layer])
+        votes = window_scores(q[:, :, -window:], keys, self.trace.softmax[layer])
         scores = pool_scores(reduce_group(votes, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
         best = keep_top(scores, plan.cap - window)
         last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine import attend as engine_attend
 from engine.attend import MANY, Part, attend, attend_rows, attend_weights, partial
+from engine.softmax import Softmax
 
 
 def reference(q: Tensor, parts: list[Part], scale: float) -> Tensor:
@@ -43,8 +44,8 @@ def test_attention_over_parts_is_attention_over_their_union(dtype: torch.dtype, 
     q, parts = draw(1, 6, 1, 16, dtype=dtype), some_parts(dtype)[which]
     exact = reference(q, parts, 0.25)
     allowed = 2 * (reference(q, parts, 0.25).to(dtype) - exact).abs().max() + 4 * torch.finfo(dtype).eps
-    assert (attend(q, parts, 0.25) - exact).abs().max() <= allowed
-    out, weights = attend_weights(q, parts, 0.25)
+    assert (attend(q, parts, Softmax(0.25)) - exact).abs().max() <= allowed
+    out, weights = attend_weights(q, parts, Softmax(0.25))
     assert (out - exact).abs().max() <= allowed
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 6))
 
@@ -70,8 +71,8 @@ def test_chosen_rows_are_attended_to_as_if_they_were_copied(dtype: torch.dtype, 
         exact = reference(q, [part.gathered() for part in parts], 0.25)
         rounding = (exact.to(dtype) - exact).abs().max() + 2 * torch.finfo(dtype).eps
         allowed = 2 * rounding + 1e-6  # masks and weights are worked on in float32
-        assert (attend(q, parts, 0.25) - exact).abs().max() <= allowed
-        out, weights = attend_weights(q, parts, 0.25)
+        assert (attend(q, parts, Softmax(0.25)) - exact).abs().max() <= allowed
+        out, weights = attend_weights(q, parts, Softmax(0.25))
         assert (out - exact).abs().max() <= allowed
         assert weights.shape[-1] == sum(part.n_tokens() for part in parts)
 
@@ -79,18 +80,18 @@ def test_chosen_rows_are_attended_to_as_if_they_were_copied(dtype: torch.dtype, 
 def test_a_part_that_is_all_padding_changes_nothing() -> None:
     q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
     nothing = Part(draw(1, 2, 3, 16), draw(1, 2, 3, 16), mask=torch.zeros(1, 2, 3, dtype=torch.bool))
-    torch.testing.assert_close(attend(q, [*parts, nothing], 0.25), attend(q, parts, 0.25))
+    torch.testing.assert_close(attend(q, [*parts, nothing], Softmax(0.25)), attend(q, parts, Softmax(0.25)))
 
 
 def test_an_empty_part_changes_nothing() -> None:
     q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
     empty = Part(torch.empty(1, 2, 0, 16), torch.empty(1, 2, 0, 16))
-    torch.testing.assert_close(attend(q, [*parts, empty], 0.25), attend(q, parts, 0.25))
+    torch.testing.assert_close(attend(q, [*parts, empty], Softmax(0.25)), attend(q, parts, Softmax(0.25)))
 
 
 def test_the_log_sum_exp_is_that_of_the_logits() -> None:
     q, part = draw(1, 6, 1, 16), some_parts(torch.float32)[0]
-    _, lse = partial(q, part, 0.25)
+    _, lse = partial(q, part, Softmax(0.25))
     expected = (q @ part.k.repeat_interleave(3, 1).mT * 0.25).logsumexp(-1)
     torch.testing.assert_close(lse.reshape(1, 6, 1), expected)
 
@@ -104,14 +105,14 @@ def test_a_part_that_rows_have_in_common_is_read_once(dtype: torch.dtype, monkey
 
     def counted(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
         lengths.append(part.n_tokens())
-        return partial(q, part, scale)
+        return partial(q, part, Softmax(scale))
 
     monkeypatch.setattr(engine_attend, "partial", counted)
     monkeypatch.setattr(engine_attend, "native_takes", lambda *_: False)
-    out, weights = attend_rows(q, rows, 0.25, [False] * 4 + [True])
+    out, weights = attend_rows(q, rows, Softmax(0.25), [False] * 4 + [True])
     assert lengths.count(MANY) == 1 and lengths.count(MANY + 9) == 1
     assert [x is None for x in weights] == [True] * 4 + [False]
     for i, parts in enumerate(rows):
         right = reference(q[i : i + 1], parts, 0.25)
-        plain = (attend(q[i : i + 1], parts, 0.25) - right).abs().max()
+        plain = (attend(q[i : i + 1], parts, Softmax(0.25)) - right).abs().max()
         assert (out[i : i + 1] - right).abs().max() <= 2 * plain + 4e-7

@@ -18,6 +18,7 @@ from engine.model import register_attention
 from engine.passes import agreement
 from engine.passes.rotations import unmoved
 from engine.prefill import prefill
+from engine.softmax import Softmax
 from engine.turns.talk import Talk, attend_own_past
 from evals.settings import ModelSpec
 from methods.full import Full
@@ -133,13 +134,13 @@ def test_attention_within_chunks_is_the_plain_formula(n: int, s: int) -> None:
     q, k, v = (torch.randn(1, h, s, 16, generator=draw) for h in (4, 2, 2))
     places = torch.arange(s)
     whole = masked(q, k, v, in_chunk(places, places, n))
-    torch.testing.assert_close(causal(q, k, v, 0.3, Chunk(n))[0], whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(causal(q, k, v, Softmax(0.3), Chunk(n))[0], whole, atol=1e-5, rtol=1e-5)
     held = slice(max(0, s - n), s)  # a cache layer of a chunk's length hands out so many
-    one = attend_own(q[:, :, -1:], k[:, :, held], v[:, :, held], 0.3, Chunk(n), s - 1)
+    one = attend_own(q[:, :, -1:], k[:, :, held], v[:, :, held], Softmax(0.3), Chunk(n), s - 1)
     torch.testing.assert_close(one, whole[:, :, -1:], atol=1e-5, rtol=1e-5)
     m = min(3, s)
     held = slice(max(0, s - m - n + 1), s)
-    some = attend_own_past(q[:, :, -m:], k[:, :, held], v[:, :, held], 0.3, Chunk(n), s - m)
+    some = attend_own_past(q[:, :, -m:], k[:, :, held], v[:, :, held], Softmax(0.3), Chunk(n), s - m)
     torch.testing.assert_close(some, whole[:, :, -m:], atol=1e-5, rtol=1e-5)
 
 

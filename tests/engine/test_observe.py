@@ -4,6 +4,7 @@ import torch
 from engine import observe
 from engine.causal import causal
 from engine.observe import BandLogits, BandSums, ColumnSums, LastQueries, window_scores
+from engine.softmax import Softmax
 
 
 def draw(h: int, h_kv: int, s: int, d_h: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ def test_window_scores_are_the_weights_of_full_attention_whatever_the_chunk(
 ) -> None:
     monkeypatch.setattr(observe, "SCORE_CHUNK_BYTES", chunk_bytes)
     q, k = draw(h, h_kv, 60)
-    scores = window_scores(LastQueries(w).observe(q, k, 0.25), k, 0.25)
+    scores = window_scores(LastQueries(w).observe(q, k, Softmax(0.25)), k, Softmax(0.25))
     assert scores.dtype == torch.float32
     expected = plain_scores(q, k, 0.25, w).float()
     torch.testing.assert_close(scores, expected, atol=1e-6, rtol=1e-5)
@@ -35,19 +36,21 @@ def test_window_scores_are_the_weights_of_full_attention_whatever_the_chunk(
 
 def test_window_scores_of_a_smaller_window_need_only_the_last_of_the_kept_queries() -> None:
     q, k = draw(4, 2, 40)
-    kept = LastQueries(16).observe(q, k, 0.25)
-    torch.testing.assert_close(window_scores(kept[:, :, -5:], k, 0.25), window_scores(q[:, :, -5:], k, 0.25))
+    kept = LastQueries(16).observe(q, k, Softmax(0.25))
+    torch.testing.assert_close(
+        window_scores(kept[:, :, -5:], k, Softmax(0.25)), window_scores(q[:, :, -5:], k, Softmax(0.25))
+    )
 
 
 def test_window_scores_are_float32_for_models_in_half_precision() -> None:
     q, k = (x.bfloat16() for x in draw(4, 2, 40))
-    scores = window_scores(q[:, :, -8:], k, 0.25)
-    assert torch.equal(scores, window_scores(q[:, :, -8:].float(), k.float(), 0.25))
+    scores = window_scores(q[:, :, -8:], k, Softmax(0.25))
+    assert torch.equal(scores, window_scores(q[:, :, -8:].float(), k.float(), Softmax(0.25)))
 
 
 def test_window_scores_of_a_prompt_that_is_all_window_are_empty() -> None:
     q, k = draw(4, 2, 8)
-    assert window_scores(LastQueries(32).observe(q, k, 0.25), k, 0.25).shape == (1, 4, 0)
+    assert window_scores(LastQueries(32).observe(q, k, Softmax(0.25)), k, Softmax(0.25)).shape == (1, 4, 0)
 
 
 def plain_band(q: torch.Tensor, k: torch.Tensor, scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,9 +72,9 @@ def test_band_sums_are_the_weights_near_the_diagonal_whatever_the_block(
     monkeypatch.setattr(observe, "BAND_BLOCK_BYTES", block_bytes)
     q, k = draw(6, 2, 200)
     expected, _ = plain_band(q, k, 0.25, window)
-    own = BandSums(window).observe(q, k, 0.25)
-    _, lse = causal(q, k, k, 0.25)
-    given = BandSums(window).observe_pass(q, k, 0.25, lse)
+    own = BandSums(window).observe(q, k, Softmax(0.25))
+    _, lse = causal(q, k, k, Softmax(0.25))
+    given = BandSums(window).observe_pass(q, k, Softmax(0.25), lse)
     for sums in (own, given):
         assert sums.dtype == torch.float32
         torch.testing.assert_close(sums, expected.float(), atol=1e-6, rtol=2e-5)
@@ -79,15 +82,15 @@ def test_band_sums_are_the_weights_near_the_diagonal_whatever_the_block(
 
 def test_a_band_as_wide_as_the_prompt_is_the_columns() -> None:
     q, k = draw(6, 2, 150)
-    band = BandSums(150).observe(q, k, 0.25)
-    torch.testing.assert_close(band, ColumnSums().observe(q, k, 0.25), atol=1e-6, rtol=2e-5)
+    band = BandSums(150).observe(q, k, Softmax(0.25))
+    torch.testing.assert_close(band, ColumnSums().observe(q, k, Softmax(0.25)), atol=1e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("window", [1, 40, 1500, 3000])
 def test_band_logits_are_the_products_with_the_queries_behind(window: int) -> None:
     q, k = draw(4, 2, 2100)
     _, expected = plain_band(q, k, 0.25, window)
-    sums = BandLogits(window).observe(q, k, 0.25)
+    sums = BandLogits(window).observe(q, k, Softmax(0.25))
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums, expected.float(), atol=1e-3, rtol=1e-5)
     assert (sums[..., -1] == 0).all()
@@ -96,7 +99,7 @@ def test_band_logits_are_the_products_with_the_queries_behind(window: int) -> No
 def test_band_sums_of_half_precision_are_close_with_the_log_sum_exps_of_the_pass() -> None:
     """Its kernel rounds exponentials in half precision: 5e-5 of a log-sum-exp measured."""
     q, k = (x.bfloat16() for x in draw(4, 2, 300))
-    _, lse = causal(q, k, k, 0.25)
-    sums = BandSums(32).observe_pass(q, k, 0.25, lse)
+    _, lse = causal(q, k, k, Softmax(0.25))
+    sums = BandSums(32).observe_pass(q, k, Softmax(0.25), lse)
     exact, _ = plain_band(q, k, 0.25, 32)
     torch.testing.assert_close(sums, exact.float(), atol=1e-6, rtol=5e-4)

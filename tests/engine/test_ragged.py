@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.attend import attend
 from engine.books.strip import attended_bins
+from engine.softmax import Softmax
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, token
 
@@ -102,5 +103,5 @@ def test_attention_reads_no_spare_row() -> None:
     store = Store(counting_trace(8), 2)
     store.keep_ragged(0, [torch.arange(8), torch.tensor([], dtype=torch.int64)])
     store[0].append(token(8), -token(8))
-    out = attend(torch.ones(1, H, 1, D), store[0].resident(), 0.1)
+    out = attend(torch.ones(1, H, 1, D), store[0].resident(), Softmax(0.1))
     assert torch.equal(out[0, H // 2 :], -token(8)[0, 1:].expand(H // 2, 1, D))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part, attend, attend_weights
+from engine.softmax import Softmax
 from kernels.jit import triton
 from kernels.select_attend import Spans, Tokens, attend_parts_native, attend_parts_ref, attend_rows_triton, native
 
@@ -83,8 +84,8 @@ RUNS: dict[str, Callable[[Tensor, list[Tokens]], Tensor]] = {
     "ref": lambda q, parts: attend_parts_ref(q, parts, SCALE)[0],
     "native": lambda q, parts: attend_parts_native(q, parts, SCALE)[0],
     "triton": lambda q, parts: attend_rows_triton(q.to(GPU), [[moved(part) for part in parts]], SCALE)[0].cpu(),
-    "engine": lambda q, parts: attend(q, [as_part(part) for part in parts], SCALE),
-    "weights": lambda q, parts: attend_weights(q, [as_part(part) for part in parts], SCALE)[0],
+    "engine": lambda q, parts: attend(q, [as_part(part) for part in parts], Softmax(SCALE)),
+    "weights": lambda q, parts: attend_weights(q, [as_part(part) for part in parts], Softmax(SCALE))[0],
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part, attend, attend_weights
+from engine.softmax import Softmax
 from kernels.jit import triton
 from kernels.select_attend import Spans, Tokens, attend_parts_native, attend_parts_ref, attend_rows_triton, native
 
@@ -112,8 +113,8 @@ def test_parts_with_spans_are_attended_to_like_their_copies() -> None:
     q, tokens = problem((50, 7), 3, 16, torch.float32, 5)
     parts = [Part(each.k, each.v, spans=each.spans) for each in tokens]
     right, _ = exact(q, tokens, 0.3, 3)
-    torch.testing.assert_close(attend(q, parts, 0.3).double(), right, rtol=0, atol=1e-6)
-    out, weights = attend_weights(q, parts, 0.3)
+    torch.testing.assert_close(attend(q, parts, Softmax(0.3)).double(), right, rtol=0, atol=1e-6)
+    out, weights = attend_weights(q, parts, Softmax(0.3))
     torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-6)
     hidden = torch.cat([~each.is_real() for each in tokens if each.is_real() is not None], -1)  # type: ignore[operator]
     assert (weights[hidden.repeat_interleave(3, 1)] == 0).all()

@@ -21,6 +21,7 @@ from engine.decode import Decoded, decode
 from engine.model import Model
 from engine.passes import graphs
 from engine.prefill import prefill
+from engine.softmax import Softmax
 from engine.turns.talk import Talk
 from methods.base import SelectiveAttention
 from methods.dropping.streamingllm import StreamingLLM
@@ -82,7 +83,7 @@ class Keeper:
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         self.kept += [q, k, v]
         return q * (1 + layer)
 

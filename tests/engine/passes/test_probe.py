@@ -11,6 +11,7 @@ from engine.model import Model
 from engine.passes.probe import Pass, Probe, joined, probe
 from engine.passes.repetition import Repetition, largest_weights
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from kernels import column_sums
 from tests.tiny import prompt, tiny
 
@@ -47,9 +48,9 @@ class Noted:
         self.q: dict[int, Tensor] = {}
         self.k: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         self.q[layer], self.k[layer] = q, k
-        return causal(q, k, v, scale)[0]
+        return causal(q, k, v, soft)[0]
 
 
 def plain(model: Model, fed: Sequence[int]) -> Noted:
@@ -147,4 +148,4 @@ def test_largest_weights_do_not_depend_on_the_block(n_bytes: int, monkeypatch: p
     q, k = torch.randn(1, 6, 50, 8, generator=draw), torch.randn(1, 2, 30, 8, generator=draw)
     logits = q @ k.repeat_interleave(3, 1).mT * 0.5
     expected = logits.softmax(-1).amax(2).unflatten(1, (2, 3)).amax(2)
-    torch.testing.assert_close(largest_weights(q, k, 0.5, logits.logsumexp(-1)), expected)
+    torch.testing.assert_close(largest_weights(q, k, Softmax(0.5), logits.logsumexp(-1)), expected)

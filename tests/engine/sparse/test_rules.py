@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.observe import BandSums, ColumnSums, LastQueries
 from engine.prefill import prefill
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.sparse.a_shape import AShape, TriShape
 from engine.sparse.base import SparsePrefill
 from engine.sparse.block_sparse import BlockSparse
@@ -91,16 +92,20 @@ def masks(rule: Any, kept: Any, q: Tensor, k: Tensor, scale: float, arrays: dict
         with_own = theirs | own(s, block, block_k, q.device) if isinstance(rule, TopCdf) else theirs
         problems.append(differs("block_mask", kept.blocks & causal_blocks, with_own))
     if isinstance(rule, TopCdf):
-        levels = rule.levels(q, k, scale)
+        levels = rule.levels(q, k, Softmax(scale))
         problems.append(differs("authors' mask", (levels <= rule.level(0, s, levels)) & causal_blocks, theirs))
     if isinstance(rule, FlexPrefill):
-        vertical = votes(q[:, :, -block:], k, scale)[0] / block
+        vertical = votes(q[:, :, -block:], k, Softmax(scale))[0] / block
         n = causal_blocks.shape[0]
         of_columns = pad(vertical, (0, n * block - s)).unflatten(-1, (n, block)).sum(-1)
-        problems.append(differs("query_aware", rule.query_aware(q, k, scale, of_columns), arrays["query_aware"]))
+        problems.append(
+            differs("query_aware", rule.query_aware(q, k, Softmax(scale), of_columns), arrays["query_aware"])
+        )
     if isinstance(rule, XAttention):
-        problems.append(differs("block_sums", rule.block_sums(q, k, scale).numpy(), arrays["block_sums"], atol=1e-4))
-        by_paper = XAttention(**{**vars(rule), "select": "paper"}).choose(q, k, scale, 0).blocks
+        problems.append(
+            differs("block_sums", rule.block_sums(q, k, Softmax(scale)).numpy(), arrays["block_sums"], atol=1e-4)
+        )
+        by_paper = XAttention(**{**vars(rule), "select": "paper"}).choose(q, k, Softmax(scale), 0).blocks
         assert by_paper is not None
         if not rule.keeps_all(s):
             problems.append(
@@ -156,7 +161,7 @@ def test_every_query_of_a_prompt_of_any_length_sees_its_own_token(name: str) -> 
         rule, (q, k, v) = small(name), drawn(s)
         if rule.is_exact(0, s):
             continue
-        out, lse, share, kept = rule.attend(q, k, v, 0.25)
+        out, lse, share, kept = rule.attend(q, k, v, Softmax(0.25))
         seen = kept.seen()
         assert seen.diagonal(dim1=1, dim2=2).all() and not seen.triu(1).any()
         assert out.isfinite().all() and lse.isfinite().all()
@@ -166,18 +171,18 @@ def test_every_query_of_a_prompt_of_any_length_sees_its_own_token(name: str) -> 
 @pytest.mark.parametrize("name", [name for name in SMALL if "shape" not in name])
 def test_heads_of_one_group_choose_by_themselves(name: str) -> None:
     q, k, v = drawn(120)
-    seen = small(name).attend(q, k, v, 0.25).kept.seen()
+    seen = small(name).attend(q, k, v, Softmax(0.25)).kept.seen()
     assert not torch.equal(seen[0], seen[1])
-    alone = small(name).attend(q[:, 1:2], k[:, :1], v[:, :1], 0.25).kept.seen()
+    alone = small(name).attend(q[:, 1:2], k[:, :1], v[:, :1], Softmax(0.25)).kept.seen()
     assert torch.equal(alone[0], seen[1])
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_last_queries_may_see_their_whole_past(name: str) -> None:
     q, k, v = drawn(120)
-    out, _, share, kept = small(name, dense_last=20).attend(q, k, v, 0.25)
-    plain = small(name).attend(q, k, v, 0.25)
-    torch.testing.assert_close(out[:, :, 100:], causal(q, k, v, 0.25)[0][:, :, 100:], atol=1e-5, rtol=1e-5)
+    out, _, share, kept = small(name, dense_last=20).attend(q, k, v, Softmax(0.25))
+    plain = small(name).attend(q, k, v, Softmax(0.25))
+    torch.testing.assert_close(out[:, :, 100:], causal(q, k, v, Softmax(0.25))[0][:, :, 100:], atol=1e-5, rtol=1e-5)
     assert torch.equal(kept.seen()[:, :100], plain.kept.seen()[:, :100]) and share > plain.share
 
 
@@ -186,9 +191,9 @@ def test_the_last_queries_may_see_their_whole_past(name: str) -> None:
 def test_a_density_is_met_from_below_and_more_of_it_keeps_more(name: str, dense_last: int) -> None:
     q, k, v = drawn(600)
     before, error = 0.0, float("inf")
-    exact = causal(q, k, v, 0.25)[0]
+    exact = causal(q, k, v, Softmax(0.25))[0]
     for density in (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4)):
-        out, _, share, _ = small(name, density=density, dense_last=dense_last).attend(q, k, v, 0.25)
+        out, _, share, _ = small(name, density=density, dense_last=dense_last).attend(q, k, v, Softmax(0.25))
         assert density - Fraction(1, 25) <= share.item() <= density
         assert share > before
         before, so_far = share, error
@@ -199,7 +204,7 @@ def test_a_density_is_met_from_below_and_more_of_it_keeps_more(name: str, dense_
 @pytest.mark.parametrize("name", SMALL)
 def test_what_is_always_kept_stays_below_any_density(name: str) -> None:
     q, k, v = drawn(120)
-    share = small(name, density=Fraction(1, 1000)).attend(q, k, v, 0.25).share
+    share = small(name, density=Fraction(1, 1000)).attend(q, k, v, Softmax(0.25)).share
     assert 0.001 < share < 0.6
 
 
@@ -241,9 +246,9 @@ def test_thresholds_may_differ_by_layer_and_head(tmp_path: Path) -> None:
     file = tmp_path / "heads.json"
     file.write_text("[[0.2, 0.2, 0.9, 0.9], [0.5, 0.5, 0.5, 0.5]]")
     rule, (q, k, _) = small("xattention", threshold=file), drawn(120)
-    found = [rule.choose(q, k, 0.25, layer).seen() for layer in (0, 1)]
+    found = [rule.choose(q, k, Softmax(0.25), layer).seen() for layer in (0, 1)]
     for layer, head, threshold in ((0, 0, "0.2"), (0, 3, "0.9"), (1, 2, "0.5")):
-        alike = small("xattention", threshold=Fraction(threshold)).choose(q, k, 0.25, 0).seen()
+        alike = small("xattention", threshold=Fraction(threshold)).choose(q, k, Softmax(0.25), 0).seen()
         assert torch.equal(found[layer][head], alike[head])
     digest = rule.data_digest()
     shape = ModelShape("m", 2, 4, 2, 16, 4096, (0, 1))

@@ -12,6 +12,7 @@ from engine.causal import causal
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, LastQueries
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from engine.sparse import vertical_slash
 from engine.sparse.vertical_slash import VerticalSlash, diagonal_sums, n_pairs, votes
 from kernels import attend_kept
@@ -87,7 +88,7 @@ def test_it_is_attention_over_the_mask_that_the_definition_gives(
     monkeypatch.setattr(attend_kept, "CHUNK_BYTES", chunk_bytes)
     q, k, v = draw(s, h, h_kv)
     rule = pattern(block=block)
-    out, _, share, _ = rule.attend(q, k, v, 0.25)
+    out, _, share, _ = rule.attend(q, k, v, Softmax(0.25))
     mask = allowed(q, k, 0.25, rule)
     expected = masked(q.double(), k.double(), v.double(), 0.25, mask)
     assert out.dtype == torch.float32
@@ -100,7 +101,7 @@ def test_it_is_attention_over_the_mask_that_the_definition_gives(
 def test_in_half_precision_it_errs_no_more_than_plain_attention_over_the_mask() -> None:
     q, k, v = draw(97, 6, 2, torch.bfloat16)
     rule = pattern(block=16)
-    out = rule.attend(q, k, v, 0.25).out
+    out = rule.attend(q, k, v, Softmax(0.25)).out
     mask = allowed(q, k, 0.25, rule)
     truth = masked(q.double(), k.double(), v.double(), 0.25, mask)
     plain = masked(q, k, v, 0.25, mask)
@@ -113,7 +114,7 @@ def test_in_half_precision_it_errs_no_more_than_plain_attention_over_the_mask() 
 def test_votes_are_sums_over_the_last_queries(n: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vertical_slash, "CHUNK_BYTES", chunk_bytes)
     q, k, _ = draw(40, 6, 2)
-    found = votes(q[:, :, -n:], k, 0.25)
+    found = votes(q[:, :, -n:], k, Softmax(0.25))
     for head, weights in enumerate(exact_weights(q, k, 0.25)):
         for ours, expected in zip(found, voted(weights, n), strict=True):
             torch.testing.assert_close(ours[head].double(), expected, atol=1e-5, rtol=1e-5)
@@ -141,8 +142,8 @@ def test_shares_and_numbers_are_counted_and_the_forced_ones_are_the_least() -> N
 @pytest.mark.parametrize(("n_vertical", "n_slash"), [(97, 4), (3, 97)])
 def test_with_everything_kept_it_is_exact_attention(n_vertical: int, n_slash: int) -> None:
     q, k, v = draw(97, 6, 2)
-    out, _, share, _ = pattern(n_vertical, n_slash, block=16).attend(q, k, v, 0.25)
-    torch.testing.assert_close(out, causal(q, k, v, 0.25)[0], atol=1e-5, rtol=1e-5)
+    out, _, share, _ = pattern(n_vertical, n_slash, block=16).attend(q, k, v, Softmax(0.25))
+    torch.testing.assert_close(out, causal(q, k, v, Softmax(0.25))[0], atol=1e-5, rtol=1e-5)
     assert share == 1.0
 
 
@@ -166,7 +167,7 @@ def test_no_tensor_grows_with_the_square_of_the_prompt(monkeypatch: pytest.Monke
     for s in (1024, 2048):
         q, k, v = draw(s, 2, 1)
         with Largest() as largest:
-            pattern(20, 20).attend(q, k, v, 0.25)
+            pattern(20, 20).attend(q, k, v, Softmax(0.25))
         sizes.append(largest.n)
     assert sizes[1] <= 2.1 * sizes[0] < 2.1 * 1024 * 1024 / 16
 
@@ -192,7 +193,7 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(changes: dict[str, Any], s
 @pytest.mark.parametrize(("s", "h", "h_kv", "block"), SIZES)
 def test_pairs_are_counted_without_making_them(s: int, h: int, h_kv: int, block: int, dense_last: int) -> None:
     q, k, _ = draw(s, h, h_kv)
-    kept = pattern(block=block, dense_last=min(s, dense_last)).choose(q, k, 0.25, 0)
+    kept = pattern(block=block, dense_last=min(s, dense_last)).choose(q, k, Softmax(0.25), 0)
     assert n_pairs(kept).tolist() == kept.seen().sum((1, 2)).tolist()
 
 
@@ -234,7 +235,7 @@ def test_layers_with_a_sliding_window_stay_exact() -> None:
 def test_on_a_gpu_it_is_what_it_is_on_a_cpu() -> None:
     q, k, v = draw(300, 6, 2)
     rule = pattern(20, 30, block=16)
-    here, _, share, _ = rule.attend(q, k, v, 0.25)
-    there, _, again, _ = rule.attend(q.cuda(), k.cuda(), v.cuda(), 0.25)
+    here, _, share, _ = rule.attend(q, k, v, Softmax(0.25))
+    there, _, again, _ = rule.attend(q.cuda(), k.cuda(), v.cuda(), Softmax(0.25))
     torch.testing.assert_close(there.cpu(), here, atol=1e-3, rtol=1e-3)
     assert again == share

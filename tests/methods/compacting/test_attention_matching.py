@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.observe import SpacedQueries, spaced
 from engine.prefill import Trace
 from engine.shapes import Checkpoint, ModelShape
+from engine.softmax import Softmax
 from methods.compacting.attention_matching import AttentionMatching
 from methods.compacting.matching import BiasRule, Pursuit, Target, fit_values, fit_weights, pursue
 from methods.full import Full
@@ -123,7 +124,7 @@ def row_on(trace: Trace, asked: BudgetRequest, params: AttentionMatching.Params 
     """A row whose reference queries were observed."""
     plan = AttentionMatching.variant_for(params, asked, trace.shape, trace.s_prompt).plan
     (what,) = AttentionMatching.observations(params, plan)
-    trace.observe(0, what, trace.queries, trace.keys(0), trace.scales[0])  # type: ignore[attr-defined]
+    trace.observe(0, what, trace.queries, trace.keys(0), trace.softmax[0])  # type: ignore[attr-defined]
     return row_of(AttentionMatching, params, trace, asked)
 
 
@@ -273,14 +274,14 @@ def test_queries_stand_at_even_distances_and_the_last_one_is_the_prompts() -> No
     assert spaced(9, 2, 8) == range(2, 8)
     assert spaced(3, 5, 11) == [6, 8, 10]
     q = torch.arange(10.0).view(1, 1, 10, 1)
-    assert SpacedQueries(4).observe(q, q, 1.0).flatten().tolist() == [1, 4, 6, 9]
+    assert SpacedQueries(4).observe(q, q, Softmax(1.0)).flatten().tolist() == [1, 4, 6, 9]
 
 
 def test_moved_queries_are_turned_to_the_position_behind_the_prompt() -> None:
     trace = drawn(10)[0]
     turned = []
     trace.turn = {0: lambda q, by: (turned.append(by), q)[1]}
-    SpacedQueries(4, moved=True).observe_layer(trace, 0, torch.zeros(1, 1, 10, 16), trace.keys(0), 1.0, None)
+    SpacedQueries(4, moved=True).observe_layer(trace, 0, torch.zeros(1, 1, 10, 16), trace.keys(0), Softmax(1.0), None)
     assert turned[0].tolist() == [[9, 6, 4, 1]]
     with pytest.raises(ConfigError, match="moved needs a model with rotary positions"):
         AttentionMatching.check_model(replace(PARAMS, queries="moved"), Checkpoint(LLAMA, ("a",), 0))

@@ -11,6 +11,7 @@ from engine.errors import ConfigError
 from engine.observe import Known
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.calibration.known import Calibrated
 from methods.calibration.queries import Queries, as_complex
 from methods.decoding.triattention import TriAttention, key_scores, offsets_of, standardised, statistics
@@ -41,7 +42,7 @@ def row_on(
     shape = ModelShape("vectors", n_layers, h, h_kv, d_h, 1 << 20, tuple(range(n_layers)))
     trace = Trace(shape, s, k.device)
     for layer in range(n_layers):
-        trace.add(layer, k[layer : layer + 1, :, :s], k[layer : layer + 1, :, :s], d_h**-0.5)
+        trace.add(layer, k[layer : layer + 1, :, :s], k[layer : layer + 1, :, :s], Softmax(d_h**-0.5))
     trace.know(statistics(params), Known(dict(enumerate(found))))
     variant = TriAttention.variant_for(params, request(tokens=tokens), shape, s)
     if interval is not None:

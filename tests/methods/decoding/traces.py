@@ -22,7 +22,7 @@ def read_trace(q: Tensor, k: Tensor, v: Tensor, s: int, n_queries: int) -> Trace
     trace = trace_of(k, v, q.shape[1], s)
     asked = [ColumnSums(), *([LastQueries(n_queries)] if n_queries else [])]
     for what in asked:
-        trace.observe(0, what, q[:, :, :s], k[:, :, :s], trace.scales[0])
+        trace.observe(0, what, q[:, :, :s], k[:, :, :s], trace.softmax[0])
     return trace
 
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.observe import LastQueries
+from engine.softmax import Softmax
 from methods.dropping.ada_pyramid import AdaPyramid
 from methods.dropping.adakv import AdaKV, normalised_heads
 from methods.dropping.allocators import head_mix, head_mix_published, head_protect
@@ -79,7 +80,7 @@ def padded_queries(q_win: np.ndarray, s: int) -> torch.Tensor:
 def check_layer(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
     params, k, v = vector_params(meta), torch.from_numpy(x["k"]), torch.from_numpy(x["v"])
     trace = trace_of(k, v, meta["H"])
-    trace.observe(0, LastQueries(params.window), padded_queries(x["q_win"], meta["S"]), k, trace.scales[0])
+    trace.observe(0, LastQueries(params.window), padded_queries(x["q_win"], meta["S"]), k, trace.softmax[0])
     row = built(row_for(AdaKV, params, request(tokens=meta["base_capacity"]), trace, 8))
     kept = kept_heads(row, 0, meta["heads"])
     ends = x["cu_klen"].tolist()
@@ -124,9 +125,9 @@ def check_layers(x: dict[str, np.ndarray], meta: dict[str, Any]) -> str | None:
     k = torch.from_numpy(x["k"])
     trace = layered(padded_queries(x["q_win"][:1], meta["S"]), k[:1], k[:1], n_layers, params.window)
     for layer in range(n_layers):
-        trace.add(layer, k[layer : layer + 1], k[layer : layer + 1], meta["d"] ** -0.5)
+        trace.add(layer, k[layer : layer + 1], k[layer : layer + 1], Softmax(meta["d"] ** -0.5))
         q = padded_queries(x["q_win"][layer : layer + 1], meta["S"])
-        trace.observe(layer, LastQueries(params.window), q, k[layer : layer + 1], trace.scales[layer])
+        trace.observe(layer, LastQueries(params.window), q, k[layer : layer + 1], trace.softmax[layer])
     row = built(row_for(AdaPyramid, params, request(tokens=meta["base_capacity"]), trace, 4))
     lens = [[len(each) for each in kept_heads(row, layer, meta["Hk"])] for layer in range(n_layers)]
     scores = torch.cat([row.scores(layer) for layer in range(n_layers)]) / params.window  # theirs are means
@@ -148,7 +149,7 @@ def row_of_random(params: Any, cap: int, h_kv: int = 3, seed: int = 0, kind: typ
     k = torch.randn(1, h_kv, 90, 16, generator=draws) * scales
     q = torch.randn(1, 2 * h_kv, 90, 16, generator=draws)
     trace = trace_of(k, torch.randn(1, h_kv, 90, 16, generator=draws), 2 * h_kv)
-    trace.observe(0, LastQueries(params.window), q, k, trace.scales[0])
+    trace.observe(0, LastQueries(params.window), q, k, trace.softmax[0])
     return built(row_for(kind, params, request(tokens=cap), trace, 4))
 
 

@@ -97,7 +97,7 @@ def expected_row(
     turn = rotation(meta["theta"])
     trace.turn = {0: turn}
     for what in ExpectedAttention.observations(params, ExpectedAttention.Plan(meta["n_kept"], params.n_sink)):
-        trace.observe(0, what, turn(q_pre, torch.arange(q_pre.shape[2])[None]), k, trace.scales[0])
+        trace.observe(0, what, turn(q_pre, torch.arange(q_pre.shape[2])[None]), k, trace.softmax[0])
     return row_of(ExpectedAttention, params, trace, request(tokens=meta["n_kept"]))
 
 

@@ -51,7 +51,7 @@ def run_vectors(path: Path) -> list[Check]:
 def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: int) -> Trace:
     """A trace of the first `s` tokens, its column sums observed."""
     trace = trace_of(k, v, q.shape[1], s)
-    trace.observe(0, ColumnSums(), q[:, :, :s], k[:, :, :s], trace.scales[0])
+    trace.observe(0, ColumnSums(), q[:, :, :s], k[:, :, :s], trace.softmax[0])
     return trace
 
 
@@ -59,8 +59,8 @@ def check_colsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: dict[str,
     """The sums by themselves, and from the log-sum-exps that a prefill leaves on a CPU."""
     trace = watched(q, k, v, q.shape[2])
     alone = check_sums(trace, x["col_sum_f64"], 1)
-    out, lse = causal(q, k, v, trace.scales[0])
-    trace.observe(0, ColumnSums(), q, k, trace.scales[0], lse)
+    out, lse = causal(q, k, v, trace.softmax[0])
+    trace.observe(0, ColumnSums(), q, k, trace.softmax[0], lse)
     return first(
         alone,
         differs("attention output", out, x["out_f64"], 1e-5),

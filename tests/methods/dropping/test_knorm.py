@@ -11,6 +11,7 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.allocator import Allocator, check_allocator
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
@@ -47,7 +48,7 @@ def layers_of(k: Tensor) -> Trace:
     shape = ModelShape("vectors", n_layers, h_kv, h_kv, d_h, 1 << 20, tuple(range(n_layers)))
     trace = Trace(shape, s, k.device)
     for layer, keys in enumerate(k):
-        trace.add(layer, keys.unsqueeze(0), keys.unsqueeze(0), 1.0)
+        trace.add(layer, keys.unsqueeze(0), keys.unsqueeze(0), Softmax(1.0))
     return trace
 
 

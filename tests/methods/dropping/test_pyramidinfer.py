@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.observe import MeanWeights
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.column_sums import column_sums
 from methods.dropping.pyramidinfer import Course, Generated, PyramidInfer, fit_course, n_of_block, rising_weights
 from methods.full import Full
@@ -135,7 +136,7 @@ class Hiding:
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: Any
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, soft: Softmax, window: Any
     ) -> torch.Tensor:
         self.seen[layer] = (k, v)
         visible = torch.zeros(self.s, dtype=torch.bool)
@@ -144,7 +145,7 @@ class Hiding:
         mask |= torch.eye(self.s, dtype=torch.bool)  # whoever left still needs a row
         g = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=soft.scale)
 
 
 def test_votes_are_the_mean_over_heads_of_weighted_attention() -> None:
@@ -158,7 +159,7 @@ def test_votes_are_the_mean_over_heads_of_weighted_attention() -> None:
     votes = (rows * rising).mean(0)
     votes[:4] = torch.inf
     best = votes[: 90 - course.tail].topk(course.n_going_on(0, 90)).indices.sort().values
-    ours = Course(course).going_on(0, q, k, 0.25)
+    ours = Course(course).going_on(0, q, k, Softmax(0.25))
     assert ours is not None
     assert ours.tolist() == [*best.tolist(), *range(90 - course.tail, 90)]
 
@@ -272,7 +273,7 @@ def test_rows_of_the_last_queries_are_means_over_heads() -> None:
     logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.5
     future = torch.ones(40, 40, dtype=torch.bool).triu(1)
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).mean(1)[0, -9:]
-    rows = MeanWeights(9).observe(q, k, 0.5).double()
+    rows = MeanWeights(9).observe(q, k, Softmax(0.5)).double()
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
 
 

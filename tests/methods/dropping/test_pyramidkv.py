@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.dropping.pyramidkv import PyramidKV, fit_schedule, pyramid, schedule
 from methods.dropping.snapkv import SnapKV
 from tests.methods.dropping.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
@@ -61,8 +62,8 @@ def layered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_layers: int, w:
     shape = ModelShape("vectors", skipped + n_layers, q.shape[1], k.shape[1], k.shape[3], 1 << 20, layers)
     trace = Trace(shape, k.shape[2], k.device)
     for layer in layers:
-        trace.add(layer, k, v, k.shape[3] ** -0.5)
-        trace.observe(layer, LastQueries(w), q, k, trace.scales[layer])
+        trace.add(layer, k, v, Softmax(k.shape[3] ** -0.5))
+        trace.observe(layer, LastQueries(w), q, k, trace.softmax[layer])
     return trace
 
 

@@ -104,7 +104,7 @@ def snapkv_row(qkv: tuple[torch.Tensor, ...], params: SnapKV.Params, cap: int) -
     """One variant on a prompt of all of q, k, v."""
     q, k, v = qkv
     trace = trace_of(k, v, q.shape[1])
-    trace.observe(0, LastQueries(params.window), q, k, trace.scales[0])
+    trace.observe(0, LastQueries(params.window), q, k, trace.softmax[0])
     return row_of(SnapKV, params, trace, request(tokens=cap))
 
 
@@ -219,7 +219,7 @@ def test_variants_of_one_window_share_the_votes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(scorers, "window_scores", counted)
     q, k, v = tokens(200)
     trace = trace_of(k, v, 4)
-    trace.observe(0, LastQueries(8), q, k, trace.scales[0])
+    trace.observe(0, LastQueries(8), q, k, trace.softmax[0])
     for ratio in ("1/10", "1/5", "1/2"):
         for params in (PARAMS, replace(PARAMS, pooling="avg", reduce="max")):
             built(row_for(SnapKV, params, request(ratio=ratio), trace, 4))

@@ -46,7 +46,7 @@ def watched(q: Tensor, k: Tensor, v: Tensor, s: int) -> Trace:
     """A trace of the first `s` tokens; the first of q is the query of their last."""
     trace = trace_of(k, v, q.shape[1], s)
     queries = torch.cat([torch.zeros_like(q[:, :, :1]).expand(-1, -1, s - 1, -1), q[:, :, :1]], 2)
-    trace.observe(0, LAST_QUERY, queries, k[:, :, :s], trace.scales[0])
+    trace.observe(0, LAST_QUERY, queries, k[:, :, :s], trace.softmax[0])
     return trace
 
 

@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries, window_scores
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.dropping import xkv
 from methods.dropping.allocators import by_need, by_need_until, by_shares
 from methods.dropping.xkv import (
@@ -105,7 +106,7 @@ def test_xkv_agrees_with_reference_vectors(path: Path) -> None:
 def seen(trace: Trace, q: torch.Tensor, ows: int = 8) -> Trace:
     """The trace, with its last queries observed in every layer."""
     for layer in trace.shape.attention_layers:
-        trace.observe(layer, LastQueries(ows), q, trace.keys(layer), trace.scales[layer])
+        trace.observe(layer, LastQueries(ows), q, trace.keys(layer), trace.softmax[layer])
     return trace
 
 
@@ -119,8 +120,8 @@ def layers(n_layers: int = 3, s: int = 120, seed: int = 0) -> Trace:
     )
     for layer in range(n_layers):
         q, k, v = (torch.randn(1, heads, s, 16, generator=draw) for heads in (4, 2, 2))
-        trace.add(layer, k, v, 0.25 * (1 + layer))
-        trace.observe(layer, LastQueries(8), q, k, trace.scales[layer])
+        trace.add(layer, k, v, Softmax(0.25 * (1 + layer)))
+        trace.observe(layer, LastQueries(8), q, k, trace.softmax[layer])
     return trace
 
 

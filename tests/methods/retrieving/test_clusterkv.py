@@ -18,6 +18,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import draw_points, kmeans, nearest
 from methods.full import Full
@@ -629,7 +630,7 @@ def layered(n_layers: int, full_layers: tuple[int, ...]) -> Trace:
     on = Trace(shape, S, torch.device("cpu"))
     for layer in full_layers:
         _, k, v = tokens(S, seed=layer)
-        on.add(layer, k, v, D**-0.5)
+        on.add(layer, k, v, Softmax(D**-0.5))
     return on
 
 
@@ -654,7 +655,7 @@ def test_layers_draw_apart() -> None:
     on = Trace(shape, S, torch.device("cpu"))
     _, k, v = tokens(S)
     for layer in (0, 1):
-        on.add(layer, k, v, D**-0.5)
+        on.add(layer, k, v, Softmax(D**-0.5))
     mine = built(row_for(ClusterKV, replace(PARAMS, num_clusters=20), request(ratio="0.2"), on, 8))
     assert not torch.equal(mine.ready(0).centroids, mine.ready(1).centroids)
 

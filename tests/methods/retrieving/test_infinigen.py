@@ -16,6 +16,7 @@ from engine.model import Call, Model
 from engine.observe import ChannelSums
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.full import Full
 from methods.retrieving.infinigen import InfiniGen, common_count, foretold_logits, make_proxy, merged, top_stable
 from methods.retrieving.oracle import Oracle
@@ -87,13 +88,13 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     w_q = torch.from_numpy(x["w_q"])
     first_prompt = torch.from_numpy(x["prefill_query"])[:1].unflatten(-1, (h, d_h)).transpose(1, 2)
     trace = trace_of(k, v, n * h)
-    trace.scales[0] = 1.0  # it is in the weights
+    trace.softmax[0] = Softmax(1.0)  # it is in the weights
     params = replace(
         PARAMS, comm_mode="native", partial_ratio=Fraction(str(meta["ratio"])), skew=False,
         channels="query", alpha=meta["alpha"],
     )  # fmt: skip
     # Channels are those of the first sample.
-    trace.observe(0, ChannelSums(False), first_prompt.repeat(1, n, 1, 1), k, 1.0)
+    trace.observe(0, ChannelSums(False), first_prompt.repeat(1, n, 1, 1), k, Softmax(1.0))
     n_channels = InfiniGen.plan_for(params, resolved("1/2", s), trace.shape).n_channels
     plan = InfiniGen.Plan(n_channels, meta["max_num_kv"])
     row = row_of(InfiniGen, params, trace, request(tokens=1), plan)
@@ -120,7 +121,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
 
 def check_skewing(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     q, k = torch.from_numpy(x["q"]), torch.from_numpy(x["k"])
-    found = ChannelSums(True).observe(q[None, None], k[None, None], 1.0)[0]
+    found = ChannelSums(True).observe(q[None, None], k[None, None], Softmax(1.0))[0]
     basis = found[:-2]
     return first(
         differs("abs_A", basis.abs(), x["abs_A"], 1e-4),
@@ -163,7 +164,7 @@ class Checking:
         self.true: dict[int, Tensor] = {}
         self.foretold: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | Chunk | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         call = self.calls[layer]
         self.true[layer] = q[self.rows]
         self.foretold[layer] = self.model.speculate(layer, call.x[self.rows], call.beside)
@@ -383,7 +384,7 @@ def at_all(position: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def observed_trace(q: Tensor, k: Tensor, v: Tensor, s: int) -> Trace:
     trace = trace_of(k, v, q.shape[1], s)
     for skew in (True, False):
-        trace.observe(0, ChannelSums(skew), q[:, :, :s], k[:, :, :s], trace.scales[0])
+        trace.observe(0, ChannelSums(skew), q[:, :, :s], k[:, :, :s], trace.softmax[0])
     return trace
 
 
@@ -488,7 +489,7 @@ def test_a_rotation_makes_few_channels_tell_more() -> None:
     best = top_stable(exact, 30)[0]
     recall = {}
     for skew in (True, False):
-        proxy = make_proxy(ChannelSums(skew).observe(q, k, 1.0), k, 3, "query_key")
+        proxy = make_proxy(ChannelSums(skew).observe(q, k, Softmax(1.0)), k, 3, "query_key")
         found = top_stable(merged(foretold_logits(q[:, :, -1:], proxy, 1.0)[1][0], "query_head"), 30)
         hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), best.tolist(), strict=True)]
         recall[skew] = sum(hits) / 120
@@ -500,9 +501,9 @@ def test_channel_sums_by_their_definition_whatever_the_blocks(
     h: int, h_kv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, _ = random_tokens(h, h_kv, 90, d_h=8)
-    whole = ChannelSums(True).observe(q, k, 1.0)
+    whole = ChannelSums(True).observe(q, k, Softmax(1.0))
     monkeypatch.setattr("engine.observe.BASIS_QUERIES", 17)
-    blocks = ChannelSums(True).observe(q, k, 1.0)
+    blocks = ChannelSums(True).observe(q, k, Softmax(1.0))
     torch.testing.assert_close(blocks.abs(), whole.abs(), atol=1e-4, rtol=1e-5)
     for kv_head in range(h_kv):
         stacked = q.view(h_kv, -1, 8)[kv_head]
@@ -511,7 +512,7 @@ def test_channel_sums_by_their_definition_whatever_the_blocks(
         torch.testing.assert_close(found[:8].abs(), singular.abs(), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found[8], (stacked @ singular).abs().sum(0), atol=1e-2, rtol=1e-4)
         torch.testing.assert_close(found[9], (k[0, kv_head] @ singular).abs().sum(0), atol=1e-2, rtol=1e-4)
-    plain = ChannelSums(False).observe(q, k, 1.0)
+    plain = ChannelSums(False).observe(q, k, Softmax(1.0))
     assert torch.equal(plain[:, :8], torch.eye(8).expand(h_kv, 8, 8))
     torch.testing.assert_close(plain[:, 9], k[0].abs().sum(1))
 
@@ -520,7 +521,7 @@ def test_channels_of_the_query_alone_differ_where_keys_are_loud_elsewhere() -> N
     q, k, _ = random_tokens(2, 1, 50, d_h=8)
     q[..., 3] *= 5
     k[..., 6] *= 50
-    sums = ChannelSums(False).observe(q, k, 1.0)
+    sums = ChannelSums(False).observe(q, k, Softmax(1.0))
     assert make_proxy(sums, k, 1, "query").chosen.tolist() == [[3]]
     assert make_proxy(sums, k, 1, "query_key").chosen.tolist() == [[6]]
 
@@ -620,7 +621,7 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
 def test_bfloat16_keys_are_taken_as_the_cache_holds_them() -> None:
     q, k, v = (x.bfloat16() for x in random_tokens(6, 2, 62))
     trace = trace_of(k, v, 6, 60)
-    trace.observe(0, ChannelSums(True), q[:, :, :60], k[:, :, :60], 0.25)
+    trace.observe(0, ChannelSums(True), q[:, :, :60], k[:, :, :60], Softmax(0.25))
     row = row_of(InfiniGen, PARAMS, trace, request(tokens=9, comm="1/8"))
     out = step(row, q[:, :, 60:61], k[:, :, 60:61], v[:, :, 60:61])
     assert out.dtype == torch.bfloat16

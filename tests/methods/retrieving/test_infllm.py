@@ -72,7 +72,7 @@ def watched(q: Tensor, k: Tensor, v: Tensor, s: int, *what: Any) -> Trace:
     """A trace of the first `s` tokens that was observed."""
     trace = trace_of(k, v, q.shape[1], s)
     for one in what:
-        trace.observe(0, one, q[:, :, :s], k[:, :, :s], trace.scales[0])
+        trace.observe(0, one, q[:, :, :s], k[:, :, :s], trace.softmax[0])
     return trace
 
 

@@ -80,7 +80,7 @@ def random_tokens(h: int, h_kv: int, n: int, d_h: int = 16, seed: int = 0) -> tu
 def made(q: Tensor, k: Tensor, v: Tensor, s: int, tokens: int, comm: str = "1", **changed: Any) -> Any:
     """A row on the first `s` tokens."""
     trace = trace_of(k, v, q.shape[1], s)
-    trace.observe(0, CALIBRATION, q[:, :, :s], trace.keys(0), trace.scales[0])
+    trace.observe(0, CALIBRATION, q[:, :, :s], trace.keys(0), trace.softmax[0])
     return row_of(MagicPIG, replace(PARAMS, **changed), trace, request(tokens=tokens, comm=comm))
 
 

@@ -15,6 +15,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kernels.pq_fit import pq_fit
 from kernels.pq_scores import pq_logits
@@ -480,7 +481,7 @@ def test_codes_are_on_their_way_a_layer_ahead() -> None:
         trace = trace_of(k, v, 6, 300)
         trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
         for layer in (1, 2):
-            trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], 0.25)
+            trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], Softmax(0.25))
         row = variant((q, k, v), 300, sizes, trace=trace, rebuild_every=15)
         row.lane = lane
         rows.append(row)

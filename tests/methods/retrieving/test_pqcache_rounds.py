@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.softmax import Softmax
 from methods.retrieving import pqcache_rounds
 from methods.retrieving.pqcache_rounds import Clock, Profile
 from tests.methods.retrieving.test_pqcache import random_tokens, variant
@@ -27,7 +28,7 @@ def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: 
         trace = trace_of(tokens[1], tokens[2], 6, s)
         trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
         for layer in (1, 2):
-            trace.add(layer, tokens[1], tokens[2], 0.25)
+            trace.add(layer, tokens[1], tokens[2], Softmax(0.25))
         row = variant(tokens, s, trace=trace, b=4, iterations="auto")
         said = row.report()["iterations"]
         assert len(said) == 3

@@ -16,6 +16,7 @@ from engine.decode import attend_group
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.full import Full
 from methods.retrieving.quest import (
     AGGREGATES,
@@ -322,7 +323,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     rows = make(trace)
     for t in range(10):
         queries, keys, values = (x[:, :, 70 + t : 71 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
-        outs = attend_group(Quest, rows, 0, queries, keys, values, trace.scales[0], t + 1)
+        outs = attend_group(Quest, rows, 0, queries, keys, values, trace.softmax[0], t + 1)
         for i, out in enumerate(outs):
             assert torch.equal(rows[i].store.attended(0), alone[i][t][1])
             torch.testing.assert_close(out, alone[i][t][0], atol=1e-6, rtol=0)
@@ -441,7 +442,7 @@ def test_the_first_layers_stay_whole_and_the_report_has_the_share_of_all() -> No
     shape = ModelShape("any", 5, 4, 2, 16, 1 << 20, (0, 1, 2, 4))
     trace = Trace(shape, 64, torch.device("cpu"))
     for layer in shape.attention_layers:
-        trace.add(layer, k[:, :, :64], v[:, :, :64], 0.25)
+        trace.add(layer, k[:, :, :64], v[:, :, :64], Softmax(0.25))
     row = row_of(Quest, replace(NATIVE, full_layers=2), trace, request("0.3", comm="1/8"))
     for layer in shape.attention_layers:
         step(row, q[:, :, 64:], k[:, :, 64:], v[:, :, 64:], layer=layer)

@@ -40,7 +40,7 @@ def vector_row(
     """The method with the integers of a vector on the first `s` tokens, whose last `window` queries are `q`'s first."""
     chunk, channels = chunk_and_channels(meta["compression_ratio"], k.shape[-1])
     trace = trace_of(k, v, q.shape[1], s)
-    trace.observe(0, LastQueries(window), q[:, :, :window], trace.keys(0), trace.scales[0])
+    trace.observe(0, LastQueries(window), q[:, :, :window], trace.keys(0), trace.softmax[0])
     plan = RocketKV.Plan(meta["prompt_budget"], window, chunk, channels, meta["topk"], grows=False)
     params = replace(PARAMS, window=window, kernel=meta["kernel"])
     return row_of(kind, params, trace, request(tokens=s - 1, comm="1"), plan)
@@ -178,7 +178,7 @@ def made(tokens: int, comm: str, q: Tensor, k: Tensor, v: Tensor, s: int, **chan
     """A row on the first `s` tokens."""
     trace, params = trace_of(k, v, q.shape[1], s), replace(PARAMS, **changed)
     window = LastQueries(params.window)
-    trace.observe(0, window, q[:, :, :s], trace.keys(0), trace.scales[0])
+    trace.observe(0, window, q[:, :, :s], trace.keys(0), trace.softmax[0])
     return row_of(RocketKV, params, trace, request(tokens=tokens, comm=comm))
 
 
