@@ -228,7 +228,7 @@ def partial(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
     """
     n, h, _, d_h = q.shape
     if part.packed is not None and takes_packed(q, part.packed):
-        return attend_packed_native(q, part.packed, soft.scale)
+        return attend_packed_native(q, part.packed, soft.scale, soft.cap)
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K

@@ -178,7 +178,7 @@ class ColumnSums(Observation):
     def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
         if lse is None and (q.is_cuda or not soft.is_plain):
             lse = query_lse(q, k, soft)
-        return column_sums(q, k, soft.scale, lse=lse).flatten(0, 1).unsqueeze(0).float()
+        return column_sums(q, k, soft.scale, lse=lse, cap=soft.cap).flatten(0, 1).unsqueeze(0).float()
 
     def observe_layer(
         self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
@@ -194,23 +194,26 @@ BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
 
 def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-    """Log-sum-exps of the causal logits of q (1, h, s, d_h) on k (1, h_kv, s, d_h), and of sinks: (1, h, s) float32."""
-    if q.is_cuda:  # what its kernel computes beside them is cheaper than logits in blocks
+    """Log-sum-exps of the causal logits of q (1, h, r, d_h), the last of s tokens, on k (1, h_kv, s, d_h): (1, h, r).
+
+    With the sinks; float32.
+    """
+    (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
+    if q.is_cuda and r == s:  # what its kernel computes beside them is cheaper than logits in blocks
         return causal(q, k, k, soft)[1]
-    (_, h, s, _), h_kv = q.shape, k.shape[1]
     g = h // h_kv
     n_block = rows_per_block(g, s)
     hidden = torch.ones(n_block, n_block, dtype=torch.bool, device=q.device).triu(1)
-    lse = torch.empty(1, h, s, device=q.device)
+    lse = torch.empty(1, h, r, device=q.device)
     for kv_head in range(h_kv):
         transposed = k[0, kv_head].float().mT  # (d_h, s)
         heads = slice(kv_head * g, (kv_head + 1) * g)
-        for start in range(0, s, n_block):
-            stop = min(start + n_block, s)
-            n = stop - start
+        for start in range(0, r, n_block):
+            stop = min(start + n_block, r)
+            n, last = stop - start, s - r + stop
             block = (q[0, heads, start:stop].float() * soft.scale).flatten(0, 1)
-            logits = soft.capped(block @ transposed[:, :stop]).view(g, n, stop)
-            logits[..., start:].masked_fill_(hidden[:n, :n], -torch.inf)
+            logits = soft.capped(block @ transposed[:, :last]).view(g, n, last)
+            logits[..., last - n :].masked_fill_(hidden[:n, :n], -torch.inf)
             lse[0, heads, start:stop] = soft.of(heads).lse(logits, (-1, 1))
     return lse
 
@@ -221,7 +224,7 @@ def band_sums(q: Tensor, k: Tensor, soft: Softmax, window: int, lse: Tensor) -> 
     `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
     if takes_triton(q, k):
-        return column_sums_triton(q, k, soft.scale, None, lse, window).flatten(0, 1).unsqueeze(0).float()
+        return column_sums_triton(q, k, soft.scale, None, lse, window, soft.cap).flatten(0, 1).unsqueeze(0).float()
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, window = h // h_kv, min(window, s)
     n_block = max(1, min(s, BAND_QUERIES, BAND_BLOCK_BYTES // (4 * g * (BAND_QUERIES + window))))

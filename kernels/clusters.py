@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
+from kernels.capped import bend, capped, with_sink
 from kernels.jit import cdiv, jit, power_of_2, tl, triton
 from kernels.topk import pack_key, pack_keys_ref
 
@@ -125,15 +126,21 @@ def cluster_keys_ref(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
     return pack_keys_ref(scores.flatten(1, 2), torch.arange(c, device=q.device))
 
 
-def mass_scores(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) -> Tensor:
+def mass_scores(
+    q: Tensor, centroids: Tensor, sizes: Tensor, scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> Tensor:
     """Softmax over all centroids, summed over each group: q (n, h, 1, d_h) -> (n, h_kv, c) float32.
 
-    Clusters without tokens take part in the softmax, and get -1.
+    Clusters without tokens take part in the softmax, and get -1; so do sinks (h,). Logits are bent towards a cap.
     """
     (h_kv, c, d_h), n = centroids.shape, q.shape[0]
     grouped = q.view(n, h_kv, -1, d_h).transpose(0, 1)  # (h_kv, n, g, d_h)
     logits = grouped.flatten(1, 2).float() @ centroids.float().mT  # (h_kv, n * g, c)
-    scores = (logits * scale).softmax(-1).view(h_kv, n, -1, c).sum(2).transpose(0, 1)
+    logits = capped(logits * scale, cap).view(h_kv, n, -1, c)
+    weights = logits.softmax(-1)
+    if sink is not None:
+        weights *= (logits.logsumexp(-1) - sink.view(h_kv, 1, -1)).sigmoid().unsqueeze(-1)
+    scores = weights.sum(2).transpose(0, 1)
     return scores.masked_fill(sizes == 0, -1.0)
 
 
@@ -234,7 +241,9 @@ def fill_slots(
     tl.store(chosen + row * k + slot, tl.where(found, token + first, -1), slot < k)
 
 
-def mass_keys_triton(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) -> Tensor:
+def mass_keys_triton(
+    q: Tensor, centroids: Tensor, sizes: Tensor, scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> Tensor:
     """Keys of `mass_scores`, (n, h_kv, c) int64 as `topk.py` says."""
     (n, h, _, d_h), (h_kv, c, _) = q.shape, centroids.shape
     n_blocks, g = cdiv(c, CLUSTERS), h // h_kv
@@ -242,8 +251,11 @@ def mass_keys_triton(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) 
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     keys = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
     logit_clusters[(n, n_blocks, h_kv)](
-        q.contiguous(), centroids.contiguous(), logits, lses, scale, d_h, c, g, n_blocks, CLUSTERS, power_of_2(d_h)
-    )
+        q.contiguous(), centroids.contiguous(), logits, lses, scale, cap, d_h, c, g, n_blocks, CLUSTERS,
+        power_of_2(d_h), cap > 0,
+    )  # fmt: skip
+    lses = with_sink(lses, sink)
+    n_blocks = lses.shape[2]
     weigh_clusters[(n, cdiv(c, CHUNK), h_kv)](
         logits, lses, sizes.contiguous(), keys, c, g, n_blocks, CHUNK, power_of_2(n_blocks)
     )
@@ -252,7 +264,8 @@ def mass_keys_triton(q: Tensor, centroids: Tensor, sizes: Tensor, scale: float) 
 
 @jit
 def logit_clusters(
-    q, centroids, logits, lses, scale, d_h, c, g, n_blocks, CLUSTERS: tl.constexpr, WIDTH: tl.constexpr
+    q, centroids, logits, lses, scale, cap, d_h, c, g, n_blocks,
+    CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     cluster, column = block * CLUSTERS + tl.arange(0, CLUSTERS), tl.arange(0, WIDTH)
@@ -262,7 +275,10 @@ def logit_clusters(
     for i in range(g):
         query_head = (row * h_kv + head) * g + i
         query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
-        x = tl.where(real, tl.sum(means * query[None], 1) * scale, float("-inf"))
+        x = tl.sum(means * query[None], 1) * scale
+        if CAPPED:
+            x = bend(x, cap)
+        x = tl.where(real, x, float("-inf"))
         tl.store(logits + query_head.to(tl.int64) * c + cluster, x, real)
         highest = tl.max(x, 0)
         tl.store(lses + query_head * n_blocks + block, highest + tl.log(tl.sum(tl.exp(x - highest), 0)))

@@ -1,9 +1,10 @@
 """Attention that every key receives from queries, its sum or its largest weight: never the whole matrix.
 
-Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r) -> sums (h_kv, g, s) float64,
-          maxima (h_kv, s) float32.
+Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r), of logits bent towards `cap`
+          where it is not 0 -> sums (h_kv, g, s) float64, maxima (h_kv, s) float32.
 Paths     Torch in blocks of rows. Where the pass left its log-sum-exps, C++ on a CPU and Triton on a GPU, which store
-          no logit. Products are float32 whatever the dtype, and float64 where blocks of queries are added up.
+          no logit; a cap is left to torch on a CPU. Products are float32
+          whatever the dtype, and float64 where blocks of queries are added up.
 Checks    tests/kernels/test_column_sums.py, tests/engine/test_observe.py, benchmarks/bench_observe.py.
 
 Not here: which tokens that keeps.
@@ -22,28 +23,35 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
+from kernels.capped import bend, capped
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
 
 
 def column_sums(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, lse: Tensor | None = None
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, lse: Tensor | None = None, cap: float = 0.0
 ) -> Tensor:
     """Sums over causal softmax rows; `row_weights` (r,) weighs the queries, `lse` has their log-sum-exps."""
+    assert lse is not None or not cap, "a cap wants log-sum-exps"
     if row_weights is None:
         row_weights = torch.ones(q.shape[2], device=q.device)
-    if lse is not None and takes_native(q, k):
+    if lse is not None and takes_native(q, k) and not cap:
         return column_sums_native(q, k, scale, row_weights, lse)
     if lse is not None and takes_triton(q, k):
-        return column_sums_triton(q, k, scale, row_weights, lse)
-    return column_sums_torch(q, k, scale, row_weights, lse)
+        return column_sums_triton(q, k, scale, row_weights, lse, cap=cap)
+    return column_sums_torch(q, k, scale, row_weights, lse, cap)
 
 
-def column_sums_ref(q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None) -> Tensor:
-    """From the whole matrix, float64."""
+def column_sums_ref(
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, cap: float = 0.0, sink: Tensor | None = None
+) -> Tensor:
+    """From the whole matrix, float64; `sink` (h,) competes with the tokens."""
     (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
     logits = q[0].double() @ k[0].double().repeat_interleave(h // h_kv, 0).mT * scale
     future = torch.ones(r, s, dtype=torch.bool, device=q.device).triu(s - r + 1)
-    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
+    logits = capped(logits, cap).masked_fill(future, -torch.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.double().view(-1, 1, 1).expand(-1, r, 1)], -1)
+    weights = logits.softmax(-1)[..., :s]
     if row_weights is not None:
         weights = weights * row_weights.double().unsqueeze(-1)
     return weights.sum(1).view(h_kv, -1, s)
@@ -62,7 +70,9 @@ def rows_per_block(g: int, s: int) -> int:
     return max(1, min(s, COLUMN_BLOCK_BYTES // (4 * g * s)))
 
 
-def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor | None = None) -> Tensor:
+def column_sums_torch(
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor | None = None, cap: float = 0.0
+) -> Tensor:
     """In blocks of rows. With `lse` the weights are one exponential: seven tenths of the time of a softmax."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
@@ -70,7 +80,7 @@ def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, l
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
     sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
     # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
-    columns = d_h if lse is None else d_h + 1
+    columns = d_h if lse is None or cap else d_h + 1
     keys, block = (
         q.new_ones(s, columns, dtype=torch.float32),
         q.new_empty(g, n_rows, columns, dtype=torch.float32),
@@ -85,9 +95,11 @@ def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, l
             some = block[:, :rows]
             some[..., :d_h] = q[0, heads, start : start + rows]
             some[..., :d_h] *= scale  # in float32, whatever q is
-            if lse is not None:
+            if columns > d_h and lse is not None:
                 torch.neg(lse[0, heads, start : start + rows], out=some[..., d_h])
             logits = (some.flatten(0, 1) @ keys[:stop].mT).view(g, rows, stop)
+            if cap and lse is not None:
+                logits = capped(logits, cap).sub_(lse[0, heads, start : start + rows].unsqueeze(-1))
             logits[..., first:].masked_fill_(hidden[:rows, :rows], -torch.inf)
             weights = logits.softmax(-1) if lse is None else logits.exp_()
             # A product with a row of weights adds rows up in nine tenths of the time of sum().
@@ -101,17 +113,17 @@ def column_sums_torch(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, l
 LOGIT_BYTES = {False: 1 << 20, True: 32 << 20}  # of a block of logits, while they are in a CPU's cache; on a GPU
 
 
-def column_maxima(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+def column_maxima(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: float = 0.0) -> Tensor:
     """Logarithm of the most that each key of k (1, h_kv, n, d_h) gets from any query of its group, which all see it.
 
     q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits; (h_kv, n) float32.
     """
-    if takes_native(q, k):
+    if takes_native(q, k) and not cap:
         return column_maxima_native(q, k, scale, lse)
-    return column_maxima_torch(q, k, scale, lse)
+    return column_maxima_torch(q, k, scale, lse, cap)
 
 
-def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: float = 0.0) -> Tensor:
     """Block by block: no weight is made but the largest."""
     h_kv, n = k.shape[1], k.shape[2]
     queries = (q[0].float() * scale).unflatten(0, (h_kv, -1)).flatten(1, 2)  # (h_kv, g * r, d_h)
@@ -121,7 +133,7 @@ def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tens
     for kv_head in range(h_kv):
         transposed = k[0, kv_head].float().mT  # (d_h, n)
         for block, its_off in zip(queries[kv_head].split(n_block), off[kv_head].split(n_block), strict=True):
-            logits = (block @ transposed).sub_(its_off)
+            logits = capped(block @ transposed, cap).sub_(its_off)
             torch.maximum(largest[kv_head], logits.amax(0), out=largest[kv_head])
     return largest
 
@@ -186,8 +198,9 @@ def takes_triton(q: Tensor, k: Tensor) -> bool:
 
 
 def column_sums_triton(
-    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None, lse: Tensor, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None, lse: Tensor, window: int | None = None,
+    cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """A program for some keys and one query head; `window` counts the queries that a key meets, its own included."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     q, k, lse = q.contiguous(), k.contiguous(), lse.contiguous()
@@ -197,16 +210,16 @@ def column_sums_triton(
     width = power_of_2(d_h, least=16)
     keys, queries = KEYS[q.element_size()], QUERIES[q.element_size()]
     sum_columns[(cdiv(s, keys), h)](
-        q, k, lse, weights, sums, s, r, d_h, scale, s if window is None else window, h // h_kv,
-        weighed, keys, queries, width, INTERPRETED, num_warps=8, num_stages=2,
+        q, k, lse, weights, sums, s, r, d_h, scale, cap, s if window is None else window, h // h_kv,
+        weighed, cap > 0, keys, queries, width, INTERPRETED, num_warps=8, num_stages=2,
     )  # fmt: skip
     return sums
 
 
 @jit
 def sum_columns(
-    q, k, lse, weights, sums, s, r, d_h, scale, window, g,
-    WEIGHED: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, lse, weights, sums, s, r, d_h, scale, cap, window, g,
+    WEIGHED: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -229,7 +242,10 @@ def sum_columns(
         if WIDE:
             queries = queries.to(tl.float32)
         normaliser = tl.load(lse + head * r + row, inside, other=float("inf"))
-        logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale - normaliser[None]
+        logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale
+        if CAPPED:
+            logits = bend(logits, cap)
+        logits -= normaliser[None]
         behind = (row + s - r)[None] - key[:, None]
         seen = (behind >= 0) & (behind < window) & inside[None]
         share = tl.exp(tl.where(seen, logits, -float("inf")))  # what is not seen may overflow

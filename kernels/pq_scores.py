@@ -2,6 +2,7 @@
 
 `pq_logits` is the sums themselves. `pq_top` is a decode step's choice: a softmax of every query head over all
 candidates, added up over the heads of a group, and the k tokens with the highest sum, lower indices first among equals.
+Logits bend towards `cap`, if it is not 0, and compete with `sink` (h,), if there is one.
 `pq_keys` are what a GPU chooses by for all rows of a class at once; it codes their newest tokens on the way.
 
 Shapes    q (h, d_h), centroids (h_kv, m, c, d_m), codes (h_kv, m, >= n) uint8 or `PackedCodes` -> logits (h, n)
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
+from kernels.capped import bend, capped, with_sink
 from kernels.choices import MERGES
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, triton, upload
 from kernels.pq_codes import PackedCodes
@@ -49,15 +51,15 @@ def pq_logits(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int)
 
 def pq_top(
     q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
-    merge: str = "softmax_sum",
+    merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Indices of the chosen ones among the first n tokens: all, if k >= n."""
     if merge == "softmax_sum":
-        if takes_native(codes):
-            return pq_top_native(q, centroids, codes, n, k, scale)
         if takes_triton(codes):
-            return pq_top_triton(q, centroids, codes, n, k, scale)
-    return pq_top_ref(q, centroids, codes, n, k, scale, merge)
+            return pq_top_triton(q, centroids, codes, n, k, scale, cap, sink)
+        if takes_native(codes) and not cap and sink is None:
+            return pq_top_native(q, centroids, codes, n, k, scale)
+    return pq_top_ref(q, centroids, codes, n, k, scale, merge, cap, sink)
 
 
 def pq_logits_ref(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
@@ -77,14 +79,14 @@ def sum_entries(tables: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
 
 def pq_top_ref(
     q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
-    merge: str = "softmax_sum",
+    merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Weights in float64 from the float32 tables, so that rounding decides nothing; then a stable sort."""
-    logits = sum_entries(pq_tables(q, centroids).double(), codes, n) * scale
-    return top_stable_ref(merged(logits, len(centroids), merge), min(k, n))
+    logits = capped(sum_entries(pq_tables(q, centroids).double(), codes, n) * scale, cap)
+    return top_stable_ref(merged(logits, len(centroids), merge, sink), min(k, n))
 
 
-def merged(logits: Tensor, h_kv: int, merge: str) -> Tensor:
+def merged(logits: Tensor, h_kv: int, merge: str, sink: Tensor | None = None) -> Tensor:
     """Scores that tokens are chosen by, (h_kv or h, n)."""
     assert merge in MERGES, f"merge={merge!r}; one of {MERGES}"
     if merge == "per_query_head":
@@ -93,6 +95,8 @@ def merged(logits: Tensor, h_kv: int, merge: str) -> Tensor:
     if merge == "logit_sum":
         return grouped.sum(1)
     weights = grouped.softmax(-1)
+    if sink is not None:
+        weights *= (grouped.logsumexp(-1) - sink.to(grouped).view(h_kv, -1)).sigmoid().unsqueeze(-1)
     return weights.sum(1) if merge == "softmax_sum" else weights.amax(1)
 
 
@@ -192,13 +196,19 @@ def pq_logits_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
     return logits
 
 
-def pq_top_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float) -> Tensor:
+def pq_top_triton(
+    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
+    cap: float = 0.0, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Codes are read twice, for the softmax's sums and for the scores, and logits are never stored."""
-    scores = pq_scores_triton(q, centroids, codes, n, scale)
+    scores = pq_scores_triton(q, centroids, codes, n, scale, cap, sink)
     return top_stable(scores, min(k, n))
 
 
-def pq_scores_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, scale: float) -> Tensor:
+def pq_scores_triton(
+    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, scale: float,
+    cap: float = 0.0, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax over tokens per query head, summed over the heads of a group: (h_kv, n) float32."""
     entries = pq_tables(q, centroids).contiguous()
     (h, m, c), h_kv, n_blocks = entries.shape, len(centroids), cdiv(n, TOKENS)
@@ -207,10 +217,10 @@ def pq_scores_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, 
         return scores
     lses = torch.empty(h, n_blocks, dtype=torch.float32, device=q.device)
     _, head_stride, part_stride, planes = packed_codes(codes, n)
-    strides = (head_stride, part_stride, h // h_kv, m, planes, TOKENS)
-    store_lses[(n_blocks, h)](entries, codes_of(codes), lses, scale, n, c, *strides)
-    lse = lses.logsumexp(-1)
-    merge_weights[(n_blocks, h_kv)](entries, codes_of(codes), lse, scores, scale, n, c, *strides)
+    strides = (head_stride, part_stride, h // h_kv, m, planes, TOKENS, cap > 0)
+    store_lses[(n_blocks, h)](entries, codes_of(codes), lses, scale, cap, n, c, *strides)
+    lse = lses.logsumexp(-1) if sink is None else torch.logaddexp(lses.logsumexp(-1), sink)
+    merge_weights[(n_blocks, h_kv)](entries, codes_of(codes), lse, scores, scale, cap, n, c, *strides)
     return scores
 
 
@@ -225,27 +235,32 @@ class Coded(NamedTuple):
     at: int = 0  # as which of its tokens
 
 
-def pq_keys_ref(q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float) -> list[Tensor]:
+def pq_keys_ref(
+    q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> list[Tensor]:
     """Row by row: keys (1, h_kv, n) each. The newest keys (n_rows, h_kv, 1, d_h) are not coded."""
     found = []
     for i, row in enumerate(rows):
-        logits = pq_logits_ref(q[i, :, 0], row.centroids, row.codes, row.n) * scale
-        scores = merged(logits, len(row.centroids), "softmax_sum")
+        logits = capped(pq_logits_ref(q[i, :, 0], row.centroids, row.codes, row.n) * scale, cap)
+        scores = merged(logits, len(row.centroids), "softmax_sum", sink)
         positions = torch.arange(row.first, row.first + row.n, device=q.device)
         found.append(pack_keys_ref(scores, positions).unsqueeze(0))
     return found
 
 
-def pq_keys_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float) -> Tensor:
+def pq_keys_triton(
+    q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> Tensor:
     """Two launches more for all rows whose quantisers have one shape: (n, h_kv, most candidates) int64."""
     (h_kv, m, c, _), (n, h) = rows[0].centroids.shape, q.shape[:2]
     s = max(row.n for row in rows)
     entries, table = pq_tables_triton(q, keys, rows)
-    n_blocks, sizes = cdiv(s, TOKENS), (scale, c, h // h_kv, m, rows[0].codes.b % 8, TOKENS)
+    n_blocks, sizes = cdiv(s, TOKENS), (scale, cap, c, h // h_kv, m, rows[0].codes.b % 8, TOKENS, cap > 0)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     found = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     lses_of_rows[(n, n_blocks, h)](entries, table, lses, *sizes)
-    keys_of_rows[(n, n_blocks, h_kv)](entries, table, lses, found, s, *sizes, power_of_2(n_blocks))
+    lses = with_sink(lses, sink)
+    keys_of_rows[(n, n_blocks, h_kv)](entries, table, lses, found, s, lses.shape[2], *sizes, power_of_2(lses.shape[2]))
     return found
 
 
@@ -312,7 +327,10 @@ def tables_of_rows(
 
 
 @jit
-def lses_of_rows(entries, table, lses, scale, c, g, M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr):
+def lses_of_rows(
+    entries, table, lses, scale, cap, c, g,
+    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Log-sum-exp of a block of a row's tokens for a query head."""
     row, block, head, h = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at = table + row * 10
@@ -321,7 +339,10 @@ def lses_of_rows(entries, table, lses, scale, c, g, M: tl.constexpr, PLANES: tl.
     x = add_entries(
         entries + row * h * M * c, codes, head, head // g, token, mask, c, tl.load(at + 2), tl.load(at + 3), M, PLANES
     )
-    x = tl.where(mask, x * scale, float("-inf"))
+    x *= scale
+    if CAPPED:
+        x = bend(x, cap)
+    x = tl.where(mask, x, float("-inf"))
     highest = tl.max(x, 0)
     safe = tl.where(highest > -1e30, highest, 0.0)
     lse = safe + tl.log(tl.sum(tl.exp(x - safe), 0))
@@ -330,12 +351,12 @@ def lses_of_rows(entries, table, lses, scale, c, g, M: tl.constexpr, PLANES: tl.
 
 @jit
 def keys_of_rows(
-    entries, table, lses, found, s, scale, c, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    entries, table, lses, found, s, n_blocks, scale, cap, c, g,
+    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Keys of a block of a row's tokens, by their weights for the query heads of a KV head."""
     row, block, owner, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    at, n_blocks = table + row * 10, tl.num_programs(1)
+    at = table + row * 10
     codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
     mask, every = token < tl.load(at + 4), tl.arange(0, BLOCKS)
     head_stride, part_stride = tl.load(at + 2), tl.load(at + 3)
@@ -349,7 +370,10 @@ def keys_of_rows(
             entries + row * h_kv * g * M * c, codes, head, owner, token, mask, c,
             head_stride, part_stride, M, PLANES,
         )  # fmt: skip
-        total += tl.exp(x * scale - lse)
+        x *= scale
+        if CAPPED:
+            x = bend(x, cap)
+        total += tl.exp(x - lse)
     key = tl.where(mask, pack_key(total, tl.load(at + 5) + token), tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64))
     tl.store(found + (row * h_kv + owner).to(tl.int64) * s + token, key, token < s)
 
@@ -394,15 +418,18 @@ def store_logits(
 
 @jit
 def store_lses(
-    entries, codes, lses, scale, n, c, head_stride, part_stride, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr,
+    entries, codes, lses, scale, cap, n, c, head_stride, part_stride, g,
+    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a block of tokens for a query head."""
     block, head = tl.program_id(0), tl.program_id(1)
     token = block * TOKENS + tl.arange(0, TOKENS)
     mask = token < n
     x = add_entries(entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES)
-    x = tl.where(mask, x * scale, float("-inf"))
+    x *= scale
+    if CAPPED:
+        x = bend(x, cap)
+    x = tl.where(mask, x, float("-inf"))
     highest = tl.max(x, 0)
     lse = highest + tl.log(tl.sum(tl.exp(x - highest), 0))
     tl.store(lses + head * tl.num_programs(0) + block, lse)
@@ -410,8 +437,8 @@ def store_lses(
 
 @jit
 def merge_weights(
-    entries, codes, lse, scores, scale, n, c, head_stride, part_stride, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr,
+    entries, codes, lse, scores, scale, cap, n, c, head_stride, part_stride, g,
+    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Weights of a block of tokens, added up over the query heads of a KV head."""
     block, owner = tl.program_id(0), tl.program_id(1)
@@ -421,5 +448,8 @@ def merge_weights(
     for i in range(g):
         head = owner * g + i
         x = add_entries(entries, codes, head, owner, token, mask, c, head_stride, part_stride, M, PLANES)
-        total += tl.exp(x * scale - tl.load(lse + head))
+        x *= scale
+        if CAPPED:
+            x = bend(x, cap)
+        total += tl.exp(x - tl.load(lse + head))
     tl.store(scores + owner.to(tl.int64) * n + token, total, mask)

@@ -97,4 +97,4 @@ def largest_weights(q: Tensor, keys: Tensor, soft: Softmax, lse: Tensor) -> Tens
     q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits.
     """
     # Kernels in half precision round log-sum-exps, by which a weight near 1 could come out above it.
-    return column_maxima(q, keys, soft.scale, lse).exp_().clamp_(max=1).unsqueeze(0)
+    return column_maxima(q, keys, soft.scale, lse, soft.cap).exp_().clamp_(max=1).unsqueeze(0)

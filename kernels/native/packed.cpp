@@ -252,7 +252,7 @@ INLINE void with_load(int64_t bits, int64_t group_bytes, const Run &run) {
 // G query heads of a KV head over tokens start to stop, start being the first of a group.
 template <class T, int G>
 Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int64_t start, int64_t stop,
-                    const float *q, float *out, int64_t stride, Partial *partials, int64_t partial_stride) {
+                    const float *q, float cap, float *out, int64_t stride, Partial *partials, int64_t partial_stride) {
     alignas(64) float logits[G][CHUNK], factors[G * MOST_D], column[MOST_D > CHUNK ? MOST_D : CHUNK];
     const int n = stop - start;
     const int n_k = k.n < start ? 0 : (k.n < stop ? k.n - start : n);
@@ -294,6 +294,8 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
         for (int g = 0; g < G; g++) logits[g][t] = sum(sums[g]);
     }
 
+    if (cap > 0)
+        for (int g = 0; g < G; g++) bend(logits[g], n, cap);
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(logits[g], n);
     for (int g = 0; g < G; g++) memset(out + g * stride, 0, d * sizeof(float));
     const int64_t row_bytes = d * v.bits / 8, n_groups = n_v ? d / v.group : 0;
@@ -335,7 +337,7 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
 }
 
 template <class T>
-void attend(int64_t h, int64_t kv, int64_t d, int64_t n, const T *q, float scale, const Side &k, const Side &v, T *out,
+void attend(int64_t h, int64_t kv, int64_t d, int64_t n, const T *q, float scale, float cap, const Side &k, const Side &v, T *out,
             float *lse, int n_threads) {
     const int64_t chunks = (n + CHUNK - 1) / CHUNK, g = h / kv;
     if (n * h * d < 100000) n_threads = 1;
@@ -350,7 +352,7 @@ void attend(int64_t h, int64_t kv, int64_t d, int64_t n, const T *q, float scale
         for (int64_t i = 0; i < g;) {
             const int64_t head = owner * g + i, at = head * chunks + chunk;
             const auto over = [&](auto run, int64_t step) {
-                run(k, v, owner, d, start, stop, queries + head * d, sums + at * d, chunks * d, partials.get() + at,
+                run(k, v, owner, d, start, stop, queries + head * d, cap, sums + at * d, chunks * d, partials.get() + at,
                     chunks);
                 i += step;
             };
@@ -385,12 +387,12 @@ void attend(int64_t h, int64_t kv, int64_t d, int64_t n, const T *q, float scale
 }  // namespace
 
 extern "C" void attend_packed(int64_t dtype, int64_t h, int64_t kv, int64_t d, int64_t n, const void *q, float scale,
-                              const void *sides, void *out, float *lse, int64_t n_threads) {
+                              float cap, const void *sides, void *out, float *lse, int64_t n_threads) {
     const Side &k = ((const Side *)sides)[0], &v = ((const Side *)sides)[1];
     if (dtype == FLOAT32)
-        attend(h, kv, d, n, (const float *)q, scale, k, v, (float *)out, lse, n_threads);
+        attend(h, kv, d, n, (const float *)q, scale, cap, k, v, (float *)out, lse, n_threads);
     else if (dtype == BFLOAT16)
-        attend(h, kv, d, n, (const bf16 *)q, scale, k, v, (bf16 *)out, lse, n_threads);
+        attend(h, kv, d, n, (const bf16 *)q, scale, cap, k, v, (bf16 *)out, lse, n_threads);
     else
-        attend(h, kv, d, n, (const f16 *)q, scale, k, v, (f16 *)out, lse, n_threads);
+        attend(h, kv, d, n, (const f16 *)q, scale, cap, k, v, (f16 *)out, lse, n_threads);
 }

@@ -1,4 +1,4 @@
-// Softmax piece by piece: a piece's weights, and what joins pieces.
+// Softmax piece by piece: a piece's weights, and what joins pieces; logits that bend towards a cap before.
 //
 // Not here: logits, sums of values.
 #pragma once
@@ -12,6 +12,16 @@ constexpr int CHUNK = 256;  // tokens at most: their K and V rows stay in the se
 struct Partial {
     float highest, total;
 };
+
+// cap * tanh(x / cap), of room for whole vectors.
+INLINE void bend(float *logits, int n, float cap) {
+    for (int t = 0; t < n; t += WIDTH) {
+        const vf x = load(logits + t), size = maximum(x, -x);
+        const vf e = exponential(size * splat(-2.0f / cap));  // of what is not above 0
+        const vf bent = splat(cap) * (splat(1.0f) - e) / (splat(1.0f) + e);
+        store(logits + t, choose(x < vf{}, -bent, bent));
+    }
+}
 
 // Logits become weights that are not yet divided by their sum.
 INLINE Partial soften(float *logits, int n) {

@@ -2,7 +2,7 @@
 
 Shapes    q (1, h, 1, d_h); codes, scales and zeros as in `kernels/packed/codes.py`; exact (1, h_kv, rows, d_h), whose
           first row is the first token that is not packed. K and V may be packed to different lengths.
-          out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32.
+          Scaled logits bend towards `cap`, if it is not 0. out (1, h, 1, d_h) in q's dtype, lse (1, h, 1) float32.
 Paths     C++ on a CPU, which makes numbers of codes in registers, as Triton does on a GPU (`kernels/packed/rows.py`);
           else numbers are rebuilt for the length of the call.
 Checks    tests/kernels/test_packed.py, benchmarks/bench_packed.py.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
+from kernels.capped import capped
 from kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
@@ -86,18 +87,18 @@ class Packed(NamedTuple):
     n: int
 
 
-def attend_packed(q: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
+def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Attention over all tokens: out and lse."""
     if takes_packed(q, packed):
-        return attend_packed_native(q, packed, scale)
-    return attend_packed_ref(q, packed, scale)
+        return attend_packed_native(q, packed, scale, cap)
+    return attend_packed_ref(q, packed, scale, cap)
 
 
-def attend_packed_ref(q: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
+def attend_packed_ref(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """From rebuilt numbers, in float32."""
     h = q.shape[1]
     k, v = (side.rebuilt(packed.n).repeat_interleave(h // side.exact.shape[1], 1).float() for side in packed[:2])
-    logits = (q.float() @ k.mT) * scale
+    logits = capped((q.float() @ k.mT) * scale, cap)
     lse = logits.logsumexp(-1)
     return ((logits - lse.unsqueeze(-1)).exp() @ v).to(q.dtype), lse
 
@@ -117,19 +118,19 @@ def native() -> Any:
     if lib is None:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    lib.attend_packed.argtypes = [*[size] * 5, pointer, ctypes.c_float, pointer, pointer, pointer, size]
+    lib.attend_packed.argtypes = [*[size] * 5, pointer, ctypes.c_float, ctypes.c_float, pointer, pointer, pointer, size]
     lib.attend_packed.restype = None
     return lib.attend_packed
 
 
-def attend_packed_native(q: Tensor, packed: Packed, scale: float) -> tuple[Tensor, Tensor]:
+def attend_packed_native(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """In C++."""
     _, h, _, d_h = q.shape
     q = q.contiguous()
     numbers = [*packed.k.numbers(), *packed.v.numbers()]
     out, lse = torch.empty_like(q), torch.empty(1, h, 1)
     native()(
-        dtypes()[q.dtype], h, packed.k.exact.shape[1], d_h, packed.n, q.data_ptr(), scale,
+        dtypes()[q.dtype], h, packed.k.exact.shape[1], d_h, packed.n, q.data_ptr(), scale, cap,
         (ctypes.c_int64 * len(numbers))(*numbers), out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse

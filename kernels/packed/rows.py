@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.capped import bend
 from kernels.jit import INTERPRETED, distance, jit, power_of_2, tl, triton
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
@@ -109,7 +110,7 @@ class CodedRows:
             numbers += [number for item in items for number in item]
         return numbers, own
 
-    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float) -> None:
+    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float = 0.0) -> None:
         h, d_h = q.shape[1], q.shape[3]
         g, width = h // self.h_kv, power_of_2(d_h, 16)
         for k, v, one, start, n_items, even in self.launches:
@@ -118,11 +119,11 @@ class CodedRows:
             attend_codes[(n_items, self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
                 table, work[start * FIELDS :], sums[self.first + start :], lses[self.first + start :], scale,
-                self.h_kv, d_h,
+                cap, self.h_kv, d_h,
                 row_bytes(k, d_h), row_bytes(v, d_h),
                 g, power_of_2(g, 16), width, tile_of(k, v), FIELDS,
                 k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),
-                lanes, max(1, lanes // q.element_size()), INTERPRETED,
+                lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
             )  # fmt: skip
 
 
@@ -221,11 +222,11 @@ def scaled(
 
 @jit
 def attend_codes(
-    q, k_codes, v_codes, k_scales, v_scales, table, work, sums, lses, scale, h_kv, d_h, k_bytes, v_bytes,
+    q, k_codes, v_codes, k_scales, v_scales, table, work, sums, lses, scale, cap, h_kv, d_h, k_bytes, v_bytes,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
-    LANES: tl.constexpr, EXACT_LANES: tl.constexpr,
+    LANES: tl.constexpr, EXACT_LANES: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     """Softmax over the tokens of an item for the query heads of a KV head, padded to ROWS for the tensor cores.
@@ -287,7 +288,10 @@ def attend_codes(
                 x = scaled(x, k_scale, k_zero, token, real, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH)
                 logits = tl.dot(queries, tl.trans(x.to(product)), input_precision="ieee")
         seen = mine[:, None] & real[None]
-        logits = tl.where(seen, logits * scale, -1e30)
+        logits *= scale
+        if CAPPED:
+            logits = bend(logits, cap)
+        logits = tl.where(seen, logits, -1e30)
         higher = tl.maximum(highest, tl.max(logits, 1))
         weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.capped import bend, with_sink
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
@@ -34,8 +35,13 @@ class Chunked(NamedTuple):
     r: int  # channels
 
 
-def chunk_keys(q: Tensor, k_new: Tensor, rows: Sequence[Chunked], scale: float) -> Tensor:
-    """Keys by the group's mean softmax over chunks; k_new (n, h_kv, 1, d_h) is taken into the bounds first."""
+def chunk_keys(
+    q: Tensor, k_new: Tensor, rows: Sequence[Chunked], scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> Tensor:
+    """Keys by the group's mean softmax over chunks; k_new (n, h_kv, 1, d_h) is taken into the bounds first.
+
+    Bounds bend towards a cap, and sinks (h,) take part in the softmax.
+    """
     (n, h, _, d_h), h_kv = q.shape, k_new.shape[1]
     q, k_new, g = q.contiguous(), k_new.contiguous(), h // h_kv
     for row in rows:
@@ -52,7 +58,11 @@ def chunk_keys(q: Tensor, k_new: Tensor, rows: Sequence[Chunked], scale: float) 
     keys = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     tiny = torch.finfo(torch.float32).tiny
     rank_channels[(n, h_kv)](q, k_new, table, lines, weights, scale, tiny, d_h, g, r, ROW, power_of_2(d_h))
-    score_chunks[(n, n_blocks, h_kv)](q, table, lines, weights, logits, lses, c, d_h, g, r, ROW, CHUNKS, power_of_2(g))
+    score_chunks[(n, n_blocks, h_kv)](
+        q, table, lines, weights, logits, lses, cap, c, d_h, g, r, ROW, CHUNKS, power_of_2(g), cap > 0
+    )
+    lses = with_sink(lses, sink)
+    n_blocks = lses.shape[2]
     weigh_chunks[(n, cdiv(s, TOKENS), h_kv)](
         logits, lses, table, keys, s, c, n_blocks, g, ROW, TOKENS, power_of_2(n_blocks)
     )
@@ -95,8 +105,8 @@ def rank_channels(q, k_new, table, lines, weights, scale, tiny, d_h, g, most, RO
 
 @jit
 def score_chunks(
-    q, table, lines, weights, logits, lses, c, d_h, g, most,
-    ROW: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    q, table, lines, weights, logits, lses, cap, c, d_h, g, most,
+    ROW: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, place = table + row * ROW, block * CHUNKS + tl.arange(0, CHUNKS)
@@ -110,6 +120,8 @@ def score_chunks(
         line = tl.load(lines + (row * h_kv + head) * most + j)
         bound = tl.load(bounds + line * room + place, real, other=0.0).to(tl.float32)
         x += tl.load(weights + (first + one) * most + j, one < g, other=0.0)[:, None] * bound[None]
+    if CAPPED:
+        x = bend(x, cap)
     x = tl.where(real[None], x, float("-inf"))
     mine = (one < g)[:, None] & (place < c)[None]
     tl.store(logits + (first + one).to(tl.int64)[:, None] * c + place[None], x, mine)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.capped import bend, with_sink
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
@@ -67,7 +68,7 @@ def find_components(
 
 
 def component_keys(
-    q: Tensor, components: Tensor, weights: Tensor, table: Tensor, s: int
+    q: Tensor, components: Tensor, weights: Tensor, table: Tensor, s: int, cap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of the candidates, approximate logits of all tokens, and log-sum-exps of blocks of them."""
     (n, h_kv, r), h = components.shape, weights.shape[1]
@@ -83,6 +84,7 @@ def component_keys(
         keys,
         logits,
         lses,
+        cap,
         s,
         q.shape[3],
         h // h_kv,
@@ -90,17 +92,23 @@ def component_keys(
         ROW,
         TOKENS,
         power_of_2(h // h_kv),
+        cap > 0,
     )
     return keys, logits, lses
 
 
-def cover(chosen: Tensor, logits: Tensor, lses: Tensor, table: Tensor) -> Tensor:
-    """Share of the softmax on sinks, window and the row's own number of chosen (n, h_kv, k): (n, h) float32."""
+def cover(chosen: Tensor, logits: Tensor, lses: Tensor, table: Tensor, sink: Tensor | None = None) -> Tensor:
+    """Share of the softmax on first tokens, window and the row's own number of chosen (n, h_kv, k): (n, h) float32.
+
+    A learned `sink` (h,) is covered too.
+    """
+    lses = with_sink(lses, sink)
     (n, h_kv, k), (_, h, s) = chosen.shape, logits.shape
     covered = torch.empty(n, h, dtype=torch.float32, device=logits.device)
     add_covered[(n, h)](
-        chosen, logits, lses, table, covered, s, lses.shape[2], h // h_kv, k, ROW, TOKENS,
-        power_of_2(lses.shape[2]),
+        chosen, logits, lses, table, covered, covered if sink is None else sink, s,
+        lses.shape[2], h // h_kv, k, ROW, TOKENS,
+        power_of_2(lses.shape[2]), sink is not None,
     )  # fmt: skip
     return covered
 
@@ -142,8 +150,8 @@ def rank_components(
 
 @jit
 def multiply_components(
-    q, components, weights, table, keys, logits, lses, s, d_h, g, r,
-    ROW: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    q, components, weights, table, keys, logits, lses, cap, s, d_h, g, r,
+    ROW: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, token = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS)
@@ -158,6 +166,8 @@ def multiply_components(
         where = tl.where(is_late, late + (token - behind).to(tl.int64) * d_h + component, early)
         value = tl.load(q + where, real, other=0.0).to(tl.float32)  # from far away, so once for the group
         x += tl.load(weights + (first + one) * r + j, one < g, other=0.0)[:, None] * value[None]
+    if CAPPED:
+        x = tl.where((one < g)[:, None], bend(x, cap), 0.0)
     score = tl.sum(x, 0)
     x = tl.where(real[None], x, float("-inf"))
     of_group = (one < g)[:, None]
@@ -174,8 +184,8 @@ def multiply_components(
 
 @jit
 def add_covered(
-    chosen, logits, lses, table, covered, s, n_blocks, g, k,
-    ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    chosen, logits, lses, table, covered, sink, s, n_blocks, g, k,
+    ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WITH_SINK: tl.constexpr,
 ):  # fmt: skip
     row, query_head, h = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at, every = table + row * ROW, tl.arange(0, BLOCKS)
@@ -198,7 +208,10 @@ def add_covered(
         token = tl.load(where, place < count, other=0).to(tl.int32)
         some += tl.exp(tl.load(x + token, place < count, other=float("-inf")) - lse)
     # With everything selected nothing is missing, which sums in half precision would not quite say.
-    share = tl.where(count >= stop - start, -1.0, tl.minimum(tl.sum(some, 0), 1.0))
+    whole = tl.sum(some, 0)
+    if WITH_SINK:
+        whole += tl.exp(tl.load(sink + query_head) - lse)
+    share = tl.where(count >= stop - start, -1.0, tl.minimum(whole, 1.0))
     tl.store(covered + row * h + query_head, share)
 
 

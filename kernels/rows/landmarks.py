@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.capped import bend, with_sink
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, upload
 from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
@@ -41,9 +42,10 @@ class Chunks(NamedTuple):
 
 
 def make_rows(
-    q: Tensor, rows: Sequence[Chunks], rotation: Rotation | None, scale: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Positions and keys of the tokens of each row's best chunks."""
+    q: Tensor, rows: Sequence[Chunks], rotation: Rotation | None, scale: float,
+    cap: float = 0.0, sink: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Positions and keys of the tokens of each row's best chunks; landmarks' logits bend towards a cap."""
     (n, h, _, d_h), h_kv = q.shape, rows[0].means.shape[0]
     q, g, width = q.contiguous(), h // h_kv, power_of_2(d_h, 16)
     lengths = [row.chunk * row.n_selected for row in rows]
@@ -57,7 +59,9 @@ def make_rows(
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
     grid = n, n_blocks, h_kv
-    score_landmarks[grid](q, table, logits, lses, scale, d_h, c, g, FIELDS, MEANS, width)
+    score_landmarks[grid](q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, MEANS, width, cap > 0)
+    lses = with_sink(lses, sink)
+    n_blocks = lses.shape[2]
     weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, MEANS, power_of_2(n_blocks))
     order = top_keys(scores, max(row.n_selected for row in rows)).contiguous()
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
@@ -82,8 +86,9 @@ def fields(row: Chunks, q: Tensor, idx: Tensor) -> list[int]:
 
 @jit
 def score_landmarks(
-    q, table, logits, lses, scale, d_h, c, g, FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr
-):
+    q, table, logits, lses, scale, cap, d_h, c, g,
+    FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, mean, column = table + row * FIELDS, block * MEANS + tl.arange(0, MEANS), tl.arange(0, WIDTH)
     n, inside = tl.load(at + 1), column < d_h
@@ -93,7 +98,10 @@ def score_landmarks(
     for i in range(g):
         query_head = (row * h_kv + head) * g + i
         query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
-        x = tl.where(real, tl.sum(those * query[None], 1) * scale, float("-inf"))
+        x = tl.sum(those * query[None], 1) * scale
+        if CAPPED:
+            x = bend(x, cap)
+        x = tl.where(real, x, float("-inf"))
         tl.store(logits + query_head.to(tl.int64) * c + mean, x, mean < c)
         highest = tl.maximum(tl.max(x, 0), -1e30)  # finite: a row may have no landmark here
         total = tl.sum(tl.exp(x - highest), 0)

@@ -1,7 +1,8 @@
 """Inner products of every row's queries with what it searches, on a GPU: as logits, or as keys to choose by.
 
-`token_logits` are those with all keys of a row, the prompt's and behind them its generated ones; `weigh_logits`
-makes keys of their softmax. `channel_keys` are those of a few channels of every key, `block_keys` of means of blocks.
+`token_logits` are those with all keys of a row, the prompt's and behind them its generated ones, bent towards `cap` if
+it is not 0; `weigh_logits` makes keys of their softmax, in which `sink` (h,) takes part if there is one. `channel_keys`
+are those of a few channels of every key, `block_keys` of means of blocks.
 
 Shapes    q (n, h, 1, d_h); logits (n, h, s) float32, lses (n, h, blocks) float32; keys (n, heads, s) int64, as
           `topk.py` says, the largest int64 for what is no candidate.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.capped import bend, with_sink
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
@@ -38,7 +40,9 @@ class Searched(NamedTuple):
     stop: int  # behind the last one
 
 
-def token_logits(q: Tensor, rows: Sequence[Searched], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def token_logits(
+    q: Tensor, rows: Sequence[Searched], scale: float, cap: float = 0.0, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, log-sum-exps of blocks of them, and the integers that `weigh_logits` wants."""
     n, h, _, d_h = q.shape
     h_kv, s, q = rows[0].k.shape[1], max(row.n for row in rows), q.contiguous()
@@ -53,8 +57,10 @@ def token_logits(q: Tensor, rows: Sequence[Searched], scale: float) -> tuple[Ten
     table, n_blocks = upload(numbers, q.device), cdiv(s, TOKENS)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
-    multiply_tokens[(n, n_blocks, h_kv)](q, table, logits, lses, scale, s, d_h, h // h_kv, TOKENS, power_of_2(d_h))
-    return logits, lses, table
+    multiply_tokens[(n, n_blocks, h_kv)](
+        q, table, logits, lses, scale, cap, s, d_h, h // h_kv, TOKENS, power_of_2(d_h), cap > 0
+    )
+    return logits, with_sink(lses, sink), table
 
 
 def weigh_logits(logits: Tensor, lses: Tensor, table: Tensor, h_kv: int, agg: str) -> Tensor:
@@ -92,7 +98,10 @@ def block_keys(q: Tensor, means: Sequence[Tensor], n_blocks: int, per_head: bool
 
 
 @jit
-def multiply_tokens(q, table, logits, lses, scale, s, d_h, g, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def multiply_tokens(
+    q, table, logits, lses, scale, cap, s, d_h, g,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = table + row * 8
     k = tl.load(at) + head * tl.load(at + 1)
@@ -105,7 +114,10 @@ def multiply_tokens(q, table, logits, lses, scale, s, d_h, g, TOKENS: tl.constex
     for i in range(g):
         query_head = (row * tl.num_programs(2) + head) * g + i
         query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
-        x = tl.where(real, tl.sum(keys * query[None], 1) * scale, float("-inf"))
+        x = tl.sum(keys * query[None], 1) * scale
+        if CAPPED:
+            x = bend(x, cap)
+        x = tl.where(real, x, float("-inf"))
         tl.store(logits + query_head * s + token, x, token < s)
         highest = tl.max(x, 0)
         safe = tl.where(highest > -1e30, highest, 0.0)

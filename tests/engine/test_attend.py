@@ -103,9 +103,9 @@ def test_a_part_that_rows_have_in_common_is_read_once(dtype: torch.dtype, monkey
     rows = [[common, own[0]], [own[1], Part(common.k, common.v)], [Part(k, v)], [common], [common, own[2]]]
     q, lengths = draw(5, 6, 1, 16, seed=9, dtype=dtype), list[int]()
 
-    def counted(q: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def counted(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
         lengths.append(part.n_tokens())
-        return partial(q, part, Softmax(scale))
+        return partial(q, part, soft)
 
     monkeypatch.setattr(engine_attend, "partial", counted)
     monkeypatch.setattr(engine_attend, "native_takes", lambda *_: False)

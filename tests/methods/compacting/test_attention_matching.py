@@ -88,7 +88,7 @@ def run_vectors(path: Path) -> list[Check]:
     made = row.store[0].resident()
     bias = torch.zeros_like(given["beta"]) if made[0].bias is None else made[0].bias[0]
     values, theirs = made[0].v[0, :, : meta["t"]], x["c2"]
-    out = torch.cat([attend(q, made, meta["d"] ** -0.5) for q in given["q_test"].unsqueeze(0).split(1, 2)], 2)
+    out = torch.cat([attend(q, made, Softmax(meta["d"] ** -0.5)) for q in given["q_test"].unsqueeze(0).split(1, 2)], 2)
     problem = first(
         differs("keys", row.store[0].positions()[0], x["indices"]),
         differs("biases", bias, x["beta"], 1e-4),
@@ -221,7 +221,7 @@ def test_fewer_keys_than_paid_for_are_counted_as_they_are() -> None:
     what = AttentionMatching.observations(
         PARAMS, AttentionMatching.variant_for(PARAMS, request(tokens=8), trace.shape, 80).plan
     )
-    trace.observe(0, what[0], trace.queries, trace.keys(0), 0.25)  # type: ignore[attr-defined]
+    trace.observe(0, what[0], trace.queries, trace.keys(0), Softmax(0.25))  # type: ignore[attr-defined]
     row = row_of(Short, PARAMS, trace, request(tokens=8))
     out = answers(row, q[:, :, :1], new[:, :, :, :1])
     (entry,) = row.store.ledger.entries

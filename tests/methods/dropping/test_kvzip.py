@@ -18,6 +18,7 @@ from engine.model import Model, register_attention
 from engine.passes.probe import probe
 from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from methods.allocator import Allocator
 from methods.dropping.allocators import Counts
 from methods.dropping.kvzip import KVzip, above_threshold
@@ -72,7 +73,7 @@ def check_heads(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
 def check_scores(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     q, k = torch.from_numpy(x["q"]), torch.from_numpy(x["k"])
     near = torch.cat([k[:, :, : meta["sink"]], k[:, :, meta["start"] : meta["end"]]], 2)
-    own, scale = k[:, :, meta["cached"] :], meta["d"] ** -0.5
+    own, scale = k[:, :, meta["cached"] :], Softmax(meta["d"] ** -0.5)
     _, lse = zip(causal(q, own, own, scale), whole(q, near, near, scale), strict=True)
     scores = largest_weights(q, near[:, :, meta["sink"] :], scale, torch.stack(lse).logsumexp(0))
     return differs("scores", scores, x["score"], 1e-5)

@@ -64,7 +64,7 @@ def check_eviction(x: dict[str, np.ndarray]) -> str | None:
     params = replace(PARAMS, ows=ows, kernel=int(x["pool_size"]))
     budget = request(tokens=n + ows)
     row = row_of(XKV, params, seen(trace_of(k, v, q.shape[1]), q, ows), budget)
-    mass = window_scores(q[:, :, -ows:], k, q.shape[3] ** -0.5) / ows
+    mass = window_scores(q[:, :, -ows:], k, Softmax(q.shape[3] ** -0.5)) / ows
     per_head = pool_scores(mass, params.kernel, "avg")
     problems = [
         differs("scores of query heads", per_head[0], x["w_query_head"], 1e-6),
