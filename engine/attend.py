@@ -102,7 +102,7 @@ def attend_rows(
         [each for part in parts for each in tokens_of(q, part, None if wants else coded, i)]
         for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
     ]
-    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None)
+    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None, soft.cap)
     if soft.sink is not None:
         out[: len(rows)], lse = soft.finish(out[: len(rows)], lse)
     return out, soften_rows(logits, lse)
@@ -119,7 +119,7 @@ def attend_rows_cpu(
         is_whole = len(found) == len(parts) and native_takes(q, found)
         plain.append(found if is_whole else [])
     weights: list[Tensor | None] = [None] * len(rows)
-    out = soft.finish(*attend_rows_native(q, plain, soft.scale))[0] if any(plain) else torch.empty_like(q)
+    out = soft.finish(*attend_rows_native(q, plain, soft.scale, soft.cap))[0] if any(plain) else torch.empty_like(q)
     for i, found in enumerate(plain):
         if found:
             continue
@@ -189,7 +189,7 @@ def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial]
     plain = [part for part in rest if is_plain(part)]
     tokens = [part.tokens() for part in plain]
     if tokens and native_takes(q, tokens):
-        done.append(attend_parts_native(q, tokens, soft.scale))
+        done.append(attend_parts_native(q, tokens, soft.scale, soft.cap))
         rest = [] if len(plain) == len(rest) else [part for part in rest if not is_plain(part)]
     done += [partial(q if part.q is None else part.q, part, soft) for part in rest]
     if len(done) == 1:

@@ -9,7 +9,8 @@ Shapes    q (1, h, 1, d_h); k (1, h_kv, s, d_h); v (1, h_kv, s, d_v), whose rows
           and V, n_late, which idx counts on from s;
           spans: rows of each KV head, as many as it has; k and v hold heads behind each other, (1, 1, rows, d_h), or
           each by itself, (1, h_kv, rows, d_h).
-          bias (1, heads, tokens) float32 for the heads that have tokens of their own, added to their scaled logits;
+          scaled logits bend towards `cap`, if it is not 0 (`kernels/capped.py`);
+          bias (1, heads, tokens) float32 for the heads that have tokens of their own, added to their logits then;
           out (1, h, 1, d_v) in q's dtype, lse (1, h, 1) float32, the log-sum-exp of the scaled logits, -inf where
           there is no token.
 Paths     C++ on a CPU: float32 sums whatever the dtype; rows of a KV head are read once for its query heads, unless
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
+from kernels.capped import bend, capped
 from kernels.gather import gather_split, is_within, move_both
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton, upload
 
@@ -136,13 +138,13 @@ def select_attend(
     return attend_parts_ref(q, parts, scale)
 
 
-def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[Tensor, Tensor]:
+def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Softmax over the union, from copies, in float32."""
     h = q.shape[1]
     logits, values = [], []
     for part in parts:
         k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in part.gathered())
-        x = ((q if part.q is None else part.q).float() @ k.mT) * scale  # (1, h, 1, n)
+        x = capped(((q if part.q is None else part.q).float() @ k.mT) * scale, cap)  # (1, h, 1, n)
         if part.bias is not None:
             x = x + part.bias.repeat_interleave(h // part.bias.shape[1], 1).unsqueeze(2)
         real = part.is_real()
@@ -187,22 +189,24 @@ def native() -> Any:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.attend_rows.argtypes = [
-        size, size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, pointer, size
+        size, size, size, size, size, pointer, *[ctypes.c_float] * 2, pointer, pointer, pointer, pointer, size
     ]  # fmt: skip
     lib.attend_each.argtypes = [
-        size, size, size, size, size, pointer, ctypes.c_float, pointer, pointer, pointer, size
+        size, size, size, size, size, pointer, *[ctypes.c_float] * 2, pointer, pointer, pointer, size
     ]  # fmt: skip
     lib.attend_rows.restype = lib.attend_each.restype = None
     return lib
 
 
-def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float) -> tuple[Tensor, Tensor]:
+def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """All parts in one call of C++, which joins them too."""
     assert len(q) == 1 and parts, (q.shape, len(parts))
-    return attend_rows_native(q, [parts], scale)
+    return attend_rows_native(q, [parts], scale, cap)
 
 
-def attend_rows_native(q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float) -> tuple[Tensor, Tensor]:
+def attend_rows_native(
+    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """All rows of q (n, h, 1, d_h), each over its own parts: out, lse (n, h, 1), undefined for one without any."""
     n, h, s_q, d_h = q.shape
     assert n == len(rows) and s_q == 1, (q.shape, len(rows))
@@ -213,8 +217,8 @@ def attend_rows_native(q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float
     ends = array("q", accumulate(map(len, rows)))
     out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1)
     native().attend_rows(
-        dtypes()[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, ends.buffer_info()[0], packed.buffer_info()[0],
-        out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        dtypes()[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, cap, ends.buffer_info()[0],
+        packed.buffer_info()[0], out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 
@@ -284,14 +288,14 @@ class Others(Protocol):
         """Numbers for the work list, and each row's items, counted on from `first`."""
         ...
 
-    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float) -> None:
+    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
         """Write the sums and log-sum-exps of those items; `work` has the numbers."""
         ...
 
 
 def attend_rows_triton(
     q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = (),
-    others: Others | None = None,
+    others: Others | None = None, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
@@ -333,11 +337,12 @@ def attend_rows_triton(
         rest = power_of_2(d_h - width, 16) if d_h > width else 0
         n_rows = power_of_2(min(g, ROWS) if is_wide else g, 16)
         attend_items[(cdiv(g, n_rows), len(items), h_kv)](
-            q, work, sums, lses, scale, h_kv, d_h, d_v, g, n_rows, width, rest, values, TILE // 2 if is_wide else TILE,
-            ITEM, lanes(q, d_v, items), INTERPRETED,
+            q, work, sums, lses, scale, cap, h_kv, d_h, d_v, g, n_rows, width, rest, values,
+            TILE // 2 if is_wide else TILE,
+            ITEM, lanes(q, d_v, items), cap > 0, INTERPRETED,
         )  # fmt: skip
     if others is not None:
-        others.launch(q, work[len(work) - len(more) :], sums, lses, scale)
+        others.launch(q, work[len(work) - len(more) :], sums, lses, scale, cap)
     join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_v, ITEM, values)
     return out, lse
 
@@ -412,10 +417,11 @@ def lanes(q: Tensor, d_v: int, items: list[list[int]]) -> int:
 
 @jit
 def attend_items(
-    q, work, sums, lses, scale, h_kv, d_h, d_v,
+    q, work, sums, lses, scale, cap, h_kv, d_h, d_v,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     TILE: tl.constexpr, ITEM: tl.constexpr,
-    LANES: tl.constexpr, WIDE: tl.constexpr,  # WIDE: float32 products, for the interpreter takes bfloat16 for its bits
+    LANES: tl.constexpr, CAPPED: tl.constexpr,
+    WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     """Softmax over the tokens of an item for query heads of a KV head, padded to ROWS for the tensor cores.
 
@@ -496,6 +502,8 @@ def attend_items(
                 keys = keys.to(tl.float32)
             logits = tl.dot(more, tl.trans(keys), logits, input_precision="ieee")
         logits *= scale
+        if CAPPED:
+            logits = bend(logits, cap)
         if bias_at != 0:
             logits += tl.load(biases + place, place < last, other=0.0)[None]
         logits = tl.where(seen, logits, -1e30)

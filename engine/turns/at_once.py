@@ -54,7 +54,7 @@ def fetched(at: Layer, feed: Feed, selected: Selected) -> tuple[Tensor, Tensor]:
     n_seen, n_window = feed.moments[-1]
     part = at.host.tokens(selected.idx.contiguous(), None, late=n_seen - at.s_prompt > n_window)
     part.bias = selected.bias
-    return attend_each(feed.q, part.tokens(), feed.soft.scale)
+    return attend_each(feed.q, part.tokens(), feed.soft.scale, feed.soft.cap)
 
 
 def take_in(row: "SelectiveAttention", layer: int, feed: Feed, selected: Selected | None) -> None:

@@ -24,7 +24,7 @@ struct Part {
     int64_t k_late_stride, v_late_stride, n_rows;  // bytes from head to head; rows of k and v
     int64_t kv_heads;                 // heads of k and v, or 1 where all heads' rows lie behind each other
     const int64_t *starts, *counts;   // (heads), a head's first row and its rows, at most n; null: rows 0 to n
-    const float *bias;                // (heads, n), added to scaled logits; null: nothing is
+    const float *bias;                // (heads, n), added to logits; null: nothing is
     int64_t bias_stride;              // numbers from head to head
     int64_t v_row;                    // numbers from value to value: more than it has where values lie within keys
 };
@@ -119,9 +119,11 @@ INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, 
 // G of the query heads that share a chunk's rows.
 template <class T, int G>
 void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, int64_t d_v, const float *bias, int n,
-                float scale, float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
+                float scale, float cap, float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
     alignas(64) float weights[G][CHUNK];
     logits_of<T, G>(q, d, k, v, d_v, n, scale, weights, first);
+    if (cap > 0)
+        for (int g = 0; g < G; g++) bend(weights[g], n, cap);
     if (bias)
         for (int g = 0; g < G; g++)
             for (int t = 0; t < n; t++) weights[g][t] += bias[t];
@@ -130,7 +132,7 @@ void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v,
 }
 
 template <class T>
-void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, int64_t n_parts, const Part *parts, T *out,
+void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, float cap, int64_t n_parts, const Part *parts, T *out,
             float *lse, int n_threads) {
     const int64_t padded = padded_to(d), wide = padded_to(d_v);  // of queries, of sums
     const std::vector<Chunk> items = chunks_in(n_parts, parts);
@@ -177,7 +179,7 @@ void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, int64_t 
         for (int64_t i = 0; i < g;) {
             const int64_t left = g - i;
             const auto over = [&](auto run, int64_t step) {
-                run(asking + i * padded, d, k_rows, v_rows, d_v, part->bias ? biases : nullptr, n, scale,
+                run(asking + i * padded, d, k_rows, v_rows, d_v, part->bias ? biases : nullptr, n, scale, cap,
                     mine + i * chunks * wide, chunks * wide, joins + i * chunks, chunks, i == 0 && part->idx);
                 i += step;
             };
@@ -220,7 +222,7 @@ void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, int64_t 
 
 // Queries of n rows (n, h, d), each over parts of its own: those of row i end at ends[i]; out (n, h, d_v). A row without
 // parts is left as it is. Each row's numbers are those that it has alone, whatever the number of threads.
-extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale,
+extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale, float cap,
                             const int64_t *ends, const void *parts, void *out, float *lse, int64_t n_threads) {
     const Part *all = (const Part *)parts;
     const auto first_of = [&](int64_t i) { return i ? ends[i - 1] : 0; };
@@ -244,7 +246,7 @@ extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int6
     }
     const auto run = [&](const auto *queries, auto *outs) {
         const auto row = [&](int64_t i, int threads) {
-            attend(h, d, d_v, queries + i * h * d, scale, ends[i] - first_of(i), all + first_of(i), outs + i * h * d_v,
+            attend(h, d, d_v, queries + i * h * d, scale, cap, ends[i] - first_of(i), all + first_of(i), outs + i * h * d_v,
                    lse + i * h, threads);
         };
         for (const int64_t i : large) row(i, (int)n_threads);
@@ -259,7 +261,7 @@ extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int6
 }
 
 // Many queries (n, h, d) over one part each: that of query i has the places idx + i * heads * n and biases alike.
-extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale,
+extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale, float cap,
                             const void *part, void *out, float *lse, int64_t n_threads) {
     const Part all = *(const Part *)part;
     const auto run = [&](const auto *queries, auto *outs) {
@@ -267,7 +269,7 @@ extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, int6
             Part own = all;
             own.idx += i * all.heads * all.n;
             if (own.bias) own.bias += i * all.heads * all.bias_stride;
-            attend(h, d, d_v, queries + i * h * d, scale, 1, &own, outs + i * h * d_v, lse + i * h, 1);
+            attend(h, d, d_v, queries + i * h * d, scale, cap, 1, &own, outs + i * h * d_v, lse + i * h, 1);
         });
     };
     if (dtype == FLOAT32)

@@ -110,7 +110,7 @@ class CodedRows:
             numbers += [number for item in items for number in item]
         return numbers, own
 
-    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float = 0.0) -> None:
+    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
         h, d_h = q.shape[1], q.shape[3]
         g, width = h // self.h_kv, power_of_2(d_h, 16)
         for k, v, one, start, n_items, even in self.launches:

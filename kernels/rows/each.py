@@ -17,13 +17,13 @@ from kernels.build import dtypes
 from kernels.select_attend import Tokens, attend_parts_ref, native, native_takes, packed_part
 
 
-def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
+def attend_each(q: Tensor, part: Tokens, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Queries (1, h, n, d_h), each over its own places idx (n, heads, k), with a bias alike: out, and lse (1, h, n)."""
     _, h, n, d_h = q.shape
     assert part.idx is not None and len(part.idx) == n and q.device.type == "cpu", (part.idx, q.shape)
     queries = q.transpose(1, 2).contiguous()  # (1, n, h, d_h)
     if not native_takes(q, [part]):
-        each = [attend_parts_ref(queries[:, i].unsqueeze(2), [of_query(part, i)], scale) for i in range(n)]
+        each = [attend_parts_ref(queries[:, i].unsqueeze(2), [of_query(part, i)], scale, cap) for i in range(n)]
         return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 2)
     d_v = part.v.shape[3]
     out, lse = queries.new_empty(1, n, h, d_v), torch.empty(1, n, h)
@@ -33,8 +33,8 @@ def attend_each(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
         assert part.bias.dtype == torch.float32, part.bias.dtype
         numbers[-3:-1] = part.bias.data_ptr(), part.bias.shape[2]
     native().attend_each(
-        dtypes()[q.dtype], n, h, d_h, d_v, queries.data_ptr(), scale, (ctypes.c_int64 * len(numbers))(*numbers),
-        out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        dtypes()[q.dtype], n, h, d_h, d_v, queries.data_ptr(), scale, cap,
+        (ctypes.c_int64 * len(numbers))(*numbers), out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out.transpose(1, 2), lse.transpose(1, 2)
 

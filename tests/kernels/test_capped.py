@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.softmax import Softmax
-from engine.sparse import attend_kept, met_by
-from kernels.attend_kept import attend_kept_triton
+from kernels.attend_kept import Kept, attend_kept, attend_kept_triton, kept_sums, met_by
 from kernels.clusters import mass_keys_triton, mass_scores
 from kernels.column_sums import column_maxima, column_sums, column_sums_ref, column_sums_triton
 from kernels.jit import triton
@@ -140,7 +139,7 @@ def test_choices_by_codes(cap: float, about: float | None) -> None:
 @pytest.mark.parametrize(("cap", "about"), KINDS)
 def test_weights_by_codes_in_triton(cap: float, about: float | None) -> None:
     q, centroids, sink = draw(2, 6, 1, 16, seed=1) * 3, draw(2, 4, 8, 4, seed=2), sinks(6, about)
-    codes = [codes_of(2, 4, 3, n, n) for n in (300, 140)]
+    codes = [codes_of(2, 4, 3, n, n) for n in (300, 270)]
     there = None if sink is None else sink.to(GPU)
     rows = [Coded(centroids.to(GPU), each, each.n, 2) for each in codes]
     keys = pq_keys_triton(q.to(GPU), draw(2, 2, 1, 16).to(GPU), rows, 0.4, cap, there)
@@ -175,19 +174,16 @@ def test_a_sparse_prefill(cap: float, about: float | None) -> None:
     q, (k, v), sink = draw(1, 4, 75, 20) * 3, (draw(1, 2, 75, 20, seed=i) for i in (1, 2)), sinks(4, about)
     vertical, slash = (torch.rand(4, 75, generator=torch.Generator().manual_seed(i)) < 0.1 for i in (3, 4))
     slash[:, 0] = True
-    soft = Softmax(0.25, cap, sink)
-    expected, _ = attend_kept(q, k, v, soft, vertical, slash, 24)
-    seen = torch.zeros(4, 75, 75, dtype=torch.bool)
-    met = met_by(slash, 24)
-    for i in range(75):
-        first = i // 24 * 24
-        columns = torch.arange(i + 1)
-        seen[:, i, : i + 1] = vertical[:, : i + 1] | met[:, first - columns + 23]
-    weights = probabilities(causal_logits(q, k, 0.25, cap).masked_fill(~seen, -torch.inf), sink)
+    kept = Kept(75, 24, 70, vertical=vertical, met=met_by(slash, 24))
+    weights = probabilities(causal_logits(q, k, 0.25, cap).masked_fill(~kept.seen(), -torch.inf), sink)
     right = weights @ v[0].double().repeat_interleave(2, 0)
-    torch.testing.assert_close(expected[0].double(), right, rtol=1e-5, atol=1e-5)
-    there = [x.to(GPU) for x in (q, k, v, vertical, met)]
-    out, _ = attend_kept_triton(
-        there[0], there[1], there[2], 0.25, there[3], there[4], 24, cap, None if sink is None else sink.to(GPU)
-    )
-    torch.testing.assert_close(out[0].cpu().double(), right, rtol=1e-5, atol=1e-5)
+    there = Kept(75, 24, 70, vertical=vertical.to(GPU), met=met_by(slash, 24).to(GPU))
+    on_gpu = [x.to(GPU) for x in (q, k, v)]
+    for out, lse, _ in (
+        attend_kept(q, k, v, 0.25, kept, cap),
+        attend_kept_triton(on_gpu[0], on_gpu[1], on_gpu[2], 0.25, there, cap),
+    ):
+        out, lse = Softmax(0.25, cap, sink).finish(out.cpu(), lse.cpu())
+        torch.testing.assert_close(out[0].double(), right, rtol=1e-5, atol=1e-5)
+        sums = kept_sums(q, k, 0.25, kept, lse, cap=cap)
+        torch.testing.assert_close(sums, weights.sum(1), rtol=1e-4, atol=1e-5)
