@@ -218,7 +218,7 @@ def test_an_index_on_the_device_is_in_the_column_and_named_where_comm_does_not_p
 def test_where_the_first_token_comes_from_is_said_of_tasks_that_ask_for_an_answer() -> None:
     assert any("first token" in line for line in remarks([result()]))
     assert remarks([result(protocol="context_only")]) == []
-    assert not any("first token" in line for line in remarks([result(task="pg19")]))
+    assert not any("first token" in line for line in remarks([result(metric="perplexity")]))
 
 
 def test_notes_are_said_once_and_with_a_name_where_others_lack_them() -> None:
