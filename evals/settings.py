@@ -33,9 +33,7 @@ from tasks.prompt import CHATS, SCOPES
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # accelerate's
 # Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
 # run keeps its name.
 USUAL: dict[str, dict[str, Any]] = {
@@ -54,12 +52,6 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
     "prefill": "engine.sparse.base.SparsePrefill",
     "logger": "evals.logger.Logger",
 }
-KEYS = (  # everything at the top of conf/config.yaml, groups included
-    *("method", "task", "model", "prefill", "allocator", "ratio", "budget", "memory", "comm", "compensate", "cache"),
-    *("budget_counts", "compose", "compose_order", "temperature", "top_p", "top_k", "n_answers"),
-    *("compression_scope", "seed", "limit", "dtype", "device", "device_map", "cuda_graphs", "weights", "data_dir"),
-    *("out", "trace", "sweep", "accesses", "logger"),
-)
 
 
 CHECKS = ("auto", "never")
@@ -236,60 +228,6 @@ def identity_of_allocator(allocator: Allocator) -> dict[str, Any]:
     return asdict(allocator) | {"alpha": exact(allocator.alpha)}
 
 
-def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
-    """`names` says which file of each group was chosen (Hydra's `runtime.choices`).
-
-    `launcher` is the configuration of the chosen one, where `cfg` does not hold it.
-    """
-    if launcher is None:
-        launcher = OmegaConf.select(cfg, "hydra.launcher")
-    tree = plain(cfg)
-    same_names("", tree, KEYS)
-    out = convert(tree["out"], Path | None, "out")
-    return Settings(
-        method=choice("method", names["method"], tree["method"]),
-        task=choice("task", names["task"], tree["task"]),
-        model=build(ModelSpec, tree["model"], "model"),
-        prefill=prefill(names, tree["prefill"]),
-        chunk=chunk(tree["prefill"]),
-        budget=BudgetRequest(
-            ratio=convert(tree["ratio"], Fraction | None, "ratio"),
-            tokens=convert(tree["budget"], int | None, "budget"),
-            comm=convert(tree["comm"], Fraction, "comm"),
-            compensate=convert(tree["compensate"], bool, "compensate"),
-            counts=budget_counts(tree["budget_counts"]),
-            memory=convert(tree["memory"], Fraction | None, "memory"),
-        ),
-        sampling=Sampling(
-            temperature=convert(tree["temperature"], float, "temperature"),
-            top_p=convert(tree["top_p"], float, "top_p"),
-            top_k=convert(tree["top_k"], int | None, "top_k"),
-            n_answers=convert(tree["n_answers"], int, "n_answers"),
-        ),
-        compose=partner(convert(tree["compose"], str | None, "compose")),
-        compose_order=one_of("compose_order", tree["compose_order"], ORDERS),
-        allocator=allocator(tree["allocator"]),
-        cache=build(BlockCacheSpec, tree["cache"], "cache"),
-        scope=one_of("compression_scope", tree["compression_scope"], SCOPES),
-        seed=at_least(0, "seed", convert(tree["seed"], int, "seed")),
-        limit=at_least(1, "limit", convert(tree["limit"], int | None, "limit")),
-        dtype=one_of("dtype", tree["dtype"], DTYPES),
-        device=device(tree["device"], tree["device_map"]),
-        device_map=None if tree["device_map"] is None else one_of("device_map", tree["device_map"], DEVICE_MAPS),
-        graphs=one_of("cuda_graphs", tree["cuda_graphs"], ("auto", "never")) == "auto",
-        weights=one_of("weights", tree["weights"], ("trained", "random")),
-        data_dir=convert(tree["data_dir"], str | None, "data_dir"),
-        out=out.expanduser() if out else None,
-        logger=choice("logger", names.get("logger", "none"), tree["logger"]),
-        profile=convert(tree["trace"], bool, "trace"),
-        accesses=convert(tree["accesses"], bool, "accesses"),
-        is_sweep=is_sweep,
-        max_variants=max_variants(tree["sweep"]),
-        skips_refused=is_sweep and build(SweepSpec, tree["sweep"], "sweep").refused == "skip",
-        pool=pool(names.get("hydra/launcher"), launcher),
-    )
-
-
 @dataclass(frozen=True)
 class SweepSpec:
     """How the cells of a sweep are run, and whether one that cannot be met stops the others; changes no result."""
@@ -304,11 +242,98 @@ class SweepSpec:
                 f"sweep.max_variants={self.max_variants} is not allowed; use auto or a whole number from 1"
             )
 
+    @property
+    def most(self) -> int | None:
+        """How many variants may be decoded at once; None for `auto`."""
+        return self.max_variants if isinstance(self.max_variants, int) else None
 
-def max_variants(tree: Any) -> int | None:
-    """How many variants may be decoded at once; None for `auto`."""
-    spec = build(SweepSpec, tree, "sweep")
-    return None if spec.max_variants == "auto" else spec.max_variants
+
+@dataclass(frozen=True)
+class Keys:
+    """Everything at the top of conf/config.yaml, groups included, with its type."""
+
+    method: Any
+    task: Any
+    model: ModelSpec
+    prefill: Any
+    allocator: Any
+    logger: Any
+    ratio: Fraction | None
+    budget: int | None
+    budget_counts: Any
+    memory: Fraction | None
+    comm: Fraction
+    compensate: bool
+    compose: str | None
+    compose_order: Literal["drop_first", "quantise_first"]
+    cache: BlockCacheSpec
+    compression_scope: Any
+    temperature: float
+    top_p: float
+    top_k: int | None
+    n_answers: int
+    seed: int
+    limit: int | None
+    data_dir: str | None
+    trace: bool
+    sweep: SweepSpec
+    accesses: bool
+    out: Path | None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: Any
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None  # accelerate's
+    cuda_graphs: Literal["auto", "never"]
+    weights: Literal["trained", "random"]
+
+    def __post_init__(self) -> None:
+        at_least(0, "seed", self.seed)
+        at_least(1, "limit", self.limit)
+        one_of("compression_scope", self.compression_scope, SCOPES)
+        if self.budget_counts is not None:
+            one_of("budget_counts", self.budget_counts, COUNTS)
+        check_device(self.device, self.device_map)
+
+
+def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
+    """`names` says which file of each group was chosen (Hydra's `runtime.choices`).
+
+    `launcher` is the configuration of the chosen one, where `cfg` does not hold it.
+    """
+    if launcher is None:
+        launcher = OmegaConf.select(cfg, "hydra.launcher")
+    keys: Keys = build(Keys, plain(cfg), "")
+    return Settings(
+        method=choice("method", names["method"], keys.method),
+        task=choice("task", names["task"], keys.task),
+        model=keys.model,
+        prefill=prefill(names, keys.prefill),
+        chunk=chunk(keys.prefill),
+        budget=BudgetRequest(
+            keys.ratio, keys.budget, keys.comm, keys.compensate, counts=keys.budget_counts, memory=keys.memory
+        ),
+        sampling=Sampling(keys.temperature, keys.top_p, keys.top_k, keys.n_answers),
+        compose=partner(keys.compose),
+        compose_order=keys.compose_order,
+        allocator=allocator(keys.allocator),
+        cache=keys.cache,
+        scope=keys.compression_scope,
+        seed=keys.seed,
+        limit=keys.limit,
+        dtype=keys.dtype,
+        device=keys.device,
+        device_map=keys.device_map,
+        graphs=keys.cuda_graphs == "auto",
+        weights=keys.weights,
+        data_dir=keys.data_dir,
+        out=keys.out.expanduser() if keys.out else None,
+        logger=choice("logger", names.get("logger", "none"), keys.logger),
+        profile=keys.trace,
+        accesses=keys.accesses,
+        is_sweep=is_sweep,
+        max_variants=keys.sweep.most,
+        skips_refused=is_sweep and keys.sweep.refused == "skip",
+        pool=pool(names.get("hydra/launcher"), launcher),
+    )
 
 
 def pool(name: str | None, launcher: Any) -> Pool | None:
@@ -437,17 +462,13 @@ def chunk(tree: Any) -> int | None:
     return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
 
 
-def budget_counts(value: Any) -> str | None:
-    return None if value is None else one_of("budget_counts", value, COUNTS)
-
-
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
     if isinstance(value, int):
         whole_number(key, value, lowest)
     return value
 
 
-def device(value: Any, device_map: Any) -> str:
+def check_device(value: Any, device_map: Any) -> None:
     if not isinstance(value, str) or not DEVICE.fullmatch(value):
         raise ConfigError(f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N")
     if device_map is not None and value not in ("auto", "cuda"):
@@ -455,7 +476,6 @@ def device(value: Any, device_map: Any) -> str:
             f"device={value} is one device, and device_map={word(device_map)} divides the model among all GPUs; give "
             "one of the two, and choose among GPUs with CUDA_VISIBLE_DEVICES"
         )
-    return value
 
 
 # --- what the YAML files call -----------------------------------------------------------------

@@ -4,7 +4,7 @@ Not here: which keys there are (`evals/settings.py`, each `Params`), the words o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from math import isfinite
 from pathlib import Path
@@ -31,7 +31,8 @@ def build(cls: type, tree: Any, group: str) -> Any:
         raise ConfigError(f"{group}={word(tree)} is a group of keys; set them like {group}.key=value")
     hints = get_type_hints(cls)
     same_names(group, tree, [field.name for field in fields(cls)])
-    typed = {name: convert(value, hints[name], f"{group}.{name}") for name, value in tree.items()}
+    at = f"{group}." if group else ""
+    typed = {name: convert(value, hints[name], f"{at}{name}") for name, value in tree.items()}
     return cls(**typed)
 
 
@@ -52,6 +53,10 @@ def convert(value: Any, hint: Any, key: str) -> Any:
 
     No number is without bounds, and no path is blank, too long or in nobody's home.
     """
+    if hint is Any:
+        return value
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, key)
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return convert_to_one(value, args, key)
