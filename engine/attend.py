@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk, weighed
+from engine.causal import Chunk, fused, weighed
 from engine.softmax import Softmax
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kernels.packed.rows import CodedRows, takes_codes
@@ -41,7 +41,7 @@ class Part:
     """
 
     k: Tensor  # (n, heads, s, d_h)
-    v: Tensor  # (n, heads, s, d_h)
+    v: Tensor  # (n, heads, s, d_v); of latents the first numbers of the keys, in the same memory
     mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
     idx: Tensor | None = None  # (1, heads, s) places in k and v, -1 where the mask is False
@@ -108,6 +108,11 @@ def attend_rows(
     return out, soften_rows(logits, lse)
 
 
+def value_width(rows: Sequence[list[Part]]) -> int:
+    """Dimensions of a value, of which all parts have as many."""
+    return next(part.v.shape[3] for parts in rows for part in parts)
+
+
 def attend_rows_cpu(
     q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
@@ -119,7 +124,10 @@ def attend_rows_cpu(
         is_whole = len(found) == len(parts) and native_takes(q, found)
         plain.append(found if is_whole else [])
     weights: list[Tensor | None] = [None] * len(rows)
-    out = soft.finish(*attend_rows_native(q, plain, soft.scale, soft.cap))[0] if any(plain) else torch.empty_like(q)
+    if any(plain):
+        out, _ = soft.finish(*attend_rows_native(q, plain, soft.scale, soft.cap))
+    else:
+        out = q.new_empty(*q.shape[:3], value_width(rows))
     for i, found in enumerate(plain):
         if found:
             continue
@@ -182,7 +190,7 @@ def memory_of(part: Part) -> tuple[int, ...]:
 def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial] = ()) -> Tensor:
     """Softmax attention of one query per head over the union of `parts`, and of what `joins` already attended to."""
     assert parts or joins, "a query must attend to something"
-    n, h, _, d_h = q.shape
+    n, h, _, _ = q.shape
     done, rest = [*joins], [part for part in parts if part.n_tokens()]
     # One call of ours for all parts: a quarter of the time of torch's attention for each and their join at 130 tokens
     # (9 heads of 64, two parts), and no more than it at 30,000.
@@ -194,9 +202,9 @@ def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial]
     done += [partial(q if part.q is None else part.q, part, soft) for part in rest]
     if len(done) == 1:
         out, lse = done[0]
-        return soft.finish(out.reshape(n, h, 1, d_h), lse.reshape(n, h, 1))[0]
+        return soft.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
     lse = torch.stack([lse.reshape(n, h, 1) for _, lse in done])  # (parts, n, h, 1) float32
-    out = torch.stack([out.reshape(n, h, 1, d_h) for out, _ in done])  # (parts, n, h, 1, d_h)
+    out = torch.stack([out.reshape(n, h, 1, -1) for out, _ in done])  # (parts, n, h, 1, d_v)
     joined = (out * lse.softmax(0).unsqueeze(-1)).sum(0)
     return soft.finish(joined, lse.logsumexp(0))[0].to(q.dtype) if soft.sink is not None else joined.to(q.dtype)
 
@@ -208,15 +216,16 @@ def is_plain(part: Part) -> bool:
 
 def attend_weights(q: Tensor, parts: list[Part], soft: Softmax) -> tuple[Tensor, Tensor]:
     """As `attend`, and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
-    n, h, _, d_h = q.shape
+    n, h, _, _ = q.shape
     parts = [part.gathered() for part in parts]
     logits = torch.cat([part_logits(q, part, soft).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
     weights = soft.weights(logits, (-1,))
-    out, start = torch.zeros(n, h, 1, d_h, dtype=torch.float32, device=q.device), 0
+    d_v = parts[0].v.shape[3]
+    out, start = torch.zeros(n, h, 1, d_v, dtype=torch.float32, device=q.device), 0
     for part in parts:
         heads, s = part.k.shape[1], part.k.shape[2]
         w = weights[..., start : start + s].reshape(n, heads, h // heads, s)
-        out += (w @ part.v.float()).reshape(n, h, 1, d_h)
+        out += (w @ part.v.float()).reshape(n, h, 1, d_v)
         start += s
     return out.to(q.dtype), weights
 
@@ -235,8 +244,7 @@ def partial(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
     if part.mask is None and part.bias is None and q.device.type == "cpu" and not soft.cap:
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32: for tokens that several rows share, and without C++.
-        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, part.k, part.v, scale=soft.scale)
-        return out[0], out[1]
+        return fused(q, part.k, part.v, soft.scale, is_causal=False)
     logits = part_logits(q.reshape(n, h, 1, d_h), part, soft)  # (n, heads, g, s) float32
     return weighed(logits, part.v, q.dtype)
 
@@ -266,6 +274,6 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chu
     grouped = q.reshape(n, k.shape[1], -1, d_h)
     if soft.is_plain:
         out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=soft.scale)
-        return out.reshape(n, h, 1, d_h)
+        return out.reshape(n, h, 1, -1)
     out, lse = weighed(soft.bent(grouped.float() @ k.float().mT), v, q.dtype)
-    return soft.finish(out.reshape(n, h, 1, d_h), lse.reshape(n, h, 1))[0]
+    return soft.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]

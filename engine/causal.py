@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.softmax import Softmax
 from kernels.column_sums import rows_per_block
+from kernels.gather import is_within
 
 # Queries of a block behind a window. A block meets window + BLOCK - 1 keys: larger ones compute more that is hidden,
 # smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
@@ -36,7 +37,7 @@ class Chunk:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None) -> tuple[Tensor, Tensor]:
-    """Output (1, h, s, d_h) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h).
+    """Output (1, h, s, d_v) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h or d_v).
 
     A query's weight on a token is the exponential of the logit less the log-sum-exp: that has the layer's sinks.
     """
@@ -55,7 +56,7 @@ def over_past(
         return torch.cat(outs, 2), torch.cat(lses, 2)
     if window is not None and window >= s:
         window = None
-    if takes_flash(q, soft):
+    if takes_flash(q, v, soft):
         return flash(q, k, v, soft, window)
     if soft.cap:
         return blocks(q, k, v, soft, window)
@@ -68,7 +69,7 @@ def over_past(
 
 def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
     """As `over_past`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
-    if takes_flash(q, soft):
+    if takes_flash(q, v, soft):
         return flash(q, k, v, soft, None, is_causal=False)
     if soft.cap:
         return blocks(q, k, v, soft, None, is_causal=False)
@@ -77,8 +78,9 @@ def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tenso
     return fused(q, k, v, soft.scale, is_causal=False)
 
 
-def takes_flash(q: Tensor, soft: Softmax) -> bool:
-    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+def takes_flash(q: Tensor, v: Tensor, soft: Softmax) -> bool:
+    width = max(q.shape[3], v.shape[3])
+    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256
     return fits and (not soft.cap or flash_attn_is_here())
 
 
@@ -146,11 +148,13 @@ def fused(
 
     On a GPU k and v have as many heads as q. `hidden` (s_q, s_k) has -inf where a query does not see a key.
     """
-    is_causal = is_causal and hidden is None
+    is_causal, d_v = is_causal and hidden is None, v.shape[3]
     if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v = of_one_width(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=is_causal, attn_mask=hidden, scale=scale
         )
+        return out[..., :d_v], lse
     bias = None if hidden is None else hidden.expand(*q.shape[:2], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, is_causal, scale=scale
@@ -158,11 +162,23 @@ def fused(
     return out, lse[..., : q.shape[2]]  # it pads them
 
 
+def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same attention for kernels that know one width: zeros behind what is narrower, or keys that values lie in."""
+    more = q.shape[3] - v.shape[3]
+    if not more:
+        return q, k, v
+    if more < 0:
+        return torch.nn.functional.pad(q, (0, -more)), torch.nn.functional.pad(k, (0, -more)), v
+    return q, k, k if is_within(k, v) else torch.nn.functional.pad(v, (0, more))
+
+
 def flash(
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention on a GPU: the optional package, or the one in torch."""
     left, right = -1 if window is None else window - 1, 0 if is_causal else -1
+    d_v = v.shape[3]
+    q, k, v = of_one_width(q, k, v)
     tokens = [x.transpose(1, 2) for x in (q, k, v)]
     if flash_attn_is_here():
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]  # optional
@@ -180,7 +196,7 @@ def flash(
             *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=soft.scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2)[..., :d_v], lse
 
 
 @cache

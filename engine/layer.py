@@ -373,7 +373,7 @@ class Layer:
         """The cache of blocks, where the layer has one: its memory is taken at the first fetch."""
         if self.meter.blocks is not None and self.held is None:
             assert self.shelf is not None, f"layer {self.index} has no other memory"
-            self.held = HeldBlocks(self.meter.blocks, self.k, self.shelf.n_tokens, self.n_ahead)
+            self.held = HeldBlocks(self.meter.blocks, (self.k, self.v), self.shelf.n_tokens, self.n_ahead)
         return self.held
 
     def release(self, n: int | None = None) -> None:

@@ -9,7 +9,7 @@ Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), whe
 (`engine/checkpoints/load.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.causal import Chunk
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
 from engine.errors import ConfigError, first_line
+from engine.latents import ByHeads, Latent
 from engine.passes.graphs import StepGraphs
 from engine.passes.rotations import Turn, rotary_dims, rotations
 from engine.shapes import Checkpoint, ModelShape
@@ -87,7 +88,9 @@ class _Running:
     session: Session
     shape: ModelShape
     softmaxes: dict[int, Softmax]  # of the model's layers, which their first calls make
+    latents: dict[int, Latent]
     layer: int | None = None  # that updated its cache last
+    cached: tuple[Tensor, Tensor] | None = None  # by that update
 
 
 _RUNNING: ContextVar[_Running] = ContextVar("running")
@@ -108,6 +111,7 @@ class Model:
     allows_graphs: bool = True  # of decode steps on a GPU
     other_digests: tuple[str, ...] = ()  # by which tables and calibrations may know the same files
     softmaxes: dict[int, Softmax] = field(default_factory=dict)  # of layers that attended so far
+    latents: dict[int, Latent] = field(default_factory=dict)  # of those of them that cache latents
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -175,7 +179,7 @@ class Model:
     @contextmanager
     def answered_by(self, session: Session) -> Iterator[None]:
         """Inside, the session answers attention calls."""
-        token = _RUNNING.set(_Running(session, self.shape, self.softmaxes))
+        token = _RUNNING.set(_Running(session, self.shape, self.softmaxes, self.latents))
         try:
             yield
         finally:
@@ -207,7 +211,9 @@ class Model:
 
         def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             where = session.positions
-            if (rotary := kwargs.get("position_embeddings")) is not None:
+            if isinstance(rotary := kwargs.get("position_embeddings"), Tensor):
+                kwargs["position_embeddings"] = rotary.index_select(1, where.to(rotary.device))
+            elif rotary is not None:
                 kwargs["position_embeddings"] = tuple(x.index_select(1, where.to(x.device)) for x in rotary)
             if (ids := kwargs.get("position_ids")) is not None:
                 kwargs["position_ids"] = ids.index_select(1, where.to(ids.device))
@@ -301,15 +307,13 @@ class Model:
     @cached_property
     def attentions(self) -> list[Any]:
         """The attention module of every layer, softmax or not."""
-        modules = [
-            [part for part in layer.children() if getattr(part, "layer_idx", None) == i]
-            for i, layer in enumerate(self.decoder_layers)
-        ]
+        parts = [*with_number(self.decoder_layers)]
+        modules = [[part for part in parts if part.layer_idx == i] for i in range(self.shape.n_layers)]
         # Where a layer has a state beside attention, both have its number, and one of them a scale of logits.
         modules = [[part for part in some if hasattr(part, "scaling")] if len(some) > 1 else some for some in modules]
-        if len(modules) != self.shape.n_layers or any(len(parts) != 1 for parts in modules):
+        if any(len(some) != 1 for some in modules):
             raise self._unforeseeable("has layers without one module of the layer's number")
-        return [parts[0] for parts in modules]
+        return [some[0] for some in modules]
 
     def speculate(self, layer: int, x: Tensor, beside: dict[str, Any]) -> Tensor:
         """The query (n, h, s_q, d_h) that a layer computes from the attention input x (n, s_q, D) of any layer.
@@ -325,7 +329,7 @@ class Model:
         """As `speculate`, query and key."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
-        arguments |= {"hidden_states": x, "past_key_values": None}
+        arguments |= {"hidden_states": x, "past_key_values": _Entering() if self.shape.is_latent else None}
         forward = self.attentions[layer].forward  # not by its call, which is watched
         try:
             with self.answered_by(_QueryOnly()):
@@ -368,6 +372,15 @@ class Model:
         select_rows(cache, rows)
 
 
+def with_number(layers: Iterable[Any]) -> Iterator[Any]:
+    """The modules of decoder layers that know which cache layer is theirs; a decoder layer may have several."""
+    for layer in layers:
+        for part in layer.children():
+            for each in part if isinstance(part, torch.nn.ModuleList) else (part,):
+                if isinstance(getattr(each, "layer_idx", None), int):
+                    yield each
+
+
 def decoder_layers(hf: Any) -> list[Any]:
     """A model's list of layers, whatever it is called."""
     decoder = backbone(hf)
@@ -384,10 +397,18 @@ def takes(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
     return True
 
 
-def _enter(layer: int) -> None:
+def _enter(layer: int, k: Tensor, v: Tensor) -> None:
     """A layer updates its cache, and calls attention next."""
     if (running := _RUNNING.get(None)) is not None:
-        running.layer = layer
+        running.layer, running.cached = layer, (k, v)
+
+
+class _Entering:
+    """A cache that keeps nothing, for a single layer: of a module that has to be asked outside of a pass."""
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        _enter(layer, k, v)
+        return k, v
 
 
 def _of_one_row(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -426,8 +447,32 @@ def _attention(
     if soft is None or soft.scale != scale:  # made once: a sink is not converted at every step
         soft = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
         running.softmaxes[layer] = soft
-    out = running.session.attend(layer, q, k, v, soft, window)
+    if running.shape.is_latent and layer in running.shape.attention_layers:
+        out = _attend_latents(running, module, layer, q, k, v, soft, window)
+    else:
+        out = running.session.attend(layer, q, k, v, soft, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
+
+
+def _attend_latents(
+    running: _Running, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax,
+    window: int | Chunk | None,
+) -> Tensor:  # fmt: skip
+    """Attention of a layer that caches latents: its session sees those, and queries that ask them."""
+    assert running.cached is not None and running.layer == layer, f"layer {layer} attends before it updates its cache"
+    rows, d_c = torch.cat(running.cached, -1), running.cached[0].shape[-1]
+    latent = running.latents.get(layer)
+    if latent is None:
+        try:
+            latent = running.latents[layer] = Latent(module, d_c, rows.shape[-1] - d_c, rows)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the model {running.shape.name!r} caches latents in layer {layer}, and {error}; {INSTEAD}"
+            ) from None
+    if isinstance(running.session, ByHeads):
+        return running.session.attend_heads(layer, latent, q, k, v, rows, soft, window)
+    asking = latent.absorbed(q)
+    return latent.head_values(running.session.attend(layer, asking, rows, rows[..., :d_c], soft, window))
 
 
 def register_attention() -> None:

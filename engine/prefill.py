@@ -19,6 +19,7 @@ from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import Chunk, causal
 from engine.errors import ConfigError, NotFiniteError, first_line
+from engine.latents import ByHeads, Latent
 from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
@@ -27,6 +28,7 @@ from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 from kernels.attend_kept import Kept
+from kernels.gather import move_both
 from kernels.rows.rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Trace:
         self.probe_seconds: dict[Hashable, float] = {}  # of each probe
         self.origins: dict[ModelFact, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
+        self.latents: dict[int, Latent] = {}  # of layers that cache those
 
     @property
     def scales(self) -> dict[int, float]:
@@ -82,7 +85,8 @@ class Trace:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
         assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
-        self._device[layer] = (k.contiguous(), v.contiguous())
+        k = k.contiguous()
+        self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
         self.softmax[layer] = soft
 
     def device_of(self, layer: int) -> torch.device:
@@ -104,6 +108,10 @@ class Trace:
     def exact(self) -> "Trace":
         """The trace with K and V as the pass over the prompt had them."""
         return self
+
+    def of_heads(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as heads attend to them: of latents the keys and values that all heads make of them."""
+        return self.latents[layer].heads(k) if layer in self.latents else (k, v)
 
     def held_layers(self) -> list[int]:
         """Those whose K and V are here."""
@@ -132,10 +140,7 @@ class Trace:
             self._copy_to_host(layer)
 
     def _copy_to_host(self, layer: int) -> None:
-        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self._device[layer]]
-        for copy, source in zip(copies, self._device[layer], strict=True):
-            copy.copy_(source, non_blocking=True)
-        self._host[layer] = (copies[0], copies[1])
+        self._host[layer] = move_both(pinned, *self._device[layer])
 
     def hold(self, layer: int) -> None:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""
@@ -251,7 +256,12 @@ def _explained(trace: Trace) -> Iterator[None]:
         ) from error
 
 
-class _Reading:
+def pinned(x: Tensor) -> Tensor:
+    """A copy in pinned memory of the host, under way."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+class _Reading(ByHeads):
     """Stands in the model's attention during prefill."""
 
     def __init__(
@@ -270,14 +280,34 @@ class _Reading:
         with span("attention", layer):
             out, lse = self.attention(layer, q, k, v, soft, window)
         if layer in self.compressed:
-            self.trace.add(layer, k, v, soft)
-            with span("observe", layer):
-                for what in self.observations:
-                    self.trace.observe(layer, what, q, k, soft, lse)
-            if self.on_layer is not None:
-                with span("build", layer):
-                    self.on_layer(self.trace, layer)
+            self.take_in(layer, q, k, v, soft, lse)
         return out
+
+    def attend_heads(
+        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, soft: Softmax,
+        window: int | Chunk | None,
+    ) -> Tensor:  # fmt: skip
+        self.trace.kept = None
+        with span("attention", layer):
+            out, lse = self.attention(layer, q, k, v, soft, window)
+        self.trace.latents[layer] = latent
+        self.take_in(layer, latent.absorbed(q) if self.asks else q, rows, rows[..., : latent.d_c], soft, lse)
+        return out
+
+    @property
+    def asks(self) -> bool:
+        """Whether queries are looked at, beyond the pass's own attention."""
+        return bool(self.observations)
+
+    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+        """A compressed layer's tokens go into the trace, and are observed."""
+        self.trace.add(layer, k, v, soft)
+        with span("observe", layer):
+            for what in self.observations:
+                self.trace.observe(layer, what, q, k, soft, lse)
+        if self.on_layer is not None:
+            with span("build", layer):
+                self.on_layer(self.trace, layer)
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None
@@ -314,9 +344,23 @@ class _Thinned(_Reading):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if len(self.positions) < self.trace.s_prompt:
             self.trace.positions[layer] = self.positions.to(q.device)
-        out = super().attend(layer, q, k, v, soft, window)
+        return super().attend(layer, q, k, v, soft, window)
+
+    def attend_heads(
+        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, soft: Softmax,
+        window: int | Chunk | None,
+    ) -> Tensor:  # fmt: skip
+        if len(self.positions) < self.trace.s_prompt:
+            self.trace.positions[layer] = self.positions.to(q.device)
+        return super().attend_heads(layer, latent, q, k, v, rows, soft, window)
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+        super().take_in(layer, q, k, v, soft, lse)
         self.survivors = self.thinning.going_on(layer, q, k, soft)
-        return out
 
     def leave(self, hidden: Tensor) -> Tensor:
         """What the layer above gets of a layer's output (1, n, D)."""

@@ -61,7 +61,7 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
         part = layer.reach(idx, padded)
         if layer.brings(idx, padded):
             assert layer.shelf is not None, f"layer {layer.index} has no room for copies"
-            copies = layer.shelf.copies_for(idx, layer.k)
+            copies = layer.shelf.copies_for(idx, (layer.k, layer.v))
             brought.setdefault(layer.n_recent, []).append((layer, copies.ask(idx), copies))
             part.near = copies.near
         else:

@@ -54,6 +54,12 @@ class Shape:
     h: int
     h_kv: int
     d_h: int
+    d_v: int = 0  # of a value, where it is the first numbers of its key; 0: it lies apart, as wide as that
+
+    def pair(self, s: int) -> tuple[Tensor, Tensor]:
+        """K and V of `s` tokens."""
+        k = empty(1, self.h_kv, s, self.d_h)
+        return k, k[..., : self.d_v] if self.d_v else empty(1, self.h_kv, s, self.d_h)
 
 
 SHAPES = {
@@ -61,6 +67,7 @@ SHAPES = {
     "smollm2-135m": Shape(9, 3, 64),
     "llama-2-7b": Shape(32, 32, 128),
     "qwen2.5-7b": Shape(28, 4, 128),
+    "deepseek-v3": Shape(128, 1, 576, 512),
 }
 Key = tuple[Any, ...]
 
@@ -98,11 +105,10 @@ def integers(*size: int) -> Tensor:
 
 
 def attention_sites(shape: Shape, s: int) -> None:
-    q, k = empty(1, shape.h, 1, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
-    late = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 64, shape.d_h)
+    q, (k, v), late = empty(1, shape.h, 1, shape.d_h), shape.pair(s), shape.pair(64)
     for heads in sorted({shape.h_kv, shape.h}):
         for n in (s // 10, 82):
-            select_attend.select_attend_triton(q, k, k, positions(1, heads, n), shape.d_h**-0.5, late)
+            select_attend.select_attend_triton(q, k, v, positions(1, heads, n), shape.d_h**-0.5, late)
 
 
 def page_sites(shape: Shape, s: int) -> None:

@@ -22,6 +22,11 @@ def is_within(k: Tensor, v: Tensor) -> bool:
     return v.shape[3] < k.shape[3] and v.stride(2) == k.stride(2) and v.data_ptr() == k.data_ptr()
 
 
+def apart(k: Tensor, v: Tensor) -> int:
+    """Numbers of a value that have to be moved beside those of its key: none where they lie within these."""
+    return 0 if is_within(k, v) else v.shape[3]
+
+
 def move_both(move: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What `move` makes of keys and of values; of keys alone where the values lie within them, and there again."""
     moved = move(k)

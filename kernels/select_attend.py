@@ -264,8 +264,10 @@ TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
 ITEM = 31  # numbers of a work item, as `attend_items` reads them
-ROWS = 32  # query heads of a wide KV head that one program attends with; of a head up to WIDE_HEAD, all of them
+# Of heads wider than this, as a latent of 512 and 64 numbers: query heads of a program, tokens at once, warps. Twice as
+# many heads or tokens, or half as many warps, do not fit the registers (`kernels/aot.py`, 128 heads, sm_80 to sm_100).
 WIDE_HEAD = 256
+WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 
 
 def select_attend_triton(
@@ -335,11 +337,11 @@ def attend_rows_triton(
         is_wide = d_h > WIDE_HEAD
         width = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16)
         rest = power_of_2(d_h - width, 16) if d_h > width else 0
-        n_rows = power_of_2(min(g, ROWS) if is_wide else g, 16)
+        n_rows = WIDE_ROWS if is_wide else power_of_2(g, 16)
         attend_items[(cdiv(g, n_rows), len(items), h_kv)](
             q, work, sums, lses, scale, cap, h_kv, d_h, d_v, g, n_rows, width, rest, values,
-            TILE // 2 if is_wide else TILE,
-            ITEM, lanes(q, d_v, items), cap > 0, INTERPRETED,
+            WIDE_TILE if is_wide else TILE, ITEM, lanes(q, d_v, items), cap > 0, INTERPRETED,
+            num_warps=WIDE_WARPS if is_wide else 4,
         )  # fmt: skip
     if others is not None:
         others.launch(q, work[len(work) - len(more) :], sums, lses, scale, cap)

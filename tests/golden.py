@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests import golden_metrics
-from tests.engine import test_budget, test_entries
+from tests.engine import test_budget, test_entries, test_latents
 from tests.engine.caches import test_blocks
 from tests.engine.sparse import test_rules
 from tests.methods.compacting import test_attention_matching
@@ -71,6 +71,7 @@ NOT_YET = "not implemented"
 BAD = ("FAILS", "no runner")
 
 RUNNERS: dict[str, Runner] = {
+    "attention_kinds/mla_*.npz": test_latents.run_vectors,
     "oracle/*.npz": test_oracle.run_vectors,
     "streamingllm/*.npz": test_streamingllm.run_vectors,
     "snapkv/*.npz": test_snapkv.run_vectors,

@@ -10,6 +10,7 @@ Not here: the copying (`kernels/rows/union.py`).
 import torch
 from torch import Tensor
 
+from kernels.gather import apart, move_both
 from kernels.rows.union import Ask
 from kernels.select_attend import Near
 
@@ -17,13 +18,13 @@ from kernels.select_attend import Near
 class Copies:
     """The stretches of one row, with room for `room` tokens of a KV head each."""
 
-    def __init__(self, like: Tensor, n_tokens: int, room: int, n_steps: int) -> None:
-        """`like` (1, h_kv, …, d_h) has the heads, type and device; `n_tokens` may be seen in the end."""
-        _, h_kv, _, d_h = like.shape
+    def __init__(self, like: tuple[Tensor, Tensor], n_tokens: int, room: int, n_steps: int) -> None:
+        """K and V `like` (1, h_kv, …) have heads, widths, type and device; `n_tokens` may be seen in the end."""
+        h_kv, device = like[0].shape[1], like[0].device
         self.n_steps, self.room, self.epoch = n_steps, room, n_steps
-        self.k = like.new_empty(1, h_kv, (n_steps + 1) * room, d_h)
-        self.v = torch.empty_like(self.k)
-        self.stamps = torch.zeros(h_kv, n_tokens, dtype=torch.int32, device=like.device)
+        n = (n_steps + 1) * room
+        self.k, self.v = move_both(lambda x: x.new_empty(1, h_kv, n, x.shape[3]), *like)
+        self.stamps = torch.zeros(h_kv, n_tokens, dtype=torch.int32, device=device)
         self.slots = torch.zeros_like(self.stamps)
         self.tokens, self.sources = self.slots.new_empty(h_kv, room), self.slots.new_empty(h_kv, room)
 
@@ -39,7 +40,7 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + self.v.nbytes * bool(apart(self.k, self.v))
 
 
 class Shelf:
@@ -49,9 +50,9 @@ class Shelf:
         self.n_tokens, self.n_steps = n_tokens, n_steps
         self.copies: Copies | None = None
 
-    def copies_for(self, idx: Tensor, like: Tensor) -> Copies:
-        """Room for the distinct tokens of a selection (1, h_kv or h, k); `like` is of the device tier."""
-        room = min(idx.shape[1] // like.shape[1] * idx.shape[2], self.n_tokens)
+    def copies_for(self, idx: Tensor, like: tuple[Tensor, Tensor]) -> Copies:
+        """Room for the distinct tokens of a selection (1, h_kv or h, k); K and V `like` are of the device tier."""
+        room = min(idx.shape[1] // like[0].shape[1] * idx.shape[2], self.n_tokens)
         if self.copies is None or self.copies.room < room:
             assert self.copies is None or not self.n_steps, "a selection larger than those before, whose tokens stay"
             self.copies = Copies(like, self.n_tokens, room, self.n_steps)

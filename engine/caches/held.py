@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.caches.blocks import BlockCache
+from kernels.gather import apart, move_both
 from kernels.rows.blocks import BLOCK, SLOT, Cached
 from kernels.rows.union import Ask
 
@@ -16,13 +17,12 @@ from kernels.rows.union import Ask
 class HeldBlocks:
     """The blocks of one layer."""
 
-    def __init__(self, cache: BlockCache, like: Tensor, n_tokens: int, n_ahead: int) -> None:
-        """`like` (1, h_kv, …, d_h) has the heads, type and device; `n_tokens` may be seen in the end."""
-        spec, numbers = cache.spec, {"dtype": torch.int32, "device": like.device}
-        _, h_kv, _, d_h = like.shape
+    def __init__(self, cache: BlockCache, like: tuple[Tensor, Tensor], n_tokens: int, n_ahead: int) -> None:
+        """K and V `like` (1, h_kv, …) have heads, widths, type and device; `n_tokens` may be seen in the end."""
+        spec, numbers = cache.spec, {"dtype": torch.int32, "device": like[0].device}
+        n = cache.capacity * spec.block_len
         self.spec, self.n_ahead = spec, n_ahead
-        self.k = like.new_empty(1, h_kv, cache.capacity * spec.block_len, d_h)
-        self.v = torch.empty_like(self.k)
+        self.k, self.v = move_both(lambda x: x.new_empty(1, x.shape[1], n, x.shape[3]), *like)
         self.blocks = torch.zeros(len(BLOCK), (n_tokens - n_ahead) // spec.block_len + 1, **numbers)
         self.blocks[BLOCK.index("where")] = -1
         self.slots = torch.zeros(len(SLOT), cache.capacity, **numbers)
@@ -38,4 +38,4 @@ class HeldBlocks:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + self.v.nbytes * bool(apart(self.k, self.v))

@@ -4,12 +4,11 @@ Not here: what is fetched (`methods`), the device's tokens (`engine/layer.py`), 
 (`engine/caches/packed_host.py`).
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from engine.attend import Part
+from kernels.gather import move_both
 from kernels.rows.values import bring_values
 
 
@@ -30,9 +29,9 @@ class Host:
         self.has_keys = k.shape[3] > 0
         self.n_prompt, self.device = v.shape[2], v.device
         # Pinned where the prompt's are: an accelerator writes there.
-        room, pinned = (1, v.shape[1], n_new * self.has_keys, v.shape[3]), v.is_pinned()
-        make = partial(torch.empty, room, dtype=v.dtype, device=v.device, pin_memory=pinned)
-        self.late: tuple[Tensor, Tensor] = (make(), make())
+        room, pinned = (1, v.shape[1], n_new * self.has_keys), v.is_pinned()
+        late = (torch.empty(*room, x.shape[3], dtype=v.dtype, device=v.device, pin_memory=pinned) for x in (k, v))
+        self.late = move_both(lambda _: next(late), k, v)
 
     def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
         """Take in generated tokens from number `at` on, 0 for the first: (1, h_kv, n, d_h) each."""

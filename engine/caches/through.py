@@ -15,18 +15,20 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+Enter = Callable[[int, Tensor, Tensor], None]  # a layer, and what it gives its cache as keys and values
+
 
 class HandThrough(DynamicLayer):
     """Stores nothing: the session keeps K and V."""
 
-    def __init__(self, layer: int, enter: Callable[[int], None]) -> None:
+    def __init__(self, layer: int, enter: Enter) -> None:
         """`enter` hears of every update: modules that serve several layers do not know which one it is."""
         super().__init__()
         self.layer, self.enter, self.seen = layer, enter, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
-        self.enter(self.layer)
+        self.enter(self.layer, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -44,7 +46,7 @@ class HandThrough(DynamicLayer):
 class HandThroughBeside(LinearAttentionAndFullAttentionLayer):
     """Stores the state alone."""
 
-    def __init__(self, layer: int, enter: Callable[[int], None], number_of_states: int) -> None:
+    def __init__(self, layer: int, enter: Enter, number_of_states: int) -> None:
         super().__init__(number_of_states=number_of_states)
         self.layer, self.enter, self.seen = layer, enter, 0
 
@@ -55,7 +57,7 @@ class HandThroughBeside(LinearAttentionAndFullAttentionLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
 
-def new_cache(config: Any, compressed: Iterable[int], enter: Callable[[int], None]) -> Any:
+def new_cache(config: Any, compressed: Iterable[int], enter: Enter) -> Any:
     """An empty cache."""
     cache = DynamicCache(config=config)
     for i in compressed:

@@ -16,9 +16,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,14 @@ class Asked:
     n_keys: int
     window: int | None
     others: tuple[str, ...]  # names of what else would change the result
+    expands: bool = False  # its module makes keys and values of what it caches
 
 
-def asked(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Any, others: Mapping[str, Any]) -> Asked:
+def asked(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Any, others: Mapping[str, Any]) -> Asked:
     names = [name for name, value in others.items() if changes(name, value)]
     names += [] if mask is None else ["attention_mask"]
-    return Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], window, tuple(names))
+    sizes = q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2]
+    return Asked(number_of(module), *sizes, window, tuple(names), hasattr(module, "expand_kv"))
 
 
 def number_of(module: Any) -> int:
@@ -121,11 +123,6 @@ def of_layer(text: Any, layer: int) -> Any:
 def check_values(config: Any, name: str) -> None:
     """Refuse what the configuration's values alone tell."""
     text = text_config(config)
-    if getattr(text, "kv_lora_rank", None):
-        raise ConfigError(
-            f"the model {name!r} keeps one latent of {text.kv_lora_rank} numbers per token for all heads "
-            f"(kv_lora_rank), which KVBench cannot compress yet; {INSTEAD}"
-        )
     shares = [mode for mode in getattr(text, "kv_sharing_modes", None) or () if mode == "reuse"]
     if shares or getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(
@@ -138,6 +135,14 @@ def check_values(config: Any, name: str) -> None:
 # --- from a pass without numbers -------------------------------------------------------------------
 
 
+class Cached(NamedTuple):
+    """What a layer gives its cache of a token: so many heads, with numbers as keys and as values."""
+
+    heads: int
+    d_k: int
+    d_v: int
+
+
 @dataclass(frozen=True)
 class Survey:
     """What the attention calls of one pass were called with; `why_not` where the pass did not come to its end."""
@@ -146,6 +151,7 @@ class Survey:
     why_not: str | None = None
     has_own_code: bool = False  # attention that asks no registered function
     no_cache: str | None = None  # why it takes no cache of transformers' usual kind
+    cached: Mapping[int, Cached] = field(default_factory=dict)  # what each layer gave its cache, where that is known
 
 
 def survey(config: Any) -> Survey:
@@ -177,31 +183,46 @@ def _surveyed(hashed: Hashed) -> Survey:
         module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *, sliding_window: Any = None, **others: Any
     ):
         others.pop("scaling", None)
-        calls.append(asked(number_of(module), q, k, v, attention_mask, sliding_window, others))
+        calls.append(asked(module, q, k, v, attention_mask, sliding_window, others))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     AttentionInterface.register(SURVEY, note)
-    has_own_code = False
+    has_own_code, why_not, hf = False, None, None
+    ids = torch.zeros(1, N_SURVEYED, dtype=torch.long, device="meta")
     try:
         hf = skeleton(hashed.config)
         file = sys.modules[type(backbone(hf)).__module__]
         has_own_code = not hasattr(file, "ALL_ATTENTION_FUNCTIONS")
         hf.set_attn_implementation(SURVEY)
-        ids = torch.zeros(1, N_SURVEYED, dtype=torch.long, device="meta")
         with torch.inference_mode():
             hf(input_ids=ids, use_cache=False)
     except ConfigError:
         raise
     except Exception as error:  # whatever a model's code does with tensors that have no numbers
-        return Survey(tuple(calls), f"{type(error).__name__}: {error}", has_own_code)
-    found = Survey(tuple(calls), None, has_own_code or not calls)
+        why_not = f"{type(error).__name__}: {error}"
+    found = Survey(tuple(calls), why_not, has_own_code or (why_not is None and not calls))
+    if hf is None:
+        return found
+    cache = None
     try:
         with torch.inference_mode():
-            hf(input_ids=ids, use_cache=True, past_key_values=DynamicCache(config=hashed.config))
-    except ValueError as error:  # what ran without a cache refuses this one
-        return replace(found, no_cache=one_line(error))
-    except Exception:  # says nothing, as above
-        return found
+            cache = DynamicCache(config=hashed.config)
+            hf(input_ids=ids, use_cache=True, past_key_values=cache)
+    except ValueError as error:
+        if why_not is None:  # what ran without a cache refuses this one
+            return replace(found, no_cache=one_line(error))
+    except Exception:  # as above; what lies in the cache by then is there
+        pass
+    return found if cache is None else replace(found, cached=cached_by(cache))
+
+
+def cached_by(cache: Any) -> dict[int, Cached]:
+    """What lies in each layer of a cache, where that is keys and values."""
+    found = {}
+    for i, layer in enumerate(cache.layers):
+        k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 4:
+            found[i] = Cached(k.shape[1], k.shape[3], v.shape[3])
     return found
 
 
@@ -268,11 +289,6 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
         if call.others:
             what = SAID.get(call.others[0], f"hands {call.others[0]} to its attention")
             raise ConfigError(f"the model {name!r} {what} in layer {call.layer}, which KVBench cannot; {INSTEAD}")
-        if call.d_k != call.d_v:
-            raise ConfigError(
-                f"the model {name!r} has keys of {call.d_k} and values of {call.d_v} numbers in layer {call.layer}, "
-                f"and KVBench only compresses keys and values of one width yet; {INSTEAD}"
-            )
     compressed = compressed_layers(kinds)
     twice = [layer for layer, n in seen.items() if layer >= 0 and n > 1]
     if twice:
@@ -283,10 +299,12 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
     missing = [layer for layer in compressed if not seen[layer]]
     if missing and not seen[-1]:  # -1: modules that serve several layers do not say which
         raise own_code(name, missing[0])
-    shapes = {(call.h, call.h_kv, call.d_k) for call in calls if call.layer in compressed}
+    shapes = {(call.h, call.h_kv, call.d_k, call.d_v, call.expands) for call in calls if call.layer in compressed}
+    shapes = {tuple(map(int, shape)) for shape in shapes}
     if len(shapes) > 1:
         raise ConfigError(
-            f"the model {name!r} has full attention of several shapes (query heads, KV heads, numbers of a head: "
+            f"the model {name!r} has full attention of several shapes (query heads, KV heads, numbers of a key and "
+            "of a value, latents: "
             f"{', '.join(map(str, sorted(shapes)))}), and KVBench only compresses layers of one shape yet; {INSTEAD}"
         )
 
@@ -327,11 +345,11 @@ def shape_of(config: Any, name: str) -> ModelShape:
         )
     if found.why_not is None:
         check_calls(found.calls, kinds, name)
-    h, h_kv, d_h = heads(text, found, layers)
+    h, h_kv, d_h, d_v, is_latent = heads(text, found, layers, name)
     d_model = getattr(text, "hidden_size", 0)
     chunked = tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention")
     chunk = getattr(text, "attention_chunk_size", None) if chunked else 0
-    check_counts(name, {"query heads": h, "KV heads": h_kv, "numbers of a head": d_h})
+    check_counts(name, {"query heads": h, "KV heads": h_kv, "numbers of a head": d_h, "numbers of a value": d_v})
     check_counts(name, {"hidden_size": d_model} if d_model else {})
     check_counts(name, {"attention_chunk_size": chunk} if chunked else {})
     if h % h_kv:
@@ -350,6 +368,8 @@ def shape_of(config: Any, name: str) -> ModelShape:
         chunked_layers=chunked,
         chunk=chunk or 0,
         hybrid_layers=tuple(i for i, kind in enumerate(kinds) if kind == HYBRID),
+        value_width=0 if d_v == d_h else d_v,
+        is_latent=is_latent,
     )
 
 
@@ -360,15 +380,28 @@ def check_counts(name: str, counts: Mapping[str, Any]) -> None:
             raise ConfigError(f"the model {name!r} has {what}={n!r:.40}, which is no number above 0; {AGAIN}")
 
 
-def heads(text: Any, found: Survey, layers: tuple[int, ...]) -> tuple[int, int, int]:
-    """Query heads, KV heads and numbers of a head in the layers that are compressed."""
+def heads(text: Any, found: Survey, layers: tuple[int, ...], name: str) -> tuple[int, int, int, int, bool]:
+    """Query heads, KV heads and numbers of a key and of a value, as layers that are compressed cache them; latents.
+
+    A layer that caches one latent and one rotary key per token, and makes keys and values of all heads of them, has one
+    KV head: its key is both, and its value the latent.
+    """
     for call in found.calls:
+        if call.expands and call.layer in layers:
+            cached = found.cached.get(call.layer)
+            if cached is None or cached.heads != 1:
+                raise ConfigError(
+                    f"the model {name!r} makes keys and values of what layer {call.layer} caches, and not of one "
+                    f"latent per token, which KVBench cannot compress; {INSTEAD}"
+                )
+            return call.h, 1, cached.d_k + cached.d_v, cached.d_k, True
         if call.layer in layers or (call.layer == -1 and layers):
-            return call.h, call.h_kv, call.d_k
+            return call.h, call.h_kv, call.d_k, call.d_v, False
     of = of_layer(text, layers[0] if layers else 0)
     h = getattr(of, "num_attention_heads", None) or 1  # a model without attention has none
     d_model = getattr(of, "hidden_size", None) or h
-    return h, getattr(of, "num_key_value_heads", None) or h, getattr(of, "head_dim", None) or d_model // h
+    d_h = getattr(of, "head_dim", None) or d_model // h
+    return h, getattr(of, "num_key_value_heads", None) or h, d_h, d_h, False
 
 
 def longest(text: Any) -> int:

@@ -190,9 +190,10 @@ class Short:
         shape = self.model.shape
         check_calls(self.calls, kinds_of(self.model.hf.config, shape.name), shape.name)
         for call in self.calls:
-            if call.layer in self.compressed and (call.h, call.h_kv, call.d_k) != (shape.h, shape.h_kv, shape.d_h):
+            sizes = call.h, call.h_kv, call.d_k, call.d_v
+            if call.layer in self.compressed and sizes != (shape.h, shape.h_kv, shape.d_h, shape.d_v):
                 raise ConfigError(
                     f"the model {shape.name!r} attends in layer {call.layer} with {call.h} query heads and {call.h_kv} "
-                    f"KV heads of {call.d_k} numbers, where its configuration says {shape.h}, {shape.h_kv} and "
-                    f"{shape.d_h}, so that KVBench cannot count its bytes; {INSTEAD}"
+                    f"KV heads of {call.d_k} and {call.d_v} numbers, where its configuration says {shape.h}, "
+                    f"{shape.h_kv}, {shape.d_h} and {shape.d_v}, so that KVBench cannot count its bytes; {INSTEAD}"
                 )

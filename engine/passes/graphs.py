@@ -93,7 +93,7 @@ class Parts:
         """Ends a part and begins the next one; stands in the model's attention while it is captured."""
         qkv = torch.cat([x.reshape(-1) for x in (q, k, v)])
         self.graphs[-1].capture_end()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
         self.calls.append(Call(layer, qkv, (q.shape, k.shape, v.shape), soft, window, out))
         self.begin()
         return out

@@ -76,23 +76,40 @@ def rotations(model: "Model") -> dict[int, Turn] | None:
                 return None
             known.append(turn)
         found[layer] = turn
-    return found
+    if not model.shape.is_latent:
+        return found
+    of_rows = {turn: behind(turn, model.shape.d_v) for turn in found.values()}
+    return {layer: of_rows[turn] for layer, turn in found.items()}
+
+
+def behind(turn: Turn, d_c: int) -> Turn:
+    """The turn of rows whose first numbers are a latent, which has no position."""
+    if turn is unmoved:
+        return unmoved
+
+    def turned(q: Tensor, by: int | Tensor) -> Tensor:
+        return torch.cat([q[..., :d_c], turn(q[..., d_c:], by)], -1)
+
+    return turned
 
 
 def moved_queries(model: "Model") -> dict[int, tuple[Asking, Asking]]:
-    """Queries and keys of the same input at two places, of each layer that asks for attention."""
+    """Queries and keys of the same input at two places, of each layer that asks for attention.
+
+    Of latents what lies behind them: they have no position, and would hide how small the rest is moved.
+    """
     ids = torch.arange(1, N + 1, device=model.device).unsqueeze(0)
     here: dict[int, Call] = {}
     there: dict[int, Call] = {}
-    session = _Plain()
+    session, d_c = _Plain(), model.shape.d_v if model.shape.is_latent else 0
     with model.hooked():
         for calls, position in ((here, 0), (there, BY)):
             with model.watched(calls):
                 model.forward(ids, position, model.new_cache(), session)
         return {
-            layer: (
-                model.asking(layer, here[layer].x, here[layer].beside),
-                model.asking(layer, here[layer].x, there[layer].beside),
+            layer: tuple(
+                tuple(x[..., d_c:] for x in model.asking(layer, here[layer].x, calls[layer].beside))
+                for calls in (here, there)
             )
             for layer in session.layers
         }
@@ -124,12 +141,23 @@ def candidates(model: "Model", layer: int) -> Iterator[Turn]:
     """What may be the layer's rotation, from the rotary embeddings of the text model and its formula."""
     module = model.attentions[layer]
     file: Any = inspect.getmodule(type(module))
-    formula = getattr(file, "apply_rotary_pos_emb", None)
-    if formula is None:
-        return
-    for tables in tables_of(model, layer):
-        yield turner(formula, tables)
-        yield turner(formula, tables, is_part=True)
+    own = getattr(file, "apply_rotary_pos_emb", None)
+    for formula in (in_halves, in_pairs) if own is None else (own, in_halves, in_pairs):
+        for tables in tables_of(model, layer):
+            yield turner(formula, tables)
+            yield turner(formula, tables, is_part=True)
+
+
+def in_halves(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Numbers whose partners lie half of them further, turned."""
+    first, second = q.chunk(2, -1)
+    return q * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+
+def in_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Numbers that stand beside their partners, turned; the tables' first halves are those of the pairs."""
+    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for x in (cos, sin))
+    return q * cos + torch.stack([-q[..., 1::2], q[..., ::2]], -1).flatten(-2) * sin
 
 
 @dataclass(frozen=True)
@@ -146,7 +174,10 @@ class Tables:
         """
         name = "_".join((*self.kinds, "attention_scaling"))
         scale = getattr(self.rotary, name, 1.0)
-        cos, sin = (each.to(x.device) / scale for each in self.rotary(x, where, *self.kinds))
+        found = self.rotary(x, where, *self.kinds)
+        if isinstance(found, Tensor):  # complex numbers, one for each pair
+            found = (torch.cat([each, each], -1) for each in (found.real, found.imag))
+        cos, sin = (each.to(x.device) / scale for each in found)
         if cos.ndim == 4:  # of time, height and width, which are the same in text
             cos, sin = cos[0], sin[0]
         return cos, sin

@@ -175,7 +175,7 @@ class Talk:
         if layer not in self.compressed:
             attend_own_tokens = attend_own if m == 1 else attend_own_past
             return attend_own_tokens(q, k, v, soft, window, self.starts[0])
-        rows, out = self.active, q.new_zeros(q.shape)
+        rows, out = self.active, q.new_zeros(*q.shape[:3], v.shape[3])
         for at, i in enumerate(self.which if self.growing else ()):
             if i in self.growing and layer not in rows[at].skipped_layers():
                 self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])

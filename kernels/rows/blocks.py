@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, distance, jit, tl, upload
+from kernels.gather import apart
+from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.rows.union import Ask, Far
 
 TILE = 1024  # tokens, blocks or slots that are looked at at once
@@ -76,7 +77,7 @@ def numbers_of(row: Cached, h_kv: int) -> tuple[int, ...]:
 def fill_rows_triton(rows: Sequence[Cached], far: Sequence[Far]) -> None:
     """A program for some tokens of a slot and KV head; most have nothing to do."""
     start, (_, h_kv, _, d_h) = far[0].k_near, far[0].k_near.shape
-    numbers = []
+    d_v, numbers = apart(far[0].k_near, far[0].v_near), []
     for row, at in zip(rows, far, strict=True):
         k_late, v_late = at.late or (at.k, at.v)
         numbers += [
@@ -88,7 +89,7 @@ def fill_rows_triton(rows: Sequence[Cached], far: Sequence[Far]) -> None:
     fields = len(numbers) // len(rows)
     most = max(row.slots.shape[1] * cdiv(row.block_len, TOKENS) for row in rows)
     fill[(most, h_kv, len(rows))](
-        start, upload(numbers, start.device), d_h, fields, TOKENS, 1 << (d_h - 1).bit_length()
+        start, upload(numbers, start.device), d_h, d_v, fields, TOKENS, power_of_2(d_h), power_of_2(d_v)
     )
 
 
@@ -188,7 +189,7 @@ def look_up(rows, counts, found, n_counts, h_kv, FIELDS: tl.constexpr, TILE: tl.
 
 
 @jit
-def fill(start, rows, d_h, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def fill(start, rows, d_h, d_v, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr):
     head, at = tl.program_id(1).to(tl.int64), rows + tl.program_id(2) * FIELDS
     owner, capacity = tl.load(at).to(tl.pointer_type(tl.int32)), tl.load(at + 1).to(tl.int32)
     epoch, block_len, n_ahead = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32), tl.load(at + 4)
@@ -200,16 +201,22 @@ def fill(start, rows, d_h, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl
         token = n_ahead + tl.load(owner + slot).to(tl.int64) * block_len + place
         stride, late_stride, s = tl.load(at + 7), tl.load(at + 14), tl.load(at + 15)
         is_late = token >= s
-        early, behind = tl.where(is_late, 0, token) * d_h, tl.where(is_late, token - s, 0) * d_h
+        early, behind = tl.where(is_late, 0, token), tl.where(is_late, token - s, 0)
         from_k = tl.where(
-            is_late, tl.load(at + 12) + head * late_stride + behind, tl.load(at + 8) + head * tl.load(at + 10) + early
+            is_late,
+            tl.load(at + 12) + head * late_stride + behind * d_h,
+            tl.load(at + 8) + head * tl.load(at + 10) + early * d_h,
         )
         from_v = tl.where(
-            is_late, tl.load(at + 13) + head * late_stride + behind, tl.load(at + 9) + head * tl.load(at + 11) + early
+            is_late,
+            tl.load(at + 13) + head * (late_stride // d_h * d_v) + behind * d_v,
+            tl.load(at + 9) + head * tl.load(at + 11) + early * d_v,
         )
-        real = (place < block_len)[:, None] & (column < d_h)[None]
-        to = head * stride + (slot.to(tl.int64) * block_len + place) * d_h
+        real, of_value = (place < block_len)[:, None] & (column < d_h)[None], tl.arange(0, VALUES)
+        in_value = (place < block_len)[:, None] & (of_value < d_v)[None]
+        to = slot.to(tl.int64) * block_len + place
+        to_k, to_v = head * stride + to * d_h, head * (stride // d_h * d_v) + to * d_v
         key = tl.load(start + from_k[:, None] + column[None], real, other=0.0)
-        value = tl.load(start + from_v[:, None] + column[None], real, other=0.0)
-        tl.store(start + tl.load(at + 5) + to[:, None] + column[None], key, real)
-        tl.store(start + tl.load(at + 6) + to[:, None] + column[None], value, real)
+        value = tl.load(start + from_v[:, None] + of_value[None], in_value, other=0.0)
+        tl.store(start + tl.load(at + 5) + to_k[:, None] + column[None], key, real)
+        tl.store(start + tl.load(at + 6) + to_v[:, None] + of_value[None], value, in_value)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.gather import apart
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 TILE = 1024  # of what heads ask for, looked at at once
@@ -79,7 +80,8 @@ def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> N
             for j in range(int(counts[i, head, 1])):
                 token, source, slot = int(ask.tokens[head, j]), int(ask.sources[head, j]), ask.first + j
                 s = at.k.shape[2]
-                for near, early, late in ((at.k_near, at.k, 0), (at.v_near, at.v, 1)):
+                sides = ((at.k_near, at.k, 0), (at.v_near, at.v, 1))
+                for near, early, late in sides if apart(at.k_near, at.v_near) else sides[:1]:
                     if source < -1:
                         assert at.held is not None
                         near[0, head, slot] = at.held[late][0, head, -2 - source]
@@ -119,11 +121,12 @@ def ask_numbers(ask: Ask, h_kv: int) -> tuple[int, ...]:
 def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
     """A program for some tokens of a KV head."""
     start, (_, h_kv, _, d_h) = far[0].k_near, far[0].k_near.shape
-    numbers = []
+    d_v, numbers = apart(far[0].k_near, far[0].v_near), []
     for ask, at in zip(asks, far, strict=True):
         k_late, v_late = at.late or (at.k, at.v)
         k_held, v_held = at.held or (at.k_near, at.v_near)
-        assert at.k_near.stride() == at.v_near.stride() and k_late.stride() == v_late.stride()
+        for k, v in ((at.k_near, at.v_near), (k_late, v_late), (k_held, v_held)):
+            assert not d_v or k.stride(1) * d_v == v.stride(1) * d_h or h_kv == 1, (k.stride(), v.stride())
         numbers += [
             ask.tokens.data_ptr(), ask.sources.data_ptr(), ask.tokens.shape[1], ask.slots.data_ptr(),
             ask.slots.shape[1], ask.first,
@@ -134,11 +137,15 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
         ]  # fmt: skip
     wide, fields = 16 // start.element_size(), len(numbers) // len(asks)
     strides_and_distances = (*range(6, 16), *range(17, 20))
-    even = d_h % wide == 0 and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
+    even = (
+        d_h % wide == 0
+        and d_v % wide == 0
+        and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
+    )
     most = max(ask.tokens.shape[1] for ask in asks)
     bring_tokens[(cdiv(most, TOKENS), h_kv, len(asks))](
-        start, upload(numbers, start.device), counts, d_h, counts.shape[2], h_kv, fields, TOKENS, power_of_2(d_h),
-        wide if even else 1,
+        start, upload(numbers, start.device), counts, d_h, d_v, counts.shape[2], h_kv, fields, TOKENS, power_of_2(d_h),
+        power_of_2(d_v), wide if even else 1,
     )  # fmt: skip
 
 
@@ -187,8 +194,8 @@ def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE
 
 @jit
 def bring_tokens(
-    start, asks, counts, d_h, n_counts, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
+    start, asks, counts, d_h, d_v, n_counts, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = asks + row * FIELDS
@@ -198,29 +205,31 @@ def bring_tokens(
     slots = tl.load(at + 3).to(tl.pointer_type(tl.int32)) + head * s_slots
     near_stride, late_stride, s = tl.load(at + 8), tl.load(at + 15), tl.load(at + 16)
     k_near = tl.multiple_of(tl.load(at + 6) + head * near_stride, LANES)
-    v_near = tl.multiple_of(tl.load(at + 7) + head * near_stride, LANES)
+    v_near = tl.multiple_of(tl.load(at + 7) + head * (near_stride // d_h * d_v), LANES)
     k = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11), LANES)
     v = tl.multiple_of(tl.load(at + 10) + head * tl.load(at + 12), LANES)
     k_late = tl.multiple_of(tl.load(at + 13) + head * late_stride, LANES)
-    v_late = tl.multiple_of(tl.load(at + 14) + head * late_stride, LANES)
+    v_late = tl.multiple_of(tl.load(at + 14) + head * (late_stride // d_h * d_v), LANES)
     held_stride = tl.load(at + 19)
     k_held = tl.multiple_of(tl.load(at + 17) + head * held_stride, LANES)
-    v_held = tl.multiple_of(tl.load(at + 18) + head * held_stride, LANES)
+    v_held = tl.multiple_of(tl.load(at + 18) + head * (held_stride // d_h * d_v), LANES)
     n = tl.load(counts + (row * h_kv + head) * n_counts + 1)
     place, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     real = place < n
     token = tl.load(tokens + place, real, other=0).to(tl.int64)
     source = tl.load(sources + place, real, other=-1).to(tl.int64)
     is_late, is_there, is_held = token >= s, source >= 0, source < -1
-    early, behind = tl.where(is_late, 0, token) * d_h, tl.where(is_late, token - s, 0) * d_h
-    beside, cached = tl.where(is_there, source, 0) * d_h, tl.where(is_held, -2 - source, 0) * d_h
-    from_k = tl.where(is_there, k_near + beside, tl.where(is_late, k_late + behind, k + early))
-    from_v = tl.where(is_there, v_near + beside, tl.where(is_late, v_late + behind, v + early))
-    from_k, from_v = tl.where(is_held, k_held + cached, from_k), tl.where(is_held, v_held + cached, from_v)
-    there = real[:, None] & (column < d_h)[None]
-    to = (first + place).to(tl.int64) * d_h
+    early, behind = tl.where(is_late, 0, token), tl.where(is_late, token - s, 0)
+    beside, cached = tl.where(is_there, source, 0), tl.where(is_held, -2 - source, 0)
+    from_k = tl.where(is_there, k_near + beside * d_h, tl.where(is_late, k_late + behind * d_h, k + early * d_h))
+    from_v = tl.where(is_there, v_near + beside * d_v, tl.where(is_late, v_late + behind * d_v, v + early * d_v))
+    from_k = tl.where(is_held, k_held + cached * d_h, from_k)
+    from_v = tl.where(is_held, v_held + cached * d_v, from_v)
+    there, to = real[:, None] & (column < d_h)[None], (first + place).to(tl.int64)
+    of_value = tl.arange(0, VALUES)
+    in_value = real[:, None] & (of_value < d_v)[None]
     key = tl.load(start + from_k[:, None] + column[None], there, other=0.0)
-    value = tl.load(start + from_v[:, None] + column[None], there, other=0.0)
-    tl.store(start + k_near + to[:, None] + column[None], key, there)
-    tl.store(start + v_near + to[:, None] + column[None], value, there)
+    value = tl.load(start + from_v[:, None] + of_value[None], in_value, other=0.0)
+    tl.store(start + k_near + to[:, None] * d_h + column[None], key, there)
+    tl.store(start + v_near + to[:, None] * d_v + of_value[None], value, in_value)
     tl.store(slots + token, (first + place).to(tl.int32), real)

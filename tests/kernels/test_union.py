@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,17 +14,23 @@ H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
 class Row:
     """What one row keeps between its selections."""
 
-    def __init__(self, ages: int, device: str) -> None:
+    def __init__(self, ages: int, device: str, d_v: int) -> None:
         numbers = {"dtype": torch.int32, "device": device}
         self.ages, self.epoch = ages, ages
         self.stamps, self.slots = (torch.zeros(H_KV, S + N_LATE, **numbers) for _ in range(2))
         self.tokens, self.sources = (torch.zeros(H_KV, ROOM, **numbers) for _ in range(2))
-        self.k, self.v = (torch.zeros(1, H_KV, (ages + 1) * ROOM, D, device=device) for _ in "kv")
+        self.k = torch.zeros(1, H_KV, (ages + 1) * ROOM, D, device=device)
+        self.v = value_of(self.k, d_v, torch.zeros)
 
     def ask(self, idx: Tensor) -> Ask:
         self.epoch += 1
         first = self.epoch % (self.ages + 1) * ROOM
         return Ask(idx.to(self.k.device), self.stamps, self.slots, self.tokens, self.sources, self.epoch, first)
+
+
+def value_of(k: Tensor, d_v: int, make: Callable[..., Tensor]) -> Tensor:
+    """Values for these keys, of `d_v` numbers; below 0 they lie within the keys."""
+    return k[..., :-d_v] if d_v < 0 else make(*k.shape[:3], d_v, device=k.device)
 
 
 def selections(t: int) -> list[Tensor]:
@@ -36,11 +44,12 @@ def selections(t: int) -> list[Tensor]:
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("ages", [0, 1, 2])
-def test_triton_counts_and_brings_what_sets_do(ages: int) -> None:
+@pytest.mark.parametrize("d_v", [D, 7, 24, -8])
+def test_triton_counts_and_brings_what_sets_do(ages: int, d_v: int) -> None:
     draw = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(1, H_KV, S, D, generator=draw) for _ in "kv")
-    late = (torch.randn(1, H_KV, N_LATE, D, generator=draw), torch.randn(1, H_KV, N_LATE, D, generator=draw))
-    ours, theirs = [Row(ages, GPU) for _ in range(3)], [Row(ages, "cpu") for _ in range(3)]
+    k, k_late = (torch.randn(1, H_KV, n, D, generator=draw) for n in (S, N_LATE))
+    v, late = value_of(k, d_v, torch.randn), (k_late, value_of(k_late, d_v, torch.randn))
+    ours, theirs = [Row(ages, GPU, d_v) for _ in range(3)], [Row(ages, "cpu", d_v) for _ in range(3)]
     whole = [torch.cat([a, b], 2) for a, b in zip((k, v), late, strict=True)]
     for t in range(4):
         asked = selections(t)
@@ -50,9 +59,11 @@ def test_triton_counts_and_brings_what_sets_do(ages: int) -> None:
             (ours, union_rows_triton, bring_rows_triton),
         ):
             asks = [row.ask(idx) for row, idx in zip(rows, asked, strict=True)]
-            here = [x.to(rows[0].k.device) for x in (k, v, *late)]
+            here = [
+                (x := k.to(rows[0].k.device), x[..., :-d_v] if d_v < 0 else v.to(x.device)) for k, v in ((k, v), late)
+            ]
             counts.append(union(asks, H_KV, ages))
-            bring(asks, [Far(here[0], here[1], (here[2], here[3]), row.k, row.v) for row in rows], counts[-1])
+            bring(asks, [Far(*here[0], here[1], row.k, row.v) for row in rows], counts[-1])
         assert torch.equal(counts[0], counts[1].cpu())
         for row, idx in zip(ours, asked, strict=True):
             for head, tokens in enumerate(idx[0].int().view(H_KV, -1)):

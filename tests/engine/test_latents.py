@@ -1,0 +1,105 @@
+"""Latents asked by absorbed queries, against keys and values made of them for every head."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attend import Part, attend, partial
+from engine.causal import causal
+from engine.errors import ConfigError
+from engine.latents import Latent
+from engine.softmax import Softmax
+from tests.vectors import Check, load
+
+
+class Heads:
+    """Stands for an attention module: W_uk (h, d_nope, d_c) and W_uv (h, d_v, d_c)."""
+
+    def __init__(self, w_uk: Tensor, w_uv: Tensor) -> None:
+        self.w_uk, self.w_uv = w_uk, w_uv
+
+    def expand_kv(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        k = c @ self.w_uk.mT
+        return torch.cat([k, r.expand(-1, k.shape[1], -1, -1)], -1), c @ self.w_uv.mT
+
+
+def drawn(h: int, d_nope: int, d_r: int, d_v: int, d_c: int, s: int, dtype: torch.dtype) -> tuple[Heads, Tensor]:
+    draw = torch.Generator().manual_seed(h + s)
+    w_uk, w_uv, rows = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+        for shape in ((h, d_nope, d_c), (h, d_v, d_c), (1, 1, s, d_c + d_r))
+    )
+    return Heads(w_uk, w_uv), rows
+
+
+@pytest.mark.parametrize(
+    ("h", "d_nope", "d_r", "d_v", "d_c"), [(4, 16, 8, 12, 16), (3, 5, 2, 7, 9), (16, 32, 16, 32, 64)]
+)
+@pytest.mark.parametrize("s", [1, 2, 63, 64, 65, 200])
+def test_absorbed_equals_naive_in_float64(h: int, d_nope: int, d_r: int, d_v: int, d_c: int, s: int) -> None:
+    module, rows = drawn(h, d_nope, d_r, d_v, d_c, s, torch.float64)
+    latent = Latent(module, d_c, d_r, rows)
+    q = torch.randn(1, h, s, d_nope + d_r, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    soft = Softmax(0.2)
+    k, v = module.expand_kv(rows[..., :d_c], rows[..., d_c:])
+    right, right_lse = causal(q, k, v, soft)
+    found, lse = causal(latent.absorbed(q), rows, rows[..., :d_c], soft)
+    torch.testing.assert_close(latent.head_values(found), right, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(lse.double(), right_lse.double(), rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(latent.heads(rows), (k, v), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_step_reads_rows_once_for_all_heads(dtype: torch.dtype) -> None:
+    """Kernels over rows, in two parts, against a plain softmax over each head's own keys and values."""
+    h, d_c, d_r, s = 20, 32, 8, 150
+    module, rows = drawn(h, 16, d_r, 12, d_c, s, dtype)
+    module.w_uk, module.w_uv = module.w_uk * 0.2, module.w_uv * 0.2
+    latent = Latent(module, d_c, d_r, rows)
+    q = torch.randn(1, h, 1, 16 + d_r, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = [Part(some, some[..., :d_c]) for some in (rows[:, :, :70], rows[:, :, 70:])]
+    found = latent.head_values(attend(latent.absorbed(q), parts, Softmax(0.2)))
+    k, v = (x.double() for x in module.expand_kv(rows[..., :d_c], rows[..., d_c:]))
+    right = ((q.double() @ k.mT) * 0.2).softmax(-1) @ v
+    assert (found.double() - right).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_another_map_is_refused() -> None:
+    module, rows = drawn(4, 16, 8, 12, 16, 3, torch.float32)
+    module.expand_kv = lambda c, r: (torch.cat([r.expand(-1, 4, -1, -1), c @ module.w_uk.mT], -1), c @ module.w_uv.mT)
+    with pytest.raises(ConfigError, match="no map of a latent"):
+        Latent(module, 16, 8, rows)
+
+
+def run_vectors(path: Path) -> list[Check]:
+    """The model's own attention over sets of tokens, from rows and absorbed queries."""
+    meta, arrays = load(path)
+    checks: list[Check] = []
+    # Outputs were made of keys and values that float32 had rounded.
+    for dtype, apart in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
+        c, r, w_uk, w_uv, q = (torch.from_numpy(arrays[name]).to(dtype) for name in ("c", "r", "w_uk", "w_uv", "q"))
+        rows = torch.cat([c, r], -1)
+        latent = Latent(Heads(w_uk, w_uv), meta["d_c"], meta["d_r"], rows)
+        asking = latent.absorbed(q)
+        says = differs(asking[0, :, 0], arrays["q_absorbed_f64"], 1e-12 if dtype == torch.float64 else 1e-5)
+        checks.append((f"absorbed query {dtype}", says))
+        for i, keep in enumerate(arrays["keep"]):
+            held = rows[:, :, torch.from_numpy(keep[0])]
+            part, soft = Part(held, held[..., : latent.d_c]), Softmax(meta["scale"])
+            out, lse = partial(asking, part, soft)
+            found = latent.head_values(out.reshape(1, -1, 1, latent.d_c))[0, :, 0]
+            checks.append((f"set {i} {dtype}", differs(found, arrays["out_f64"][i], apart)))
+            checks.append((f"set {i} {dtype} log-sum-exp", differs(lse.flatten(), arrays["lse_f64"][i], 1e-5)))
+            joined = attend(asking, [part], soft) if dtype == torch.float32 else out.reshape(1, -1, 1, latent.d_c)
+            checks.append(
+                (f"set {i} {dtype} joined", differs(latent.head_values(joined)[0, :, 0], arrays["out"][i], 1e-5))
+            )
+    return checks
+
+
+def differs(found: Tensor, right: np.ndarray, apart: float) -> str | None:
+    far = (found.double() - torch.from_numpy(right).double()).abs().max().item()
+    return None if far <= apart else f"differs by {far:.2g}, {apart:g} allowed"
