@@ -65,7 +65,7 @@ class Part:
     def gathered(self) -> "Part":
         """The same tokens without `idx`, `spans` and `packed`, copied if need be."""
         if self.packed is not None:
-            k, v = (side.rebuilt(self.packed.n) for side in self.packed[:2])
+            k, v = self.packed.rebuilt(self.v.shape[3])
             return replace(self, k=k, v=v, packed=None)
         if self.idx is None and self.spans is None:
             return self

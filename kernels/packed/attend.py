@@ -83,8 +83,19 @@ class Packed(NamedTuple):
     """K and V of the same `n` tokens of each KV head."""
 
     k: Side
-    v: Side
+    v: Side | None  # None: a value is the first numbers of its key
     n: int
+
+    def rebuilt(self, d_v: int) -> tuple[Tensor, Tensor]:
+        """What attention sees of all tokens, (1, h_kv, n, d_h and d_v)."""
+        k = self.k.rebuilt(self.n)
+        return k, k[..., :d_v] if self.v is None else self.v.rebuilt(self.n)
+
+    def sides_of_width(self, d_h: int) -> tuple[Side, Side] | None:
+        """K and V, where both are codes of so many dimensions."""
+        if self.v is None or self.k.exact.shape[3] != d_h or self.v.exact.shape[3] != d_h:
+            return None
+        return self.k, self.v
 
 
 def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -97,7 +108,8 @@ def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> 
 def attend_packed_ref(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """From rebuilt numbers, in float32."""
     h = q.shape[1]
-    k, v = (side.rebuilt(packed.n).repeat_interleave(h // side.exact.shape[1], 1).float() for side in packed[:2])
+    assert packed.v is not None, "values without a width"
+    k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in packed.rebuilt(packed.v.exact.shape[3]))
     logits = capped((q.float() @ k.mT) * scale, cap)
     lse = logits.logsumexp(-1)
     return ((logits - lse.unsqueeze(-1)).exp() @ v).to(q.dtype), lse
@@ -107,8 +119,10 @@ def takes_packed(q: Tensor, packed: Packed) -> bool:
     """Whether `attend_packed_native` can work on this."""
     if q.device.type != "cpu" or q.dtype not in dtypes() or len(q) != 1 or native() is None:
         return False
-    d_h, sides = q.shape[-1], packed[:2]
-    return all(side.is_native(d_h) and side.exact.dtype == q.dtype for side in sides) and packed.v.kind == BY_TOKEN
+    d_h = q.shape[-1]
+    if (sides := packed.sides_of_width(d_h)) is None or sides[1].kind != BY_TOKEN:
+        return False
+    return all(side.is_native(d_h) and side.exact.dtype == q.dtype for side in sides)
 
 
 @cache
@@ -127,6 +141,7 @@ def attend_packed_native(q: Tensor, packed: Packed, scale: float, cap: float = 0
     """In C++."""
     _, h, _, d_h = q.shape
     q = q.contiguous()
+    assert packed.v is not None, "values without codes of their own"
     numbers = [*packed.k.numbers(), *packed.v.numbers()]
     out, lse = torch.empty_like(q), torch.empty(1, h, 1)
     native()(

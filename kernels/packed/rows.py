@@ -57,9 +57,10 @@ class Stretch(NamedTuple):
 
 def takes_codes(q: Tensor, packed: Packed) -> bool:
     """Whether the kernel can read these."""
-    if not q.is_cuda or triton is None or packed.v.kind != BY_TOKEN:
+    sides = packed.sides_of_width(q.shape[3])
+    if not q.is_cuda or triton is None or sides is None or sides[1].kind != BY_TOKEN:
         return False
-    return all(is_readable(side, q) for side in packed[:2])
+    return all(is_readable(side, q) for side in sides)
 
 
 def is_readable(side: Side, q: Tensor) -> bool:
@@ -80,6 +81,7 @@ class CodedRows:
     def add(self, row: int, packed: Packed, q: Tensor | None) -> list[Tokens]:
         """Take a row's packed tokens in; what is left are those of which neither K nor V is packed."""
         (k, v, n), self.h_kv = packed, packed.k.exact.shape[1]
+        assert v is not None, "values without codes of their own"
         both, either = sorted((k.n, v.n))
         for first, last in ((0, both), (both, either)):
             if first < last:

@@ -10,12 +10,14 @@ Per step  moved: nothing; resident: h_kv * d_h * (nK * (bK / 8 + 4 / g) + 2 * rK
 Differs   as the authors' code, and unlike the paper's listing, a block is packed behind the step that fills it, which
           still attends to its exact keys. The code fails with grouped queries and fewer tokens than the residual;
           this does not. With `memory` the setting is the first of a fixed list that fits; the residual shrinks before
-          the bits do.
+          the bits do. A latent that all heads share is key and value at once: it is packed once, per channel as keys
+          are, with `key_bits`.
 Fails     2 bits lose passages and needles, most of all where few KV heads serve many queries.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, cast
 
 from torch import Tensor
@@ -28,6 +30,7 @@ from engine.checks import whole_number
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.store import Coder
+from kernels.gather import is_within
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
 from kernels.packed.tokens import Ageing, pack_tokens, packs
@@ -40,25 +43,27 @@ SETTINGS = ((8, 8, 32), (4, 4, 32), (4, 4, 64), (4, 4, 128), (4, 2, 32), (2, 2, 
 
 
 class KIVICodec(Codec):
-    """Keys in whole blocks and a rest, values one by one and a window."""
+    """Keys in whole blocks and a rest, values one by one and a window. Of latents the keys are all that there is."""
 
     def __init__(self, plan: "KIVI.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
-        self.plan, self.n, self.nothing = plan, k.shape[2], k[:, :, :0]
-        self.h_kv, self.d_h = k.shape[1], k.shape[3]
+        self.plan, self.n, self.nothing, self.joint = plan, k.shape[2], Part(k[:, :, :0], v[:, :, :0]), is_within(k, v)
+        self.h_kv, self.d_h, self.d_v = k.shape[1], k.shape[3], v.shape[3]
         self.n_k = self.n - plan.exact_keys(self.n)
         self.n_v = self.n - plan.exact_values(self.n)
         room = self.n + n_new
         keys = quantise_channels(k[0, :, : self.n_k], plan.key_bits, plan.group)
-        values = quantise_tokens(v[0, :, : self.n_v], plan.value_bits, plan.group)
         self.keys = with_room(keys, BY_CHANNEL, room // plan.group + 1)
-        self.values = with_room(values, BY_TOKEN, room)
         self.late_k = Rows(k[:, :, self.n_k :], plan.residual, spare=0)
-        self.late_v = Rows(v[:, :, self.n_v :], plan.residual)
+        if not self.joint:
+            values = quantise_tokens(v[0, :, : self.n_v], plan.value_bits, plan.group)
+            self.values = with_room(values, BY_TOKEN, room)
+            self.late_v = Rows(v[:, :, self.n_v :], plan.residual)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.pack_aged()
         self.late_k.append(k_new)
-        self.late_v.append(v_new)
+        if not self.joint:
+            self.late_v.append(v_new)
         self.n += 1
 
     @classmethod
@@ -68,7 +73,7 @@ class KIVICodec(Codec):
         """Values that aged in the step before are packed in one launch."""
         mine, ageing = cast("Sequence[KIVICodec]", codecs), dict[tuple[int, int], list[Ageing]]()
         for codec in mine:
-            if codec.has_aged and packs(codec.d_h, codec.plan.group):
+            if codec.has_aged and packs(codec.d_v, codec.plan.group):
                 form = codec.plan.value_bits, codec.plan.group
                 ageing.setdefault(form, []).append(Ageing(codec.late_v.leave(1), codec.values, codec.n_v))
                 codec.n_v += 1
@@ -80,13 +85,16 @@ class KIVICodec(Codec):
         """Where the current token is to be written."""
         self.pack_aged()
         self.n += 1
-        return [(self.late_k.place(), self.late_v.place(), 0)]
+        key = self.late_k.place()
+        return [(key, key[..., : self.d_v] if self.joint else self.late_v.place(), 0)]
 
     def part(self) -> Part:
         plan = self.plan
         k = Side(BY_CHANNEL, plan.key_bits, plan.group, self.n_k, self.keys, self.late_k.view())
-        v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
-        return Part(self.nothing, self.nothing, packed=Packed(k, v, self.n))
+        v = None
+        if not self.joint:
+            v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
+        return replace(self.nothing, packed=Packed(k, v, self.n))
 
     def settle(self) -> None:
         plan = self.plan
@@ -96,13 +104,13 @@ class KIVICodec(Codec):
             for target, new in zip(self.keys, block, strict=True):
                 target[:, first : first + new.shape[1]] = new
             self.n_k += plan.residual
-        if not self.nothing.is_cuda:  # there all rows' go at once, before the next token comes
+        if not self.nothing.k.is_cuda:  # there all rows' go at once, before the next token comes
             self.pack_aged()
 
     @property
     def has_aged(self) -> bool:
         """Whether the oldest exact value is to be packed."""
-        return self.late_v.n > self.plan.residual
+        return not self.joint and self.late_v.n > self.plan.residual
 
     def pack_aged(self) -> None:
         if self.has_aged:
@@ -114,12 +122,14 @@ class KIVICodec(Codec):
     def counted_bytes(self) -> int:
         """A value that has aged counts as packed."""
         plan, n_v = self.plan, self.n_v + self.has_aged
-        return packed_bytes(self.h_kv, self.d_h, self.n_k, self.late_k.n, plan.key_bits, plan.group) + packed_bytes(
-            self.h_kv, self.d_h, n_v, self.n - n_v, plan.value_bits, plan.group
-        )
+        keys = packed_bytes(self.h_kv, self.d_h, self.n_k, self.late_k.n, plan.key_bits, plan.group)
+        if self.joint:
+            return keys
+        return keys + packed_bytes(self.h_kv, self.d_v, n_v, self.n - n_v, plan.value_bits, plan.group)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.keys, *self.values, self.late_k.buffer, self.late_v.buffer]
+        own = [*self.keys, self.late_k.buffer]
+        return own if self.joint else [*own, *self.values, self.late_v.buffer]
 
 
 class KIVI(QuantisingMethod):
@@ -164,11 +174,12 @@ class KIVI(QuantisingMethod):
 
     @classmethod
     def check_shape(cls, params: Params, shape: ModelShape) -> None:
-        if shape.d_h % params.group:
-            fitting = [g for g in (16, 32, 64, 128) if shape.d_h % g == 0]
+        width = gcd(shape.d_h, shape.d_v)
+        if not shape.is_latent and width % params.group:
+            fitting = [g for g in (16, 32, 64, 128) if width % g == 0]
             raise ConfigError(
-                f"method.group={params.group} does not divide the {shape.d_h} dimensions of {shape.name}; "
-                f"use {fitting[-1] if fitting else shape.d_h}"
+                f"method.group={params.group} does not divide the {width} dimensions of {shape.name}; "
+                f"use {fitting[-1] if fitting else width}"
             )
 
     @classmethod
@@ -179,7 +190,7 @@ class KIVI(QuantisingMethod):
     def candidates(cls, params: Params, budget: Budget, shape: ModelShape) -> Iterable[Plan]:
         """A short prompt gets a shorter residual before it gets fewer bits."""
         for key_bits, value_bits, group in SETTINGS:
-            if shape.d_h % group == 0:
+            if shape.is_latent or gcd(shape.d_h, shape.d_v) % group == 0:
                 for residual in range(params.residual // group * group, 0, -group):
                     yield KIVI.Plan(key_bits, value_bits, group, residual)
 
@@ -187,7 +198,9 @@ class KIVI(QuantisingMethod):
     def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
         r_k, r_v = plan.exact_keys(n), plan.exact_values(n)
         keys = packed_bytes(shape.h_kv, shape.d_h, n - r_k, r_k, plan.key_bits, plan.group)
-        return keys + packed_bytes(shape.h_kv, shape.d_h, n - r_v, r_v, plan.value_bits, plan.group)
+        if shape.is_latent:
+            return keys
+        return keys + packed_bytes(shape.h_kv, shape.d_v, n - r_v, r_v, plan.value_bits, plan.group)
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
