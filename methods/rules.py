@@ -67,6 +67,7 @@ class Rules:
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
+    no_latents: ClassVar[str] = ""  # why it makes no sense where a token is one latent for all heads
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod
@@ -128,6 +129,8 @@ class Rules:
         cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
+        if shape.is_latent:
+            cls.check_latents(shape, partner)
         if request.compensates:
             request = replace(request, key_share=Fraction(shape.d_h, shape.width))
         if partner is not None and cls.drops:
@@ -142,6 +145,20 @@ class Rules:
             n_blocks = min(cache.tokens, spare // far_bytes(budget, shape)) // cache.block_len
             cache = replace(cache, tokens=n_blocks * cache.block_len)
         return budget, plan, cache
+
+    @classmethod
+    def check_latents(cls, shape: ModelShape, partner: Coding | None) -> None:
+        """Raise `ConfigError` where the method makes no sense of tokens that are one latent for all heads."""
+        why, title = cls.no_latents, cls.title
+        if partner is not None and not why:
+            why, title = partner.rules.no_latents, partner.rules.title
+            if not why and not cls.drops:
+                why, title = "would pack keys and values apart on the host", f"{cls.title} with {title}"
+        if why:
+            raise ConfigError(
+                f"the model {shape.name!r} keeps one latent per token for all heads, and {title} {why}; use another "
+                "method with it"
+            )
 
     @classmethod
     def composed(

@@ -7,6 +7,8 @@ every query head chooses for itself. Methods name a scorer here and an allocator
 Not here: what the prefill observes (`engine/observe.py`), and scores that only one method has.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,16 @@ def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Ten
         return window_scores(q, trace.keys(layer), trace.softmax[layer])
 
     return trace.once(("window votes", w, layer), votes)
+
+
+def by_heads(trace: Trace, layer: int, keys: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `score` makes of the geometry of keys (1, h_kv, n, d_h), head by head: (1, h_kv, n).
+
+    Of latents, which a norm has made alike, it is the mean over the keys that all heads make of them.
+    """
+    made, _ = trace.of_heads(layer, keys, keys)
+    scores = torch.cat([score(head) for head in made.split(1, 1)], 1)  # one by one: each is made float32
+    return scores.mean(1, keepdim=True) if trace.shape.is_latent else scores
 
 
 def layer_vector(scores: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from tests.architectures import config_of, generated, loaded, model_of, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 S, N_NEW = 75, 6
-QUICK = "llama4_text"  # chunks beside full layers, those without positions
+QUICK = ("llama4_text", "deepseek_v3")  # chunks beside full layers, those without positions; latents
 KINDS = [
-    QUICK,
+    *QUICK,
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_next", "falcon_h1", "smollm3", "gpt2")),
 ]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engine.prefill import Trace
+from kernels.gather import move_both
 
 if TYPE_CHECKING:
     from engine.store import Coder
@@ -38,5 +39,6 @@ class RebuiltTrace(Trace):
     def _rebuilt(self, layer: int) -> tuple[Tensor, Tensor]:
         if self._latest is None or self._latest[0] != layer:
             part = self._coder(self._exact.keys(layer), self._exact.values(layer), 0).part().gathered()
-            self._latest = layer, part.k.contiguous(), part.v.contiguous()
+            k, v = move_both(lambda x: x.contiguous(), part.k, part.v)
+            self._latest = layer, k, v
         return self._latest[1:]

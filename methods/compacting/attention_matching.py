@@ -68,6 +68,7 @@ class Compacted:
 
 class AttentionMatching(SelectiveAttention):
     title = "Attention Matching"
+    no_latents = "fits values apart from keys: here a value is part of its key"
     drops = True
 
     @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from engine.checks import each_one_of, share
 from engine.errors import ConfigError
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.decoding.schedule import check_schedule, schedule_notes
-from methods.scorers import pool_scores
+from methods.scorers import by_heads, pool_scores
 
 SIMILAR = 0.5  # cosine above which the code calls two keys alike
 
@@ -118,7 +118,8 @@ class RKV(CuttingMethod):
         importance = window_importance(self.queries(layer), keys, self.trace.scales[layer], w, self.params.kernel)
         if mix == 1:
             return importance
-        return mix * importance - (1 - mix) * self.redundancy(keys)[..., : keys.shape[2] - w]
+        redundancy = by_heads(self.trace, layer, keys, self.redundancy)
+        return mix * importance - (1 - mix) * redundancy[..., : keys.shape[2] - w]
 
     def redundancy(self, keys: Tensor) -> Tensor:
         return key_redundancy(keys)

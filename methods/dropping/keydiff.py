@@ -14,12 +14,14 @@ Differs   - `blocks: simulated` goes through blocks of finished keys, as kvpress
           - the paper evicts while it generates, too: `evict: always`, a block of one behind every step's attention.
             kvpress does not, nor does the default.
           - of equal keys the lower position stays. No token is protected.
+          - of latents that all heads share, the mean over the keys that each head makes of them.
 Fails     where attention sinks have ordinary keys, and on texts whose answer is phrased like everything around it. In
           blocks, a token that was dropped early does not come back when later ones would have made it stand out.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from engine.checks import each_one_of, whole_numbers
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from methods.dropping.allocators import Counts
-from methods.scorers import keep_top, lowest_slot
+from methods.scorers import by_heads, keep_top, lowest_slot
 from methods.scoring import ScoringMethod
 
 LABELS = {"simulated": "simulated blocks", "none": "one-shot"}
@@ -53,14 +55,14 @@ def unlikeness(keys: Tensor) -> Tensor:
     return -products / (keys.norm(dim=-1).clamp(min=LEAST_FACTOR) * length)
 
 
-def survivors(keys: Tensor, n: int, block_len: int) -> Tensor:
+def survivors(keys: Tensor, n: int, block_len: int, score: Callable[[Tensor], Tensor] = unlikeness) -> Tensor:
     """Ascending positions of the `n` keys of (1, h_kv, s, d_h) that stay after all blocks behind the first `n`."""
     heads, s = keys.shape[1], keys.shape[2]
     every = torch.arange(s, device=keys.device).expand(1, heads, -1)
     kept = every[..., :n]
     for start in range(n, s, block_len):
         candidates = torch.cat([kept, every[..., start : start + block_len]], -1)
-        kept = candidates.gather(-1, keep_top(unlikeness(gather_tokens(keys, candidates)), n))
+        kept = candidates.gather(-1, keep_top(score(gather_tokens(keys, candidates)), n))
     return kept
 
 
@@ -105,8 +107,10 @@ class KeyDiff(ScoringMethod):
 
     def scores(self, layer: int) -> Tensor:
         """Of all keys at once, whatever the blocks."""
-        heads = self.trace.keys(layer).split(1, 1)  # one by one: each is made float32
-        return torch.cat([unlikeness(keys) for keys in heads], 1)
+        return by_heads(self.trace, layer, self.trace.keys(layer), unlikeness)
+
+    def unlikeness(self, layer: int, keys: Tensor) -> Tensor:
+        return by_heads(self.trace, layer, keys, unlikeness)
 
     def n_free(self) -> int:
         return self.plan.tokens
@@ -119,7 +123,7 @@ class KeyDiff(ScoringMethod):
             return super().keep_best(layer, n)
         counts, keys = self.of_heads(layer, n) if isinstance(n, int) else n, self.trace.keys(layer)
         if isinstance(counts, int):
-            return self.place(layer, survivors(keys, counts, self.params.block_len))
+            return self.place(layer, survivors(keys, counts, self.params.block_len, partial(self.unlikeness, layer)))
         heads = zip(keys.split(1, 1), counts, strict=True)
         return self.place_ragged(layer, [survivors(each, k, self.params.block_len)[0, 0] for each, k in heads])
 
@@ -136,7 +140,7 @@ class KeyDiff(ScoringMethod):
         """With `evict: always` the key that is most like the average leaves each head."""
         if self.params.evict == "always" and not self.variant.is_full:
             (held,) = self.store[layer].resident()
-            self.store[layer].evict(lowest_slot(unlikeness(held.k), self.store[layer].positions()))
+            self.store[layer].evict(lowest_slot(self.unlikeness(layer, held.k), self.store[layer].positions()))
         return out
 
     def protected(self, layer: int) -> Sequence[int]:

@@ -14,6 +14,7 @@ Differs   - the count is the budget's floor; the authors round up (`budget_rule:
             `n` generated tokens; none by default.
           - of equal norms the lower position stays. No token is protected.
           - norms differ in scale from head to head, so that no budget may be divided by them.
+          - of latents that all heads share, the mean over the keys that each head makes of them.
 Fails     on models that normalise their keys (Qwen3, Gemma3): what is left of the norms is close to noise.
           `norm_spread` of `method_report` has their standard deviation by their mean, of a head in the mean; on such
           models it is small. The first layers show the correlation least.
@@ -31,7 +32,7 @@ from engine.budget import Budget
 from engine.checks import each_one_of, whole_numbers
 from engine.shapes import ModelShape
 from methods.dropping.allocators import Counts
-from methods.scorers import lowest_slots
+from methods.scorers import by_heads, lowest_slots
 from methods.scoring import ScoringMethod
 
 
@@ -87,7 +88,7 @@ class Knorm(ScoringMethod):
         return 0, 0
 
     def scores(self, layer: int) -> Tensor:
-        return shortness(self.trace.keys(layer))
+        return by_heads(self.trace, layer, self.trace.keys(layer), shortness)
 
     def n_free(self) -> int:
         return self.plan.tokens
@@ -117,7 +118,7 @@ class Knorm(ScoringMethod):
         n_over = at.n_kept + at.n_window - self.plan.tokens
         if self.prunes and n_over == self.params.every and layer not in self.whole:
             (held,) = at.resident()
-            at.evict(lowest_slots(shortness(held.k), at.positions(), n_over))
+            at.evict(lowest_slots(by_heads(self.trace, layer, held.k, shortness), at.positions(), n_over))
         return out
 
     def protected(self, layer: int) -> Sequence[int]:

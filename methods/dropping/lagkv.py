@@ -73,16 +73,14 @@ def lag_scores(k: Tensor, v: Tensor, next_k: Tensor, next_v: Tensor, value_weigh
 def partition_scores(trace: Trace, plan: "LagKV.Plan", value_weight: float, layer: int) -> tuple[Tensor, Tensor]:
     """The prompt's partitions, each against the next: (1, h_kv, n_parts, lag) float32, and `spread`'s count."""
     stop = plan.n_sink + (plan.n_parts + 1) * plan.lag
-    scores, flat = [], []
-    for head in range(trace.shape.h_kv):  # one by one: each is made float32
-        k, v = (
-            x[:, head : head + 1, plan.n_sink : stop].unflatten(2, (-1, plan.lag))
-            for x in (trace.keys(layer), trace.values(layer))
-        )
+    scores, flat, whole = [], [], trace.of_heads(layer, trace.keys(layer), trace.values(layer))
+    for head in range(whole[0].shape[1]):  # one by one: each is made float32
+        k, v = (x[:, head : head + 1, plan.n_sink : stop].unflatten(2, (-1, plan.lag)) for x in whole)
         found = lag_scores(k[:, :, :-1], v[:, :, :-1], k[:, :, 1:], v[:, :, 1:], value_weight)
         scores.append(found[0])
         flat.append(found[1])
-    return torch.cat(scores, 1), torch.stack(flat).sum()
+    found = torch.cat(scores, 1)
+    return found.mean(1, keepdim=True) if trace.shape.is_latent else found, torch.stack(flat).sum()
 
 
 def ranks(scores: Tensor) -> Tensor:

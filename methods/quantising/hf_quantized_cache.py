@@ -92,6 +92,7 @@ class WholeCodec(Codec):
 
 class HFQuantizedCache(QuantisingMethod):
     title = "QuantizedCache"
+    no_latents = "packs keys and values apart: here they are one"
     composes = True
 
     @dataclass(frozen=True)

@@ -118,5 +118,7 @@ class CUR(ScoringMethod):
 
     def leverages(self, layer: int) -> Tensor:
         """Of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
-        heads = zip(self.trace.keys(layer).split(1, 1), self.trace.values(layer).split(1, 1), strict=True)
-        return torch.cat([leverages(k, v, self.params) for k, v in heads], 1)
+        of_heads = self.trace.of_heads(layer, self.trace.keys(layer), self.trace.values(layer))
+        heads = zip(*(x.split(1, 1) for x in of_heads), strict=True)
+        found = torch.cat([leverages(k, v, self.params) for k, v in heads], 1)
+        return found.mean(1, keepdim=True) if self.trace.shape.is_latent else found

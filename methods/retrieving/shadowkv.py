@@ -137,6 +137,7 @@ def tokens_of(chunks: Tensor, length: int) -> Tensor:
 
 class ShadowKV(SelectiveAttention):
     title = "ShadowKV"
+    no_latents = "keeps keys as a product of low rank: a latent is one already"
     drops = False
 
     @dataclass(frozen=True)
