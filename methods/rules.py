@@ -67,6 +67,7 @@ class Rules:
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
+    no_widths: ClassVar[str] = ""  # why it makes no sense where keys and values have other widths; "": it does
     no_latents: ClassVar[str] = ""  # why it makes no sense where a token is one latent for all heads
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
@@ -129,8 +130,8 @@ class Rules:
         cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
-        if shape.is_latent:
-            cls.check_latents(shape, partner)
+        if shape.width != 2 * shape.d_h:
+            cls.check_widths(shape, partner)
         if request.compensates:
             request = replace(request, key_share=Fraction(shape.d_h, shape.width))
         if partner is not None and cls.drops:
@@ -147,18 +148,18 @@ class Rules:
         return budget, plan, cache
 
     @classmethod
-    def check_latents(cls, shape: ModelShape, partner: Coding | None) -> None:
-        """Raise `ConfigError` where the method makes no sense of tokens that are one latent for all heads."""
-        why, title = cls.no_latents, cls.title
-        if partner is not None and not why:
-            why, title = partner.rules.no_latents, partner.rules.title
-            if not why and not cls.drops:
-                why, title = "would pack keys and values apart on the host", f"{cls.title} with {title}"
-        if why:
-            raise ConfigError(
-                f"the model {shape.name!r} keeps one latent per token for all heads, and {title} {why}; use another "
-                "method with it"
-            )
+    def check_widths(cls, shape: ModelShape, partner: Coding | None) -> None:
+        """Raise `ConfigError` where a method makes no sense of values that are narrower, or part of their keys."""
+        says = f"has keys of {shape.d_h} and values of {shape.d_v} numbers"
+        reasons = [(rules.title, rules.no_widths) for rules in (cls, *((partner.rules,) if partner else ()))]
+        if shape.is_latent:
+            says = "keeps one latent per token for all heads"
+            reasons = [(rules.title, rules.no_latents) for rules in (cls, *((partner.rules,) if partner else ()))]
+            if partner is not None and not cls.drops:
+                reasons.append((f"{cls.title} with {partner.rules.title}", "packs keys and values apart on the host"))
+        for title, why in reasons:
+            if why:
+                raise ConfigError(f"the model {shape.name!r} {says}, and {title} {why}; use another method with it")
 
     @classmethod
     def composed(

@@ -67,7 +67,11 @@ def held(
 
 def far_bytes(budget: Budget, shape: ModelShape) -> int:
     """Bytes of K and V of a token in one layer, as they lie on the host."""
-    return token_bytes(shape) if budget.host_code is None else shape.h_kv * budget.host_code.token_bytes(shape.d_h)
+    return (
+        token_bytes(shape)
+        if budget.host_code is None
+        else shape.h_kv * budget.host_code.token_bytes(shape.d_h, shape.d_v)
+    )
 
 
 def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> ConfigError:

@@ -22,10 +22,10 @@ class PackedHost(Host):
 
     is_packed = True
 
-    def __init__(self, prompt: Tensor, code: TokenCode, like: Tensor, n_new: int) -> None:
-        """`prompt` (h_kv, n, bytes) has the prompt's rows, and is not written to; `like` has the cache's dtype."""
+    def __init__(self, prompt: Tensor, code: TokenCode, like: tuple[Tensor, Tensor], n_new: int) -> None:
+        """`prompt` (h_kv, n, bytes) has the prompt's rows, and is not written to; K and V `like` have widths and dtype."""
         h_kv, n, width = prompt.shape
-        self.code, self.dtype, self.d_h = code, like.dtype, like.shape[-1]
+        self.code, self.dtype, (self.d_h, self.d_v) = code, like[0].dtype, (x.shape[-1] for x in like)
         self.rows = torch.empty(h_kv, n + n_new, width, dtype=torch.uint8, pin_memory=prompt.is_pinned())
         self.rows[:, :n] = prompt
         self.positions, self.is_near, self.has_keys = None, False, True
@@ -36,7 +36,7 @@ class PackedHost(Host):
         self.rows[:, at : at + k_new.shape[2]] = packed_rows(k_new[0], v_new[0], self.code)
 
     def far_bytes(self, of_token: int) -> int:
-        return self.code.token_bytes(self.d_h)
+        return self.code.token_bytes(self.d_h, self.d_v)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx` (1, h_kv or h, k), rebuilt beside it; where the mask is False some token stands."""
@@ -56,10 +56,10 @@ class PackedHost(Host):
 
     def rebuilt(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """K and V (h_kv, n, d_h) of rows (h_kv, n, bytes)."""
-        code, n_groups = self.code, self.d_h // self.code.group
-        of_numbers = n_groups * self.dtype.itemsize
-        keys, values = (side.codes for side in code.sides(self.d_h))
-        codes_k, codes_v, *numbers = rows.split([keys, values, *[of_numbers] * 4], -1)
+        code = self.code
+        keys, values = (side.codes for side in code.sides(self.d_h, self.d_v))
+        of_key, of_value = (width // code.group * self.dtype.itemsize for width in (self.d_h, self.d_v))
+        codes_k, codes_v, *numbers = rows.split([keys, values, of_key, of_key, of_value, of_value], -1)
         scale_k, zero_k, scale_v, zero_v = (x.contiguous().view(self.dtype) for x in numbers)
         k = rebuild_tokens(Quantised(codes_k, scale_k, zero_k), code.key_bits, code.group)
         return k, rebuild_tokens(Quantised(codes_v, scale_v, zero_v), code.value_bits, code.group)
@@ -75,7 +75,9 @@ def host_of(trace: Trace, layer: int, code: TokenCode | None, n_new: int) -> Hos
         rows = packed_rows(trace.keys(layer)[0], trace.values(layer)[0], code)
         return rows if trace.device == trace.host_device else rows.cpu().pin_memory()
 
-    return PackedHost(trace.once(("host of codes", layer, code), pack), code, trace.keys(layer), n_new)
+    return PackedHost(
+        trace.once(("host of codes", layer, code), pack), code, (trace.keys(layer), trace.values(layer)), n_new
+    )
 
 
 def packed_rows(k: Tensor, v: Tensor, code: TokenCode) -> Tensor:

@@ -32,13 +32,14 @@ class TokenCode:
         same = self.key_bits == self.value_bits
         return f"host {self.key_bits} bit" if same else f"host K{self.key_bits} V{self.value_bits} bit"
 
-    def sides(self, d_h: int) -> tuple[SideBytes, SideBytes]:
+    def sides(self, d_h: int, d_v: int) -> tuple[SideBytes, SideBytes]:
         """Of K and of V, counted at 16 bits a scale."""
         key, value = (
-            SideBytes(d_h * bits // 8, d_h // self.group * ELEMENT_BYTES) for bits in (self.key_bits, self.value_bits)
+            SideBytes(width * bits // 8, width // self.group * ELEMENT_BYTES)
+            for width, bits in ((d_h, self.key_bits), (d_v, self.value_bits))
         )
         return key, value
 
-    def token_bytes(self, d_h: int) -> int:
-        """K and V of a token of one KV head: d_h * (b_k + b_v) / 8 + 8 * d_h / g."""
-        return sum(side.codes + 2 * side.numbers for side in self.sides(d_h))
+    def token_bytes(self, d_h: int, d_v: int) -> int:
+        """K and V of a token of one KV head: (d_h * b_k + d_v * b_v) / 8 + 4 * (d_h + d_v) / g."""
+        return sum(side.codes + 2 * side.numbers for side in self.sides(d_h, d_v))

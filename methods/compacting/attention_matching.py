@@ -217,7 +217,7 @@ class AttentionMatching(SelectiveAttention):
         kept = torch.nn.utils.rnn.pad_sequence([head.idx for head in heads], batch_first=True, padding_value=-1)
         rows = kept.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[-1])
         bias = kept.new_zeros(kept.shape, dtype=torch.float32)
-        values = torch.zeros_like(rows, dtype=keys.dtype)
+        values = keys.new_zeros(*kept.shape, self.trace.shape.d_v)
         for i, head in enumerate(heads):
             bias[i, : len(head.idx)] = head.bias
             values[i, : len(head.idx)] = head.values.to(keys.dtype)

@@ -13,7 +13,8 @@ Fails     no prompt token is exact, and keys with a few large channels suffer at
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, cast
 
 from torch import Tensor
@@ -37,10 +38,10 @@ class WholeCodec(Codec):
     """A prefix that is packed as a whole, and exact tokens behind it."""
 
     def __init__(self, plan: "HFQuantizedCache.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
-        self.plan, self.n, self.nothing = plan, k.shape[2], k[:, :, :0]
-        self.h_kv, self.d_h = k.shape[1], k.shape[3]
-        _, heads, _, d_h = k.shape
-        self.late = k.new_empty(2, 1, heads, min(plan.residual, n_new), d_h)
+        self.plan, self.n, self.nothing = plan, k.shape[2], Part(k[:, :, :0], v[:, :, :0])
+        self.h_kv, self.d_h, self.d_v = k.shape[1], k.shape[3], v.shape[3]
+        room = 1, self.h_kv, min(plan.residual, n_new)
+        self.late = k.new_empty(*room, self.d_h), v.new_empty(*room, self.d_v)
         self.pack(k, v)
 
     def pack(self, k: Tensor, v: Tensor) -> None:
@@ -53,8 +54,8 @@ class WholeCodec(Codec):
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         at = self.n - self.n_packed
-        self.late[0, :, :, at : at + 1] = k_new
-        self.late[1, :, :, at : at + 1] = v_new
+        for late, new in zip(self.late, (k_new, v_new), strict=True):
+            late[:, :, at : at + 1] = new
         self.n += 1
 
     @classmethod
@@ -76,7 +77,7 @@ class WholeCodec(Codec):
         )
 
     def part(self) -> Part:
-        return Part(self.nothing, self.nothing, packed=Packed(*self.sides(), self.n))
+        return replace(self.nothing, packed=Packed(*self.sides(), self.n))
 
     def settle(self) -> None:
         if self.n - self.n_packed >= self.plan.residual:
@@ -84,10 +85,10 @@ class WholeCodec(Codec):
 
     def counted_bytes(self) -> int:
         exact = self.n - self.n_packed
-        return 2 * packed_bytes(self.h_kv, self.d_h, self.n_packed, exact, self.plan.bits, self.plan.group)
+        return both_bytes(self.h_kv, self.d_h, self.d_v, self.n_packed, exact, self.plan)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.keys, *self.values, self.late]
+        return [*self.keys, *self.values, *self.late]
 
 
 class HFQuantizedCache(QuantisingMethod):
@@ -124,9 +125,9 @@ class HFQuantizedCache(QuantisingMethod):
 
     @classmethod
     def check_shape(cls, params: Params, shape: ModelShape) -> None:
-        if shape.d_h % params.group:
+        if (width := gcd(shape.d_h, shape.d_v)) % params.group:
             raise ConfigError(
-                f"method.group={params.group} does not divide the {shape.d_h} dimensions of {shape.name}, and groups "
+                f"method.group={params.group} does not divide the {width} dimensions of {shape.name}, and groups "
                 "would mix tokens; use a divisor of them"
             )
 
@@ -142,7 +143,7 @@ class HFQuantizedCache(QuantisingMethod):
     @classmethod
     def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
         """The residual is empty behind a prompt."""
-        return 2 * packed_bytes(shape.h_kv, shape.d_h, n, 0, plan.bits, plan.group)
+        return both_bytes(shape.h_kv, shape.d_h, shape.d_v, n, 0, plan)
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
@@ -162,3 +163,8 @@ class HFQuantizedCache(QuantisingMethod):
 
     def report(self) -> dict[str, Any]:
         return {} if self.variant.is_full else {"bits": self.plan.bits, "group": self.plan.group}
+
+
+def both_bytes(h_kv: int, d_h: int, d_v: int, n_packed: int, n_exact: int, plan: "HFQuantizedCache.Plan") -> int:
+    """K and V of a layer."""
+    return sum(packed_bytes(h_kv, width, n_packed, n_exact, plan.bits, plan.group) for width in (d_h, d_v))

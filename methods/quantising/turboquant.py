@@ -228,6 +228,7 @@ def turned(q: Tensor, rotation: Tensor) -> Tensor:
 
 class TurboQuant(QuantisingMethod):
     title = "TurboQuant"
+    no_widths = "turns both by one matrix"
     no_latents = "packs keys and values apart: here they are one"
 
     @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def composed(name: str, coding: Coding | None, asked: BudgetRequest, **params: A
 
 @pytest.mark.parametrize("d_h, bits, group, expected", [(128, 4, 32, 160), (128, 2, 32, 96), (64, 4, 64, 72)])
 def test_a_token_counts_its_codes_and_scales(d_h: int, bits: int, group: int, expected: int) -> None:
-    assert TokenCode(bits, bits, group).token_bytes(d_h) == expected
+    assert TokenCode(bits, bits, group).token_bytes(d_h, d_h) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
