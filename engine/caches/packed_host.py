@@ -23,7 +23,7 @@ class PackedHost(Host):
     is_packed = True
 
     def __init__(self, prompt: Tensor, code: TokenCode, like: tuple[Tensor, Tensor], n_new: int) -> None:
-        """`prompt` (h_kv, n, bytes) has the prompt's rows, and is not written to; K and V `like` have widths and dtype."""
+        """`prompt` (h_kv, n, bytes) has the prompt's rows, never written to; K and V `like` have the cache's dtype."""
         h_kv, n, width = prompt.shape
         self.code, self.dtype, (self.d_h, self.d_v) = code, like[0].dtype, (x.shape[-1] for x in like)
         self.rows = torch.empty(h_kv, n + n_new, width, dtype=torch.uint8, pin_memory=prompt.is_pinned())

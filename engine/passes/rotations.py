@@ -106,13 +106,12 @@ def moved_queries(model: "Model") -> dict[int, tuple[Asking, Asking]]:
         for calls, position in ((here, 0), (there, BY)):
             with model.watched(calls):
                 model.forward(ids, position, model.new_cache(), session)
-        return {
-            layer: tuple(
-                tuple(x[..., d_c:] for x in model.asking(layer, here[layer].x, calls[layer].beside))
-                for calls in (here, there)
-            )
-            for layer in session.layers
-        }
+
+        def asking(layer: int, calls: "dict[int, Call]") -> Asking:
+            q, k = model.asking(layer, here[layer].x, calls[layer].beside)
+            return q[..., d_c:], k[..., d_c:]
+
+        return {layer: (asking(layer, here), asking(layer, there)) for layer in session.layers}
 
 
 def explains(turn: Turn, here: Asking, there: Asking) -> bool:

@@ -83,17 +83,18 @@ class Packed(NamedTuple):
     """K and V of the same `n` tokens of each KV head."""
 
     k: Side
-    v: Side | None  # None: a value is the first numbers of its key
+    v: Side
     n: int
+    joint: bool = False  # a value is the first numbers of its key, whose codes `v` has too
 
     def rebuilt(self, d_v: int) -> tuple[Tensor, Tensor]:
         """What attention sees of all tokens, (1, h_kv, n, d_h and d_v)."""
         k = self.k.rebuilt(self.n)
-        return k, k[..., :d_v] if self.v is None else self.v.rebuilt(self.n)
+        return k, k[..., :d_v] if self.joint else self.v.rebuilt(self.n)
 
     def sides_of_width(self, d_h: int) -> tuple[Side, Side] | None:
         """K and V, where both are codes of so many dimensions."""
-        if self.v is None or self.k.exact.shape[3] != d_h or self.v.exact.shape[3] != d_h:
+        if self.joint or self.k.exact.shape[3] != d_h or self.v.exact.shape[3] != d_h:
             return None
         return self.k, self.v
 
@@ -108,7 +109,6 @@ def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> 
 def attend_packed_ref(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """From rebuilt numbers, in float32."""
     h = q.shape[1]
-    assert packed.v is not None, "values without a width"
     k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in packed.rebuilt(packed.v.exact.shape[3]))
     logits = capped((q.float() @ k.mT) * scale, cap)
     lse = logits.logsumexp(-1)
@@ -141,7 +141,6 @@ def attend_packed_native(q: Tensor, packed: Packed, scale: float, cap: float = 0
     """In C++."""
     _, h, _, d_h = q.shape
     q = q.contiguous()
-    assert packed.v is not None, "values without codes of their own"
     numbers = [*packed.k.numbers(), *packed.v.numbers()]
     out, lse = torch.empty_like(q), torch.empty(1, h, 1)
     native()(

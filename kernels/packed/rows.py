@@ -80,8 +80,8 @@ class CodedRows:
 
     def add(self, row: int, packed: Packed, q: Tensor | None) -> list[Tokens]:
         """Take a row's packed tokens in; what is left are those of which neither K nor V is packed."""
-        (k, v, n), self.h_kv = packed, packed.k.exact.shape[1]
-        assert v is not None, "values without codes of their own"
+        k, v, n = packed[:3]
+        self.h_kv = k.exact.shape[1]
         both, either = sorted((k.n, v.n))
         for first, last in ((0, both), (both, either)):
             if first < last:
@@ -116,7 +116,7 @@ class CodedRows:
         h, d_h = q.shape[1], q.shape[3]
         g, width = h // self.h_kv, power_of_2(d_h, 16)
         for k, v, one, start, n_items, even in self.launches:
-            (packed_k, packed_v, _), lanes = one.packed, 16 if even else 1
+            (packed_k, packed_v), lanes = one.packed[:2], 16 if even else 1
             table = q if packed_k.table is None else packed_k.table
             attend_codes[(n_items, self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,

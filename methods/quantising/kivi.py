@@ -91,9 +91,9 @@ class KIVICodec(Codec):
     def part(self) -> Part:
         plan = self.plan
         k = Side(BY_CHANNEL, plan.key_bits, plan.group, self.n_k, self.keys, self.late_k.view())
-        v = None
-        if not self.joint:
-            v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
+        if self.joint:
+            return replace(self.nothing, packed=Packed(k, k, self.n, joint=True))
+        v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
         return replace(self.nothing, packed=Packed(k, v, self.n))
 
     def settle(self) -> None:
