@@ -16,7 +16,6 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
-    "methods.calibrate": {"engine", "methods", "evals"},  # a command, as `run` is
     "results": {"engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "results"},
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
@@ -142,8 +141,8 @@ def test_this_module_imports_without_torch(module: str) -> None:
 
 
 def test_torch_waits_while_methods_are_imported() -> None:
-    """A command line is checked by them before anything is computed; `methods.calibrate` is a command of its own."""
-    modules = [module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods") and file.stem != "calibrate"]
+    """A command line is checked by them before anything is computed."""
+    modules = [module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods")]
     code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
     code += "".join(f"import {module}\nassert 'torch._C' not in sys.modules, '{module}'\n" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -13,7 +13,7 @@ import torch
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.prefill import prefill
-from methods import calibrate as command
+from evals import calibrate as command
 from methods.calibration import files, known
 from methods.calibration.base import Seen, watch
 from methods.calibration.files import place
