@@ -56,7 +56,8 @@ def within(levels: Tensor, pairs: Tensor, n: int) -> Tensor:
     so_far = pairs.expand_as(levels).flatten()[order.indices].cumsum(0)
     behind = torch.searchsorted(order.values, order.values, right=True)  # of equal levels all count
     fits = (so_far[behind - 1] <= n).sum()
-    return torch.where(fits > 0, order.values[fits.clamp(min=1) - 1], -torch.inf)
+    last = order.values.take(fits.clamp(min=1) - 1)
+    return torch.where(fits > 0, last, -torch.inf)
 
 
 def spans(s: int, block: int, block_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
