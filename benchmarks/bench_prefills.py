@@ -25,6 +25,7 @@ from benchmarks.paired import measure, quantile, record
 from engine.causal import causal
 from engine.checkpoints.load import load, load_random, read_config
 from engine.model import Model
+from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 from evals.asked import architecture
 from evals.settings import ModelSpec, from_words, load_class
@@ -35,7 +36,7 @@ PREFILLS = (
     *("minference", "flexprefill", "xattention", "a_shape", "tri_shape", "block_sparse", "top_cdf"),
     *(f"{name}_short" for name in ("flexprefill", "xattention", "block_sparse", "top_cdf")),
 )
-Layer = tuple[Tensor, Tensor, Tensor, float]
+Layer = tuple[Tensor, Tensor, Tensor, Softmax]
 
 
 def rule_of(name: str, *words: str) -> SparsePrefill:
@@ -62,9 +63,9 @@ class Keeping:
     def __init__(self) -> None:
         self.layers: list[Layer] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
-        self.layers.append((q.contiguous(), k.contiguous(), v.contiguous(), scale))
-        return causal(q, k, v, scale, window)[0]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: Any) -> Tensor:
+        self.layers.append((q.contiguous(), k.contiguous(), v.contiguous(), soft))
+        return causal(q, k, v, soft, window)[0]
 
 
 def layers_of(model: Model, ids: list[int]) -> list[Layer]:
@@ -106,15 +107,15 @@ def main() -> None:
 
 def line(rule: SparsePrefill, layers: list[Layer], s: int, dtype: str, name: str, density: str, n: int) -> str:
     errors, shares = [], []
-    for layer, (q, k, v, scale) in enumerate(layers):
-        expected = causal(q, k, v, scale)[0].float()
-        found = rule.attend(q, k, v, scale, layer)
+    for layer, (q, k, v, soft) in enumerate(layers):
+        expected = causal(q, k, v, soft)[0].float()
+        found = rule.attend(q, k, v, soft, layer)
         errors.append(((found.out.float() - expected).norm() / expected.norm()).item())
         shares.append(found.share.item())
-    q, k, v, scale = layers[-1]
-    exact = partial(seconds, partial(causal, q, k, v, scale))
-    pairs = measure(exact, partial(seconds, partial(rule.attend, q, k, v, scale)), n)
-    choosing = min(seconds(partial(rule.choose, q, k, scale, 0)) for _ in range(2)) / quantile(pairs.baseline, 0.5)
+    q, k, v, soft = layers[-1]
+    exact = partial(seconds, partial(causal, q, k, v, soft))
+    pairs = measure(exact, partial(seconds, partial(rule.attend, q, k, v, soft)), n)
+    choosing = min(seconds(partial(rule.choose, q, k, soft, 0)) for _ in range(2)) / quantile(pairs.baseline, 0.5)
     record(
         f"prefill: attention of {name} at density {density} against exact", f"{s} tokens, 9 heads of 64", dtype, pairs
     )

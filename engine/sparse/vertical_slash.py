@@ -97,7 +97,8 @@ class VerticalSlash(SparsePrefill):
     def fitting(self, ranks: tuple[Tensor, Tensor], s: int) -> Kept:
         """As many columns and diagonals, in the relation of the parameters, as `density` allows: by halving, unread."""
         asked, (h, device) = self.counts(s), (len(ranks[0]), ranks[0].device)
-        low, high = torch.tensor([0.0, 1.0], dtype=torch.float64).to(device, non_blocking=True)
+        low = torch.zeros((), dtype=torch.float64, device=device)
+        high = torch.ones_like(low)
 
         def at(part: Tensor) -> Kept:
             least = self.n_first, self.n_near

@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
+from math import inf, nextafter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from torch.nn.functional import pad
 
 from engine.checks import one_of, share, whole_numbers
 from engine.errors import ConfigError
+from engine.observe import at_once
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.sparse.blocks import BlockRule, meets, places
@@ -105,9 +107,10 @@ class XAttention(BlockRule):
 
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         """What is taken is below the threshold."""
-        of_heads = [self.threshold] if isinstance(self.threshold, Fraction) else self.table()[layer]
-        bound = torch.tensor([float(x) for x in of_heads], dtype=like.dtype)
-        below = torch.nextafter(bound, torch.full_like(bound, -torch.inf))
+        if isinstance(self.threshold, Fraction):
+            return nextafter(float(self.threshold), -inf)
+        below = torch.tensor([nextafter(share, -inf) for share in self.table()[layer]], dtype=torch.float64)
+        below = below.pin_memory() if like.is_cuda else below
         return below.to(like.device, non_blocking=True)[:, None, None]
 
     def first_rows(self, s: int) -> int:
@@ -143,24 +146,28 @@ class XAttention(BlockRule):
 
     def block_sums(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """Weights of groups, summed over each block: (h, n, n) float32; a row's sum is its groups."""
-        (_, h, s, _), g = q.shape, q.shape[1] // k.shape[1]
-        n, per_block = -(-s // self.block), self.block // self.stride
-        n_groups, n_real = n * per_block, -(-s // self.stride)
-        gap = (0, 0, 0, n * self.block - s)
-        sums = torch.empty(h, n, n, device=q.device)
+        (_, h, s, _), h_kv, stride = q.shape, k.shape[1], self.stride
+        n, per_block = -(-s // self.block), self.block // stride
+        n_groups, n_real = n * per_block, -(-s // stride)
         group = torch.arange(n_groups, device=q.device)
-        n_rows = max(1, LOGIT_BYTES // (4 * n_groups * per_block))  # of blocks
-        for head in range(h):
-            queries = pad(q[0, head].float(), gap).unflatten(0, (n_groups, self.stride)).flip(1).flatten(1)
-            if head % g == 0:
-                keys = pad(k[0, head // g].float(), gap).unflatten(0, (n_groups, self.stride)).flatten(1)
-            for start in range(0, n, n_rows):
-                rows = slice(start * per_block, min(start + n_rows, n) * per_block)
-                logits = (queries[rows] * (soft.scale / self.stride)) @ keys[: rows.stop].mT
-                logits.masked_fill_(group[: rows.stop] > group[rows].unsqueeze(-1), -torch.inf)
-                weights = logits.softmax(-1).masked_fill_((group[rows] >= n_real).unsqueeze(-1), 0)
-                weights = pad(weights, (0, n_groups - rows.stop))
-                sums[head, start : start + n_rows] = weights.unflatten(0, (-1, per_block)).unflatten(
-                    -1, (n, per_block)
-                ).sum((1, 3))  # fmt: skip
+        keys = grouped(k[0], stride, n_groups).mT  # (h_kv, stride * d_h, n_groups)
+        sums = torch.empty(h, n, n, device=q.device)
+        n_rows = max(1, at_once(LOGIT_BYTES, q.device) // (4 * h * n_groups * per_block))  # of blocks
+        for start in range(0, n, n_rows):
+            stop = min(start + n_rows, n)
+            rows, n_seen = group[start * per_block : stop * per_block, None], stop * per_block
+            queries = q[0, :, start * self.block : stop * self.block]
+            queries = grouped(queries, stride, len(rows), turned=True) * (soft.scale / stride)
+            logits = queries.unflatten(0, (h_kv, -1)).flatten(1, 2) @ keys[..., :n_seen]
+            logits = logits.unflatten(1, (h // h_kv, -1)).flatten(0, 1)  # (h, groups of queries, n_seen)
+            logits.masked_fill_(group[:n_seen] > rows, -torch.inf)
+            weights = logits.softmax(-1).masked_fill_(rows >= n_real, 0)
+            of_blocks = weights.unflatten(1, (-1, per_block)).unflatten(-1, (-1, per_block)).sum((2, 4))
+            sums[:, start:stop] = pad(of_blocks, (0, n - stop))
         return sums
+
+
+def grouped(x: Tensor, stride: int, n_groups: int, turned: bool = False) -> Tensor:
+    """Tokens (heads, s, d_h), zeros behind them, side by side in groups: (heads, n_groups, stride * d_h) float32."""
+    x = pad(x.float(), (0, 0, 0, n_groups * stride - x.shape[1])).unflatten(1, (n_groups, stride))
+    return (x.flip(2) if turned else x).flatten(2)
