@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import prefill_launches
+from benchmarks.prefills import launches
 from benchmarks.pretend.cuda import Machine
 
 LAUNCHES = {  # by a prefill's own parameters, and by a density
@@ -16,11 +16,11 @@ QUICK = ("a_shape_short", "xattention_short")  # the interpreter takes ten secon
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAUNCHES]
 )
 def test_a_layer_launches_few_kernels_and_waits_for_none(machine: Machine, name: str) -> None:
-    found = prefill_launches.costs(machine, name)
+    found = launches.costs(machine, name)
     assert found["waits"] == 0
     assert found["launches"] <= LAUNCHES[name][0] and found["launches_density"] <= LAUNCHES[name][1]
     assert found["launches_sums"] == 1
 
 
 def test_every_prefill_is_counted() -> None:
-    assert {*LAUNCHES} == {*prefill_launches.SMALL}
+    assert {*LAUNCHES} == {*launches.SMALL}

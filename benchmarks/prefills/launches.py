@@ -1,4 +1,4 @@
-"""Kernels that a layer of a sparse prefill launches, and how often it waits: `python -m benchmarks.prefill_launches`.
+"""Kernels that a layer of a sparse prefill launches, and how often it waits: `python -m benchmarks.prefills.launches`.
 
 Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV on standard output: with the file's own
 parameters, with a density, and what the sums of all weights add, as H2O observes them.
@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before Triton's kernels are imported
 
 import torch
 
-from benchmarks.bench_prefills import rule_of
+from benchmarks.prefills.bench import rule_of
 from benchmarks.pretend.counts import Counts
 from benchmarks.pretend.cuda import Machine
 from benchmarks.pretend.machine import pretended

@@ -9,7 +9,7 @@ of its layers, up to its context). Ratios go to results.csv; the table on standa
     choosing   its part of that
     error      norm of the output's difference to exact attention's, relative to exact's; mean over layers
 
-Not here: quality (`experiment=prefills`), launches on a GPU (`benchmarks/prefill_launches.py`).
+Not here: quality (`experiment=prefills`), launches on a GPU (`benchmarks/prefills/launches.py`).
 """
 
 import argparse
@@ -83,7 +83,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_prefills", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.prefills.bench", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

@@ -1,0 +1,1 @@
+"""Sparse prefills: their times on a CPU, their launches on a pretended device."""
