@@ -40,15 +40,24 @@ class Latent:
 
     def absorbed(self, q: Tensor) -> Tensor:
         """Queries of heads (n, h, s, d_k) as they ask rows: (n, h, s, d_c + d_r)."""
-        return torch.cat([q[..., : self.d_nope] @ self.of_keys, q[..., self.d_nope :]], -1)
+        return torch.cat([by_head(q[..., : self.d_nope], self.of_keys), q[..., self.d_nope :]], -1)
 
     def head_values(self, out: Tensor) -> Tensor:
         """Sums of latents (n, h, s, d_c) as sums of each head's values, (n, h, s, d_v)."""
-        return out @ self.of_values
+        return by_head(out, self.of_values)
 
     def heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that every head has of rows (n, 1, s, d_c + d_r): (n, h, s, d_k) and (n, h, s, d_v)."""
         return self.module.expand_kv(rows[..., : self.d_c], rows[..., self.d_c :])
+
+
+def by_head(x: Tensor, maps: Tensor) -> Tensor:
+    """Each head's numbers (n, h, s, a) by the head's map (h, a, b), which is read once for all rows: (n, h, s, b)."""
+    n, h, s, _ = x.shape
+    if n == 1:
+        return x @ maps
+    out = x.transpose(0, 1).reshape(h, n * s, -1) @ maps  # a product of four dimensions would copy the maps n times
+    return out.view(h, n, s, -1).transpose(0, 1)
 
 
 class ByHeads(ABC):
