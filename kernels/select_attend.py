@@ -168,10 +168,14 @@ def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
     for part in parts:
         if part.is_packed():
             continue
-        for k, v in stretches(part):
-            if k.dtype != q.dtype or v.dtype != q.dtype or k.stride()[2:] != (q.shape[3], 1) or v.stride(3) != 1:
+        of_keys, of_values = (q.shape[3], 1), part.v.stride()[2:]
+        if of_values[1] != 1:
+            return False
+        for x in (part.k,) if part.late is None else (part.k, part.late[0]):
+            if x.dtype != q.dtype or x.stride()[2:] != of_keys:
                 return False
-            if v.stride(2) != part.v.stride(2):
+        for x in (part.v,) if part.late is None else (part.v, part.late[1]):
+            if x.dtype != q.dtype or x.stride()[2:] != of_values:
                 return False
     return True
 
@@ -215,7 +219,8 @@ def attend_rows_native(
     for part in chain.from_iterable(rows):
         packed.extend(part.packed())
     ends = array("q", accumulate(map(len, rows)))
-    out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1)
+    out = torch.empty_like(q) if d_v == d_h else q.new_empty(n, h, 1, d_v)  # which takes longer
+    lse = torch.empty(n, h, 1)
     native().attend_rows(
         dtypes()[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, cap, ends.buffer_info()[0],
         packed.buffer_info()[0], out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
@@ -225,7 +230,10 @@ def attend_rows_native(
 
 def value_width(rows: Sequence[Sequence[Tokens]]) -> int:
     """Dimensions of a value, of which all parts have as many."""
-    return next(part.v.shape[3] for parts in rows for part in parts)
+    for parts in rows:
+        if parts:
+            return parts[0].v.shape[3]
+    raise AssertionError("no tokens")
 
 
 def packed_part(part: Tokens) -> tuple[int, ...]:
