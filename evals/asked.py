@@ -24,17 +24,17 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.terminal import say
 from evals import outside
-from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class
+from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, methods_for
 from evals.typed import build, build_params
 from methods.allocator import check_allocator
 from methods.rules import Coding, Rules
+from results.names import own_methods
 from tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
     from engine.sparse.base import SparsePrefill
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
-DECODING = ("rkv", "triattention", "snapkv_decode", "streamingllm_decode", "h2o_decode", "tova_decode")
 S = TypeVar("S")
 T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
@@ -233,8 +233,8 @@ def refuse_counts(settings: Settings, rules: type[Rules]) -> None:
     counts = settings.budget.counts
     if counts is None or rules.of_answers:
         return
-    own = {"snapkv", "streamingllm", "h2o", "tova"} & {settings.method.name}
-    use = f"method={own.pop()}_decode" if own else f"one of {', '.join(DECODING)}"
+    own = f"{settings.method.name}_decode"
+    use = f"method={own}" if own in own_methods() else f"one of {', '.join(methods_for('answer'))}"
     raise ConfigError(
         f"budget_counts={counts} is for methods that compress while they answer, and method={settings.method.name} "
         f"compresses the prompt; use {use}"

@@ -29,6 +29,7 @@ from engine.sampling.spec import Sampling
 from evals import outside
 from evals.typed import build, convert, same_names
 from methods.allocator import UNIFORM, Allocator
+from results.names import known, own_methods
 from tasks.prompt import CHATS, SCOPES
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
@@ -504,6 +505,25 @@ def model_name(model_id: str) -> str:
     return Path(model_id).name.removesuffix(".gguf").lower()
 
 
+def own_class(name: str) -> Any:
+    """The class of a method of ours."""
+    target = yaml.safe_load((METHODS / f"{name}.yaml").read_text())["_target_"]
+    return load_class(Choice("method", name, target, {}))
+
+
+def methods_for(budget: str) -> list[str]:
+    """Methods of ours that take such a budget (`Rules.takes`), full attention first."""
+    return sorted((name for name in own_methods() if budget in own_class(name).takes), key=lambda name: name != "full")
+
+
+def every_method(budget: str, others: str = "") -> str:
+    """`${every_method:ratio,-random infllm_short}`, of an experiment: all but `random`, InfLLM by that preset."""
+    words = others.split()
+    presets = {known(word): word for word in words if not word.startswith("-")}
+    return ",".join(presets.get(name, name) for name in methods_for(budget) if f"-{name}" not in words)
+
+
+OmegaConf.register_new_resolver("every_method", every_method, replace=True)
 OmegaConf.register_new_resolver("unless", unless, replace=True)
 OmegaConf.register_new_resolver("default_comm", default_comm, replace=True)
 OmegaConf.register_new_resolver("model_name", model_name, replace=True)

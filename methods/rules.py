@@ -52,6 +52,7 @@ class Rules:
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
     drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
     Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    takes: ClassVar[tuple[str, ...]] = ("ratio", "memory")  # a share of tokens; of bytes; "answer": prompt and answer
     has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes

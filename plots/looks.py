@@ -1,18 +1,19 @@
-"""The look of every method: one table of colour, marker and dash for figures, report and heat maps alike.
+"""The look of every method: colour, marker and dash for figures, report and heat maps alike, as its card says them.
 
 Families share a hue, and no two methods a colour. Methods share a marker only where their colours are far apart in
 any colour vision, and then their dashes differ: points are told by marker and colour, lines by marker and dash even in
 black and white. All colours can be seen on white paper and on the report's dark page, as
 `tests/plots/test_style.py` measures.
 
-A method that is not here, such as one of a user's own file, has a look that follows from its name, with a marker that
-none of ours has. Names may lead to one marker: what is made of many runs says which methods it draws (`told_apart`),
-and of two such methods the second by name takes the next marker that is free.
+A method whose card says none, such as one of a user's own file, has a look that follows from its name, with a marker
+that none of ours has. Names may lead to one marker: what is made of many runs says which methods it draws
+(`told_apart`), and of two such methods the second by name takes the next marker that is free.
 
 Not here: matplotlib (`plots/style.py`), Vega (`plots/report/charts.py`).
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi, sin
+
+from results.names import own_methods
 
 Polygon = tuple[tuple[float, float], ...]
 
@@ -103,79 +106,37 @@ OTHER_SHAPES: dict[str, Polygon] = {
 SHAPES |= OTHER_SHAPES
 DASHES = ("-", "--", ":", "-.")
 
-FAMILIES = {  # panels of figures that show one family each, by their methods' names
-    "drop after the prompt, by its last queries": "snapkv pyramidkv pyramidinfer xkv adakv ada_pyramid kvzip "
-    "expected_attention",
-    "drop while decoding": "h2o h2o_decode tova tova_decode snapkv_decode rkv triattention streamingllm_decode",
-    "drop by place, keys or chance": "streamingllm duo_attention knorm keydiff lagkv cur random",
-    "retrieve pages, blocks, clusters": "quest infllm clusterkv retroinfer rocketkv",
-    "retrieve single tokens": "pqcache sparq infinigen loki double_sparsity magicpig shadowkv",
-    "keep fewer bits, or made keys": "kivi turboquant hf_quantized_cache attention_matching",
-}
+FAMILIES = (  # panels of figures that show one family each
+    "drop after the prompt, by its last queries",
+    "drop while decoding",
+    "drop by place, keys or chance",
+    "retrieve pages, blocks, clusters",
+    "retrieve single tokens",
+    "keep fewer bits, or made keys",
+)
 OTHERS = "others"  # the family of Oracle, of prefills and of a user's own methods
+CARD = re.compile(r"^Figures   (?P<family>.+): (?P<colour>#[0-9A-F]{6}), (?P<shape>[a-z ]+), (?P<dash>[-.:]+)$", re.M)
+
+
+def cards() -> Iterator[tuple[str, str, Look]]:
+    """Name, family and look of our methods, as each one's own file says them; one that does not say gets a look."""
+    for name, file in own_methods().items():
+        if card := CARD.search(file.read_text(encoding="utf-8")):
+            yield name, card["family"], Look(card["colour"], card["shape"], card["dash"])
 
 
 def family_of(method: str) -> str:
     """The family in whose panel a method's line is coloured."""
-    own = method.partition("+")[0]
-    return next((name for name, members in FAMILIES.items() if own in members.split()), OTHERS)
+    return MEMBERS.get(method.partition("+")[0], OTHERS)
 
 
 # Colours are all about as bright, which makes them fit white paper and dark page.
+CARDS = sorted(cards(), key=lambda card: [OTHERS, *FAMILIES].index(card[1]))
+MEMBERS = {name: family for name, family, _ in CARDS}
 LOOKS = {
     "full": Look(INK, "star", "--"),
-    "oracle": Look(GREY, "cross", ":"),
-    "full_stopped": Look("#6E6E8F", "thin diamond", "--"),
-    # orange: drop after the prompt, by what its last queries look at
-    "snapkv": Look("#D17E09", "up", "-"),
-    "pyramidkv": Look("#FA5D36", "diamond", "--"),
-    "pyramidinfer": Look("#D15704", "thin diamond", ":"),
-    "xkv": Look("#9C5D02", "bowtie", "-."),
-    "adakv": Look("#E07401", "plus", "-"),
-    "ada_pyramid": Look("#B74A01", "left", "-"),
-    "kvzip": Look("#CA3300", "circle", "-."),
-    "expected_attention": Look("#E2451A", "right", "--"),
-    # red: drop at every step
-    "h2o": Look("#BE3383", "down", "-"),
-    "h2o_decode": Look("#D34794", "bowtie", "--"),
-    "tova": Look("#CA2F42", "plus", "--"),
-    "tova_decode": Look("#EA5EA9", "square", ":"),
-    "snapkv_decode": Look("#F55B7E", "left", "-."),
-    "rkv": Look("#DD436A", "bar", "-"),
-    "triattention": Look("#C82E5A", "up", "--"),
-    # grey: by lot
-    "random": Look("#84909C", "plus", ":"),
-    # violet: by place
-    "streamingllm": Look("#8C49D0", "square", "-"),
-    "streamingllm_decode": Look("#AD56D8", "bar", "--"),
-    "duo_attention": Look("#C26CEE", "down", "-."),
-    # olive: by the keys alone
-    "knorm": Look("#969625", "pillar", "-"),
-    "keydiff": Look("#B48805", "circle", "--"),
-    "lagkv": Look("#7B6C01", "hourglass", ":"),
-    # dusk: by keys and values
-    "cur": Look("#9078A8", "up", "-."),
-    # blue: retrieve pages, blocks, clusters
-    "quest": Look("#4A60DC", "circle", "-"),
-    "infllm": Look("#6E89FF", "left", "--"),
-    "clusterkv": Look("#0472AA", "plus", "-."),
-    "retroinfer": Look("#067FDE", "bowtie", ":"),
-    "rocketkv": Look("#1494FE", "up", ":"),
-    # green: retrieve single tokens by something short that stands for each
-    "pqcache": Look("#0A8E63", "right", "-"),
-    "sparq": Look("#65A12C", "hourglass", "--"),
-    "infinigen": Look("#457902", "bar", ":"),
-    "loki": Look("#058F4C", "square", "-."),
-    "double_sparsity": Look("#037C41", "pillar", "-."),
-    "magicpig": Look("#02A574", "thin diamond", "-"),
-    "shadowkv": Look("#518B07", "down", "--"),
-    # teal: keep all tokens, in fewer bytes
-    "kivi": Look("#04787E", "hourglass", "-"),
-    "turboquant": Look("#0AA29C", "pillar", "--"),
-    "hf_quantized_cache": Look("#0B88A5", "diamond", ":"),
-    "attention_matching": Look("#239EBD", "circle", ":"),
-    # brown: a prefill of its own
-    "minference": Look("#876455", "diamond", "-"),
+    **{name: found for name, _, found in CARDS},
+    "minference": Look("#876455", "diamond", "-"),  # brown: a prefill of its own
 }
 
 # Colours of a heat map from low to high: cividis, even in lightness and nearly the same for all colour vision.
@@ -224,13 +185,6 @@ def from_there(names: Sequence[str], first: str) -> list[str]:
     """All of them in their order, from one of them round to it."""
     at = names.index(first)
     return [*names[at:], *names[:at]]
-
-
-def known(name: str) -> str | None:
-    """The method whose setting a configuration's name says: `h2o` of `h2o_paper`; None where that is none of ours."""
-    parts = name.split("_")
-    heads = ("_".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((head for head in heads if head in LOOKS), None)
 
 
 def unknown(method: str) -> Look:

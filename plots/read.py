@@ -20,8 +20,8 @@ from typing import Any
 
 from engine.foreign import one_line, refuse_depth
 from engine.terminal import say
-from plots.looks import known
 from results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
+from results.names import known
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.

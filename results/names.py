@@ -3,9 +3,16 @@
 Scores of a stand-in say nothing about the benchmark, so no table, figure or page shows them under the benchmark's name.
 Commands and files go on saying `task=longbench`, with `task.source=embedded` beside it.
 
+A method of ours is a file of methods/ and one of conf/method/ of its name; further files there are presets, whose names
+begin with their method's.
+
 Not here: which set is asked (each task's `source`).
 """
 
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"  # what `data_source` says of a set of ours
 STAND_INS = {
     "longbench": "embedded texts",
@@ -32,3 +39,17 @@ def without_length(task: str) -> tuple[str, str]:
         if base and length in LENGTHS:
             return base, length
     return task, ""
+
+
+@cache
+def own_methods() -> dict[str, Path]:
+    """The file of each method of ours, by its name."""
+    files = sorted((ROOT / "methods").rglob("*.py"))
+    return {file.stem: file for file in files if (ROOT / "conf" / "method" / f"{file.stem}.yaml").is_file()}
+
+
+def known(name: str) -> str | None:
+    """The method whose setting a configuration's name says: `h2o` of `h2o_paper`; None where that is none of ours."""
+    parts = name.split("_")
+    heads = ("_".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((head for head in heads if head in own_methods()), None)

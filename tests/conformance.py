@@ -44,7 +44,7 @@ from methods.allocator import Allocator
 from methods.base import SelectiveAttention
 from methods.full import Full
 from methods.variant import Variant
-from plots.looks import known
+from results.names import known
 from tests.tiny import prompt, tiny
 from tests.vectors import built
 

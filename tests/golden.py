@@ -11,46 +11,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 from tests import golden_metrics
 from tests.engine import test_budget, test_entries, test_latents
 from tests.engine.caches import test_blocks
 from tests.engine.sparse import test_rules
-from tests.methods.compacting import test_attention_matching
-from tests.methods.decoding import test_rkv, test_schedule, test_triattention
+from tests.methods.decoding import test_schedule
 from tests.methods.dropping import (
-    test_adakv,
-    test_duo_attention,
-    test_expected_attention,
     test_h2o,
-    test_keydiff,
-    test_knorm,
-    test_kvzip,
-    test_lagkv,
     test_pyramidinfer,
-    test_pyramidkv,
-    test_snapkv,
-    test_streamingllm,
-    test_tova,
-    test_xkv,
 )
-from tests.methods.quantising import test_kivi, test_turboquant
-from tests.methods.ranking import test_cur, test_random
 from tests.methods.retrieving import (
-    test_clusterkv,
-    test_double_sparsity,
-    test_infinigen,
-    test_infllm,
-    test_loki,
-    test_magicpig,
     test_oracle,
-    test_pqcache,
-    test_quest,
-    test_retroinfer,
-    test_rocketkv,
-    test_shadowkv,
-    test_sparq,
 )
 from tests.tasks import (
     test_gsm8k,
@@ -66,59 +40,20 @@ from tests.vectors import Check
 
 Runner = Callable[[Path], list[Check]]
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+TESTS = Path(__file__).resolve().parent
+CONF = TESTS.parent / "conf"
 NOT_YET = "not implemented"
 BAD = ("FAILS", "no runner")
 
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
-    "oracle/*.npz": test_oracle.run_vectors,
-    "streamingllm/*.npz": test_streamingllm.run_vectors,
-    "snapkv/*.npz": test_snapkv.run_vectors,
-    "pyramidkv/*.npz": test_pyramidkv.run_vectors,
-    "adakv/*.npz": test_adakv.run_vectors,
-    "duo_attention/*.npz": test_duo_attention.run_vectors,
-    "xkv/*.npz": test_xkv.run_vectors,
-    "expected_attention/*.npz": test_expected_attention.run_vectors,
-    "kvzip/*.npz": test_kvzip.run_vectors,
-    "h2o/*.npz": test_h2o.run_vectors,
-    "tova/*.npz": test_tova.run_vectors,
-    "keydiff/*.npz": test_keydiff.run_vectors,
-    "knorm/*.npz": test_knorm.run_vectors,
-    "lagkv/*.npz": test_lagkv.run_vectors,
-    "cur/*.npz": test_cur.run_vectors,
-    "random/*.npz": test_random.run_vectors,
-    "pyramidinfer/prefill_*.npz": test_pyramidinfer.run_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
-    "rkv/*.npz": test_rkv.run_vectors,
-    "triattention/*.npz": test_triattention.run_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,
-    "kivi/*.npz": test_kivi.run_vectors,
-    "turboquant/*.npz": test_turboquant.run_vectors,
-    "sparq/*.npz": test_sparq.run_vectors,
-    "quest/*.npz": test_quest.run_vectors,
-    "rocketkv/*.npz": test_rocketkv.run_vectors,
-    "attention_matching/*.npz": test_attention_matching.run_vectors,
-    "shadowkv/*.npz": test_shadowkv.run_vectors,
-    "magicpig/*.npz": test_magicpig.run_vectors,
-    "retroinfer/*.npz": test_retroinfer.run_vectors,
-    "infllm/*.npz": test_infllm.run_vectors,
-    "clusterkv/*.npz": test_clusterkv.run_vectors,
-    "infinigen/*.npz": test_infinigen.run_vectors,
-    "double_sparsity/*.npz": test_double_sparsity.run_vectors,
-    "loki/*.npz": test_loki.run_vectors,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,
     "pqcache/oracle_*.npz": test_oracle.run_weight_vectors,
-    "pqcache/search_*.npz": test_pqcache.run_vectors,
-    "pqcache/assign_*.npz": test_pqcache.run_vectors,
-    "pqcache/kmeans_*.npz": test_pqcache.run_vectors,
-    "pqcache/trace_*.npz": test_pqcache.run_vectors,
-    "pqcache/iters_*.npz": test_pqcache.run_vectors,
-    "pqcache/fit_*.npz": test_pqcache.run_vectors,
-    "pqcache/bytes_*.npz": test_pqcache.run_vectors,
     "prefill_a_shape/*.npz": test_rules.run_vectors,
     "prefill_block_sparse/*.npz": test_rules.run_vectors,
     "prefill_flexprefill/*.npz": test_rules.run_vectors,
@@ -147,10 +82,19 @@ RUNNERS: dict[str, Runner] = {
 
 def find_runner(path: Path) -> Runner | None:
     """Who runs a file, by the names of its folder and itself."""
-    return next(
-        (run for pattern, run in RUNNERS.items() if fnmatch(f"{path.parent.name}/{path.name}", pattern)),
-        None,
-    )
+    name = f"{path.parent.name}/{path.name}"
+    if run := next((run for pattern, run in RUNNERS.items() if fnmatch(name, pattern)), None):
+        return run
+    return of_method(path.parent.name) if path.suffix == ".npz" else None
+
+
+def of_method(folder: str) -> Runner | None:
+    """That of the tests of the method that a folder is called after."""
+    test = next((TESTS / "methods").rglob(f"test_{folder}.py"), None)
+    if test is None:
+        return None
+    module = import_module(".".join(test.relative_to(TESTS.parent).with_suffix("").parts))
+    return getattr(module, "run_vectors", None)
 
 
 def missing(path: Path) -> str | None:
@@ -159,7 +103,7 @@ def missing(path: Path) -> str | None:
     A folder with a runner is the project's, and so is every file in it.
     """
     folder, task = path.parent.name, path.stem.partition("_")[0]
-    if any(pattern.startswith(f"{folder}/") for pattern in RUNNERS):
+    if of_method(folder) or any(pattern.startswith(f"{folder}/") for pattern in RUNNERS):
         return None
     if (prefill := folder.removeprefix("prefill_")) != folder:
         return None if has("prefill", prefill) else f"no prefill {prefill}"

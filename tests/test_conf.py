@@ -10,8 +10,7 @@ from hydra import compose, initialize_config_dir
 from evals.overrides import CONF, config_groups, default_groups
 from evals.settings import Settings, load_class, settings
 from evals.typed import build_params
-from plots.looks import known
-from results.names import STAND_INS
+from results.names import STAND_INS, known
 
 FILES = [(group, name) for group, names in config_groups().items() for name in names]
 NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose

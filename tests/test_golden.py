@@ -27,7 +27,7 @@ def fails(path: Path) -> list[tuple[str, str | None]]:
         (["mine/right_a.npz", "mine/wrong_b.npz"], 1, "1 ok, 1 FAILS, 0 without a runner, 0 files not implemented"),
         (["mine/new_a.npz"], 1, "0 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
         (["mine/right_a.npz", "mine/new_a.json"], 1, "1 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
-        (["snapkv/a.npz"], 1, "0 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
+        (["full/a.npz"], 1, "0 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
         (["prefill_exact/a.npz"], 1, "0 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
         (["metrics_9/needle_scores.json"], 1, "0 ok, 0 FAILS, 1 without a runner, 0 files not implemented"),
         (

@@ -37,7 +37,6 @@ from engine.prefill import Trace, prefill
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
 from methods.base import SelectiveAttention
-from methods.quantising.base import QuantisingMethod
 from methods.variant import Variant
 from tasks.base import Sample
 from tasks.latency import Latency, Pass, Timed, run_pass
@@ -100,7 +99,7 @@ def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRe
     """What is asked of a method, in the currency that it takes."""
     if kind.of_answers:
         return OF_ANSWERS
-    if issubclass(kind, QuantisingMethod):
+    if kind.takes == ("memory",):
         return OF_CODES
     return asked if kind.has_budget else FULL_REQUEST
 

@@ -19,6 +19,7 @@ Differs   - reference queries are the prompt's own at even distances, four per k
           - tokens of the chat template stay as they are, inside the budget.
 Fails     where later queries are unlike the reference queries: nothing is matched for them. Biases alone make outputs
           worse, not better, than those of the same keys.
+Figures   keep fewer bits, or made keys: #239EBD, circle, :
 
 Not here: the least-squares problems (`methods/compacting/matching.py`).
 """

@@ -9,6 +9,7 @@ Per step  moved: nothing; resident: K and V of all tokens.
 Differs   the length of the answers that it is compared with is `answer_tokens`, as measured, or the task's allowance.
           An answer that has ended its thought by itself is let go on. Entries behind the stop come on top.
 Fails     where the thought that is left out was needed.
+Figures   others: #6E6E8F, thin diamond, --
 """
 
 from dataclasses import dataclass, replace

@@ -11,6 +11,7 @@ Differs   - with `interval=1` it is H2O as published (`methods/dropping/h2o.py`)
           - R-KV's class of this name looks at the last query alone and stops at its first cut: it is no reference.
           - of equal sums the lower position stays.
 Fails     on long answers: sums of the prompt, which all later tokens looked at, outgrow those of any newer token.
+Figures   drop while decoding: #D34794, bowtie, --
 """
 
 from collections.abc import Sequence

@@ -17,6 +17,7 @@ Differs   - the paper spares the beta most recent of similar tokens, the authors
           - `retain_direction: first` and the two percentages of the code are not offered: the first always clears
             column 0, the others cannot be reached.
 Fails     where an answer returns to what it has not looked at for longer than the interval.
+Figures   drop while decoding: #DD436A, bar, -
 """
 
 from collections.abc import Callable

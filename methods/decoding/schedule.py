@@ -74,6 +74,7 @@ class DecodingRules(Rules):
 
     drops = True
     of_answers = True
+    takes = ("answer",)
 
     @classmethod
     def least(cls, params: Any) -> tuple[int, str]:

@@ -5,6 +5,7 @@ Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, a
 Differs   with `interval=1` it is the rolling form of `methods/dropping/streamingllm.py`.
           Tokens are told by their positions. kvpress' form orders equal scores as topk likes, and loses its sinks.
 Fails     on everything that an answer said before the window and needs again.
+Figures   drop while decoding: #AD56D8, bar, --
 """
 
 from dataclasses import dataclass

@@ -9,6 +9,7 @@ Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, a
 Differs   with `interval=1` it is TOVA as published (`methods/dropping/tova.py`). Of equal weights the lower position
           stays.
 Fails     as TOVA does, and more with a longer interval: what is left hangs on one query of many.
+Figures   drop while decoding: #EA5EA9, square, :
 """
 
 from dataclasses import dataclass

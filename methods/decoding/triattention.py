@@ -21,6 +21,7 @@ Differs   - a rotated key is scored as it lies. The authors turn it back by its 
             what was generated. `protect_prompt: false` lets prompt tokens compete; R-KV's do.
           - ablations of the score are not offered.
 Fails     where queries of a head have no centre, and on what was said just now: the newest tokens have no window.
+Figures   drop while decoding: #C82E5A, up, --
 """
 
 from collections.abc import Sequence

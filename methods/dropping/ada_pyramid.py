@@ -9,6 +9,7 @@ Differs   as PyramidKV and Ada-KV: the schedule is the steepest whose mean is wi
           rounded to their sum. `match_published` gives the authors' integers of both, which have no branch for short
           prompts.
 Fails     as PyramidKV and Ada-KV.
+Figures   drop after the prompt, by its last queries: #B74A01, left, -
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ Differs   - the authors round each head's share for itself, so that a layer keep
             For equal alpha it equalises less, and it is not the authors'.
           The rest as in SnapKV.
 Fails     as SnapKV; and where a head with flat scores holds what is asked for: its share goes to peaked ones.
+Figures   drop after the prompt, by its last queries: #E07401, plus, -
 """
 
 from collections.abc import Hashable

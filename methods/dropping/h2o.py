@@ -19,6 +19,7 @@ Differs   - the authors' class that removes tokens is the reference (not the one
 Fails     where an answer needs what the prompt did not look at. Sums over the whole prompt are far above what a few
           steps can add, so generated tokens leave as soon as they are no longer recent, and early tokens, which more
           queries saw, are favoured over late ones.
+Figures   drop while decoding: #BE3383, down, -
 """
 
 from collections.abc import Sequence

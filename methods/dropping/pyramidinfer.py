@@ -16,6 +16,7 @@ Differs   the authors fix the decay (0.9) and keep what comes of it, 0.77 of the
           so many have left the tail, first after rec + 16 of them; it keeps the weights of rec queries per layer.
 Fails     where a high layer would need what the middle ones did not look at; with few layers, for the first holds the
           whole prompt (and the second, with the cosine).
+Figures   drop after the prompt, by its last queries: #D15704, thin diamond, :
 """
 
 from collections.abc import Sequence

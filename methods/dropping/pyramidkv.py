@@ -10,6 +10,7 @@ Differs   the authors round the slope down once, so their mean lies up to (n_lay
           counted over those that are compressed. The rest as in SnapKV.
 Fails     as SnapKV; and where a high layer needs more than `window` + C / `beta` tokens. The first layer holds almost
           twice the mean, which is what memory has to be reserved for.
+Figures   drop after the prompt, by its last queries: #FA5D36, diamond, --
 """
 
 from collections.abc import Hashable, Sequence

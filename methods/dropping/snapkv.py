@@ -13,6 +13,7 @@ Differs   K and V are not repeated to the query heads first, which costs the aut
           position is kept.
           A window that would fill the budget shrinks to half of it; `method_report` says so.
 Fails     where the question comes after the compression, or later text needs what the window did not look at.
+Figures   drop after the prompt, by its last queries: #D17E09, up, -
 """
 
 from collections.abc import Hashable

@@ -15,6 +15,7 @@ Differs   - weights and their mean are float32; the authors round weights to the
           All heads of a layer keep one set, so that a budget per head has no meaning here; one per layer has.
 Fails     where an answer needs what the latest query does not look at: a token of low weight is gone at once, also one
           that the next step would have asked for.
+Figures   drop while decoding: #CA2F42, plus, --
 """
 
 from collections.abc import Hashable, Sequence

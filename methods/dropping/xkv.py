@@ -30,6 +30,7 @@ Fails     where the question is not in the last 8 tokens; where retention is no 
 
 `method.shares` of a finished exact run, seeded: python run.py method=xkv method.allocation=sampled
 "method.shares=$(python -m methods.dropping.xkv runs/FOLDER)"
+Figures   drop after the prompt, by its last queries: #9C5D02, bowtie, -.
 """
 
 import json

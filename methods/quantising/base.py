@@ -22,6 +22,7 @@ class QuantisingMethod(SelectiveAttention):
 
     drops = False
     changes = True
+    takes = ("memory",)
 
     @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:

@@ -13,6 +13,7 @@ Differs   as the authors' code, and unlike the paper's listing, a block is packe
           the bits do. A latent that all heads share is key and value at once: it is packed once, per channel as keys
           are, with `key_bits`.
 Fails     2 bits lose passages and needles, most of all where few KV heads serve many queries.
+Figures   keep fewer bits, or made keys: #04787E, hourglass, -
 """
 
 from collections.abc import Iterable, Sequence

@@ -15,6 +15,7 @@ Differs   as vLLM's backend, which differs from the paper: Hadamard matrix witho
           Attention reads 2 and 4 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and rebuilt
           for the length of a layer's attention.
 Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softmax amplifies the noise that it adds.
+Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 """
 
 from collections.abc import Hashable, Iterable, Sequence

@@ -21,6 +21,7 @@ Differs   - authors' two code paths differ from the paper and from each other. H
           - the cache holds tokens once per KV head; the authors' holds them once per query head.
 Fails     where the key that matters sits in a cluster whose mean points elsewhere, above all with few clusters. The
           prompt's last tokens have no privilege.
+Figures   retrieve pages, blocks, clusters: #0472AA, plus, -.
 
 Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds of k-means (`kernels/kmeans.py`).
 """

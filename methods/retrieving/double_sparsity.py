@@ -24,6 +24,7 @@ Differs   - `comm` bounds what a KV head reads, and query heads have channels of
             `method_report` has the share over all of them as `overall_ratio`.
 Fails     where few channels carry too little of q·k. Channels are chosen before rotary embedding and read after it,
           which mixes pairs of them.
+Figures   retrieve single tokens: #037C41, pillar, -.
 
 Not here: scores of channels (`methods/calibration/channels.py`), the search (`methods/retrieving/labels.py`).
 """

@@ -32,6 +32,7 @@ Fails     where a layer changes its input much, as the first do, and where so fe
           `lookahead: 0` asks with the layer's true query and shows what that costs. A published `alpha` need not suit
           another model: with 4 the embedded one took some 30 of 83 tokens and found few needles, with all 83 most. The
           cost of finding grows with the prompt.
+Figures   retrieve single tokens: #457902, bar, :
 
 Not here: how the model makes q~ (`engine/model.py`), the basis (`engine/observe.py`).
 """

@@ -22,6 +22,7 @@ Differs   - the prefill is exact and shared, so that scores are normalised over 
           - the block cache is the store's; the authors' holds at most 32 blocks by last use.
 Fails     where an answer's tokens are few and apart: a block is fetched for one token and brings its neighbours. Small
           ratios of a few thousand tokens need shorter blocks.
+Figures   retrieve pages, blocks, clusters: #6E89FF, left, --
 """
 
 from __future__ import annotations

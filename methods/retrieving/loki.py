@@ -21,6 +21,7 @@ Differs   - the authors keep turned keys in place of keys, which loses nothing, 
           - `top_r` as a share of the variance may take more components than `comm` pays for: results are marked.
 Fails     where few components explain keys badly, as before rotary embedding is undone in the first layers, or where
           the prompt's keys lie elsewhere than those of the calibration's text.
+Figures   retrieve single tokens: #058F4C, square, -.
 
 Not here: the fit (`methods/calibration/pca.py`), the search (`methods/retrieving/labels.py`).
 """

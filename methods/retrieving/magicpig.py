@@ -23,6 +23,7 @@ Differs   - a sample's size is random and differs by query head. `tables: auto` 
             there by itself and weighs what it finds, where theirs has the host do both.
 Fails     where attention is on a few keys that point elsewhere than the query: they are found rarely and weigh much, up
           to 10,000 times. The layers that stay whole decide more than the tables.
+Figures   retrieve single tokens: #02A574, thin diamond, -
 
 Not here: buckets and weights (`kernels/rows/collisions.py`, a GPU's `kernels/rows/buckets.py`).
 """

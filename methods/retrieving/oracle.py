@@ -9,6 +9,7 @@ Per step  moved: K and V of k tokens, 4 * h_kv * k * d_h bytes; searched, unpric
 Differs   sinks are inside the ratio, as for every method here; `budget_rule: official` puts them on top, as PQCache's
           authors do. The group's weights are summed, as both authors do; the other rules show what that choice costs.
 Fails     where a task needs more tokens than the budget has: kept mass is maximal, an answer's worth need not be.
+Figures   others: #777777, cross, :
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ Differs   - sinks and window are inside the budget; `budget_rule: official` has 
             centroids and codes of a layer at once, at the same step whether it was made beside the model or not.
 Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
           coded by centroids of the prompt.
+Figures   retrieve single tokens: #0A8E63, right, -
 
 Long because the parameters, the search of one row and of many, and what is read while an index grows are one method.
 

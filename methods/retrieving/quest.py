@@ -21,6 +21,7 @@ Differs   - `comm_mode: matched` makes pages as long as `comm` asks: 2 / comm to
             `method_report` has the share over all of them as `overall_ratio`.
           - of equal bounds the earlier page is chosen.
 Fails     where keys of one page point apart: the bound is loose and ranks pages badly, the longer they are the more.
+Figures   retrieve pages, blocks, clusters: #4A60DC, circle, -
 
 Not here: bounds and scores (`kernels/pages.py`).
 """

@@ -23,6 +23,7 @@ Differs   - sinks and window are inside the budget, and the rest of it says how 
           - the device cache is the store's, whose blocks are neighbours; the authors' holds parts of clusters.
 Fails     where the tokens of an estimated cluster differ: its weight is a lower bound of theirs, the lower the more
           they differ. A token that matters in a cluster whose mean does not is not found.
+Figures   retrieve pages, blocks, clusters: #067FDE, bowtie, :
 
 Not here: rounds of k-means (`kernels/kmeans.py`), the order of tokens within a selection (`kernels/clusters.py`).
 """

@@ -21,6 +21,7 @@ Differs   - a `ratio` is the share of the prompt that is attended to, and `comm`
             multi-turn form, whose memory is that of the full cache.
 Fails     where a later query needs what the window did not look at, as SnapKV; where a chunk's maxima come from
           different tokens, its bound is loose.
+Figures   retrieve pages, blocks, clusters: #1494FE, up, :
 
 Not here: the window's votes (`methods/scorers.py`), a query's channels (`methods/retrieving/sparq.py`).
 """

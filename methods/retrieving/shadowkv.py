@@ -29,6 +29,7 @@ Differs   - the rank is a share of the keys' numbers, 160 of 1,024 as published;
             so; that is right only where there is none.
 Fails     where the mean of a chunk is near none of its keys: a single token that matters is not found. The longer the
           chunks, the more.
+Figures   retrieve single tokens: #518B07, down, --
 """
 
 from collections.abc import Sequence

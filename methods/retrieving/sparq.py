@@ -19,6 +19,7 @@ Differs   - sinks, inside the budget; the authors have none (n_sink=0, local_sha
           - `layout: rows` keeps K once. A component then costs whole cache lines, and whole keys are counted: no `comm`
             below 1 pays for them, and results are marked.
 Fails     where few components do not stand for the product, as with one of 64; the group's heads share them.
+Figures   retrieve single tokens: #65A12C, hourglass, --
 
 Not here: an exact search (`methods/retrieving/oracle.py`).
 """

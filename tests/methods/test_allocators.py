@@ -17,7 +17,7 @@ from evals.settings import from_words
 from methods.allocator import ALLOCATORS, Allocator, check_allocator
 from methods.dropping.allocators import best_of, globally_best, head_mix, head_protect, n_safe, pyramid_within, uniform
 from methods.scoring import ScoringMethod
-from plots.looks import known
+from results.names import known
 from tests.conformance import (
     METHODS,
     Refused,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plots.looks import known
+from results.names import known
 from tests.conformance import AT_EACH_RATIO, METHODS, ONCE, RATIOS, Refused, ours
 
 

@@ -12,7 +12,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.variant import Variant
-from plots.looks import known
+from results.names import known
 from tests.conformance import METHODS, S, Subject, answers, model, ours
 from tests.conformance import subject as made_of
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from evals.overrides import CONF, config_groups
 from evals.settings import Choice, choice, load_class
-from plots.looks import known
+from results.names import known
 
 CHECK = """
 import sys

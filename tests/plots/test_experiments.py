@@ -1,7 +1,6 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from engine.shapes import ModelShape
 from evals.overrides import CONF, check_overrides
-from evals.settings import Settings, load_class, settings
+from evals.settings import Settings, load_class, methods_for, settings
 from evals.typed import build_params
-from methods.quantising.base import QuantisingMethod
-from plots.looks import known
+from results.names import known
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {
@@ -41,13 +39,6 @@ def composed(cell: list[str]) -> Settings:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", cell, return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices, is_sweep=True)
-
-
-@cache
-def takes_ratio(name: str) -> bool:
-    """Whether a method's budget is a share of the prompt's tokens."""
-    rules = load_class(composed([f"method={name}"]).method)
-    return not (rules.of_answers or issubclass(rules, QuantisingMethod))
 
 
 def test_every_table_and_figure_has_a_file() -> None:
@@ -125,5 +116,5 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
 def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
     made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
     by_method = {known(cell["method"]) for cell in made}
-    assert by_method == {known(path.stem) for path in (CONF / "method").glob("*.yaml") if takes_ratio(path.stem)}
+    assert by_method == {*methods_for("ratio")}
     assert len({cell["ratio"] for cell in made}) == 5

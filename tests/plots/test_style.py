@@ -10,9 +10,10 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
 from plots import looks, style
-from plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, known, look
+from plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, look
 from plots.read import load
 from plots.report.page import overview
+from results.names import known
 from tests.plots import colour_vision
 from tests.plots.report_runs import write_run
 

@@ -1,0 +1,57 @@
+"""A method of ours is two files: one made up in a copy of this project is found wherever methods are listed."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METHOD = '''"""Keep the tokens whose values are long.
+
+Figures   drop by place, keys or chance: #123456, circle, --
+"""
+
+from torch import Tensor
+
+from methods.scoring import ScoringMethod
+
+
+class MadeUp(ScoringMethod):
+    title = "Made up"
+    is_scorer = True
+
+    def ends(self) -> tuple[int, int]:
+        return 0, 1
+
+    def scores(self, layer: int) -> Tensor:
+        return self.trace.values(layer)[:, :, :-1].float().norm(dim=-1)
+'''
+FOUND = """
+from evals.overrides import config_groups
+from evals.settings import every_method, methods_for, own_class
+from plots.looks import family_of, look
+from results.names import known
+from benchmarks.launches import BUDGETS, Cost
+from tests.conformance import METHODS
+
+name = "made_up"
+assert name in config_groups()["method"] and name in METHODS
+assert own_class(name).title == "Made up"
+assert all(name in methods_for(budget) for budget in ("ratio", "memory")) and name not in methods_for("answer")
+assert name in every_method("ratio", "-random").split(",")
+assert known("made_up_paper") == name
+assert (look(name).colour, family_of(name)) == ("#123456", "drop by place, keys or chance")
+assert BUDGETS[name] == Cost(40, 0, 1)
+"""
+FOLDERS = "benchmarks conf engine evals hydra_plugins kernels methods plots results tasks tests"
+
+
+def test_a_method_in_two_files_is_found_everywhere(tmp_path: Path) -> None:
+    for folder in FOLDERS.split():
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+    (tmp_path / "methods" / "dropping" / "made_up.py").write_text(METHOD)
+    (tmp_path / "conf" / "method" / "made_up.yaml").write_text("_target_: methods.dropping.made_up.MadeUp\n")
+    done = subprocess.run([sys.executable, "-c", FOUND], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", "tests.conformance", "made_up"], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
