@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.attend import attend
+from engine.placement import Kept, Ragged
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
@@ -54,9 +55,9 @@ class Steps:
     def __call__(self) -> float:
         store = Store(self.trace, STEPS)
         if len(set(self.counts)) == 1:
-            store.keep(0, torch.stack(self.chosen).unsqueeze(0))
+            store.place(0, Kept(torch.stack(self.chosen).unsqueeze(0)))
         else:
-            store.keep_ragged(0, self.chosen)
+            store.place(0, Ragged(self.chosen))
         layer = store[0]
         start = perf_counter()
         for t in range(1, STEPS + 1):

@@ -4,7 +4,7 @@ A row of the batch attends to a few parts: what is resident, what was fetched. A
 together in memory, or places of a cache that are read where they are. It holds KV heads, or query heads where each
 query head chose its own tokens.
 
-Not here: choosing tokens (`methods`), moving them (`engine/layer.py`), the prompt's own pass (`engine/causal.py`).
+Not here: choosing tokens (`methods`), moving them (`engine/layouts`), the prompt's own pass (`engine/causal.py`).
 """
 
 from collections.abc import Sequence

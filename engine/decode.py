@@ -19,14 +19,15 @@ from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
 from engine.prefill import Trace
+from engine.row import Row
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
+from engine.step import behind_rows, cut, step_rows
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
-    from methods.base import SelectiveAttention
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Watch(Protocol):
 def decode(
     model: "Model",
     trace: Trace,
-    rows: Sequence["SelectiveAttention"],
+    rows: Sequence[Row],
     *,
     max_new_tokens: int,
     stop_ids: Iterable[int] = (),
@@ -148,7 +149,7 @@ class _Batch:
         self,
         model: "Model",
         trace: Trace,
-        rows: Sequence["SelectiveAttention"],
+        rows: Sequence[Row],
         watch: Watch | None = None,
     ) -> None:
         self.model, self.trace, self.watch = model, trace, watch
@@ -168,7 +169,7 @@ class _Batch:
         """Runs of rows of one class, as slices of the batch."""
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
-        self.groups: list[tuple[type[SelectiveAttention], slice]] = []
+        self.groups: list[tuple[type[Row], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
             if i == len(self.rows) or type(self.rows[i]) is not type(self.rows[start]):
@@ -193,7 +194,7 @@ class _Batch:
         if self.compressing:
             with span("compress"):
                 for row in self.compressing:
-                    row.after_step()
+                    cut(row)
         return logits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
@@ -228,14 +229,14 @@ class _Batch:
 
 
 def attend_groups(
-    groups: "Sequence[tuple[type[SelectiveAttention], slice]]", rows: "Sequence[SelectiveAttention]", layer: int,
+    groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
     Without a `step` each row's is that of its own newest token.
     """
-    parts = [part for kind, at in groups for part in kind.step_rows(rows[at], layer, q[at], k[at], v[at])]
+    parts = [part for kind, at in groups for part in step_rows(kind, rows[at], layer, q[at], k[at], v[at])]
     count_parts(rows, layer, parts)
     with span("attention", layer):
         out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows])
@@ -244,15 +245,14 @@ def attend_groups(
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
         for kind, at in groups:
-            after = kind.after_rows_on_gpu if q.is_cuda else kind.after_rows
-            after(rows[at], layer, out if len(groups) == 1 else out[at], weights[at])
+            behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], q.is_cuda)
         for row in rows:
             row.store.close(layer, step)
     return out
 
 
 def attend_group(
-    kind: "type[SelectiveAttention]", rows: Sequence["SelectiveAttention"], layer: int,
+    kind: type[Row], rows: Sequence[Row], layer: int,
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int,
 ) -> list[Tensor]:  # fmt: skip
     """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""

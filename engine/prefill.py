@@ -146,6 +146,10 @@ class Trace:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""
         self._held.add(layer)
 
+    def forget(self, layer: int) -> None:
+        """Let go of a layer's K and V, which lie elsewhere from now on."""
+        del self._device[layer]
+
     def settle(self) -> None:
         """After every variant was built: wait for copies, and free device tensors that nobody holds."""
         if self.device == self.host_device:

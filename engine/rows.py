@@ -8,7 +8,7 @@ ask for none, or what was fetched stays for a while, every KV head's distinct to
 the device until the ledger is read. A cache of blocks in front of a host that has codes is an exception: it is in the
 books alone, they are kept on the host, and a step waits for every layer's positions.
 
-Not here: one layer's tokens (`engine/layer.py`), attention (`engine/attend.py`).
+Not here: one layer's tokens (`engine/layouts`), attention (`engine/attend.py`).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.attend import Part
-from engine.caches.coded import Codec, CodedLayer
+from engine.caches.coded import Codec
 from engine.caches.copies import Copies
-from engine.layer import Layer
+from engine.layouts.coded import CodedLayer
+from engine.layouts.fetching import Fetching
+from engine.layouts.layer import Layer
 from kernels.rows.append import Place, append_rows_triton
 from kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
 from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
@@ -48,9 +50,9 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
     append_rows_triton(k_new, v_new, places)
 
 
-def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bool) -> list[Part]:
+def fetch_rows(layers: Sequence[Fetching], selections: Sequence[Tensor], padded: bool) -> list[Part]:
     """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
-    parts, brought = [], dict[int, list[tuple[Layer, Ask, Copies]]]()  # by how long what is fetched stays
+    parts, brought = [], dict[int, list[tuple[Fetching, Ask, Copies]]]()  # by how long what is fetched stays
     for layer, idx in zip(layers, selections, strict=True):
         if layer.packs:
             parts.append(layer.fetch(idx.int().long(), padded))
@@ -60,7 +62,6 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
             continue
         part = layer.reach(idx, padded)
         if layer.brings(idx, padded):
-            assert layer.shelf is not None, f"layer {layer.index} has no room for copies"
             copies = layer.shelf.copies_for(idx, (layer.k, layer.v))
             brought.setdefault(layer.n_recent, []).append((layer, copies.ask(idx), copies))
             part.near = copies.near
@@ -72,14 +73,14 @@ def fetch_rows(layers: Sequence[Layer], selections: Sequence[Tensor], padded: bo
     return parts
 
 
-def bring(brought: Sequence[tuple[Layer, Ask, Copies]], ages: int) -> None:
+def bring(brought: Sequence[tuple[Fetching, Ask, Copies]], ages: int) -> None:
     """Copy each KV head's distinct tokens to the device, and leave the counts there.
 
     Those of the last `ages` selections are there: what lies longer in a row's copies may be of another layer.
     """
     asks, far, cached = [ask for _, ask, _ in brought], list[Far](), dict[int, Cached]()
     for i, (layer, ask, copies) in enumerate(brought):
-        assert layer.host is not None and layer.host.has_keys, f"layer {layer.index} has values alone on the host"
+        assert layer.host.has_keys, f"layer {layer.index} has values alone on the host"
         held = layer.held_blocks()
         far.append(
             Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v, held and (held.k, held.v))

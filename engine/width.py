@@ -17,7 +17,7 @@ import torch
 from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from methods.variant import Variant
+    from engine.row import Variant
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from engine.selection import Found
 from methods.base import SelectiveAttention
 
 Row = TypeVar("Row", bound=SelectiveAttention)
@@ -17,15 +18,15 @@ def select_alike(
     rows: Sequence[Row],
     q: Tensor,
     key: Callable[[Row], Hashable],
-    select: Callable[[Sequence[Row], Tensor], Sequence[Tensor | None]],
-) -> list[Tensor | None]:
+    select: Callable[[Sequence[Row], Tensor], Sequence[Found]],
+) -> list[Found]:
     """`select` for the rows of each `key` together, with their queries of q (n, h, 1, d_h); in the order of `rows`."""
     places: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(key(row), []).append(i)
     if len(places) == 1:
         return list(select(rows, q))
-    selections: list[Tensor | None] = [None] * len(rows)
+    selections: list[Found] = [None] * len(rows)
     for alike in places.values():
         for i, idx in zip(alike, select([rows[i] for i in alike], q[alike]), strict=True):
             selections[i] = idx

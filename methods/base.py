@@ -7,9 +7,10 @@ window, `select` says which tokens to fetch for this query, and attention runs o
 fetched. A typical method therefore writes two functions: `arrange`, where the prompt's tokens go, and `select`, if it
 retrieves.
 
-A dropping method calls `store.keep` in `arrange` and writes no `select`. Most of them are a scorer, protected tokens
-and an allocator: they inherit from `ScoringMethod` (`methods/scoring.py`). A retrieving method calls `store.offload`
-and returns positions from `select`. Either may leave single layers whole with `store.keep_all`.
+A dropping method returns `Kept` from `arrange` and writes no `select`. Most of them are a scorer, protected tokens and
+an allocator: they inherit from `ScoringMethod` (`methods/scoring.py`). A retrieving method returns `Offloaded`, and
+positions from `select`. Either may leave single layers `Whole`. A method says with values what it wants
+(`engine/placement.py`, `engine/selection.py`) and reads what there is (`store[layer]`); an engine does the rest.
 
 Heavy work may start a thread in `arrange` and wait for it in `select`. Work that variants of one method can share goes
 through `trace.once`. A method that can score many rows at once overrides `select_rows`.
@@ -18,20 +19,21 @@ Not here: any method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.spans import span
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
+from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.passes.probe import Probe
+from engine.placement import Change, Placement, Whole
 from engine.prefill import Thinning, Trace
-from engine.rows import append_rows, fetch_rows
+from engine.selection import Found
 from engine.shapes import ModelShape
 from engine.store import Store
 from methods.allocator import UNIFORM, Allocator
@@ -42,8 +44,6 @@ from methods.variant import Partner, Variant
 if TYPE_CHECKING:
     from engine.sampling.cues import Interruption
 
-Row = TypeVar("Row", bound="SelectiveAttention")
-
 
 class SelectiveAttention(Rules, Turns, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
@@ -51,11 +51,11 @@ class SelectiveAttention(Rules, Turns, ABC):
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
 
-    def __init__(self, variant: Variant, trace: Trace, n_new: int) -> None:
+    def __init__(self, variant: Variant, trace: Trace, n_new: int, store: type[Store] = Store) -> None:
         self.variant = variant
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
         self.trace = trace
-        self.store = Store(trace, n_new, variant.cache, variant.checked_for)
+        self.store = store(trace, n_new, variant.cache, variant.checked_for)
         if variant.partner is not None and not variant.is_full:
             variant.partner.join(self)
         self.setup()
@@ -102,22 +102,29 @@ class SelectiveAttention(Rules, Turns, ABC):
 
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
-        if self.variant.is_full or layer in self.skipped_layers():
-            self.store.keep_all(layer)
-        else:
-            self.arrange(layer)
+        whole = self.variant.is_full or layer in self.skipped_layers()
+        placement = Whole() if whole else self.arrange(layer)
+        if placement is not None:
+            self.store.place(layer, placement)
 
     def complete(self) -> None:
         """Finish the prompt, once every layer is built."""
-        if not self.variant.is_full:
-            self.arrange_rest()
+        for layer, placement in ({} if self.variant.is_full else self.arrange_rest()).items():
+            self.store.place(layer, placement)
+        for layer in self.trace.held_layers():
+            if layer not in self.store.layers:
+                raise ConfigError(
+                    f"{type(self).__name__}.arrange says nothing of layer {layer}; return where its tokens go, such as "
+                    "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of engine.placement"
+                )
 
     @abstractmethod
-    def arrange(self, layer: int) -> None:
-        """Say where the prompt's tokens of this layer go: `store.keep`, `store.offload` or `store.keep_all`."""
+    def arrange(self, layer: int) -> Placement | None:
+        """Where the prompt's tokens of this layer go: `Kept`, `Offloaded`, `Whole`; None: `arrange_rest` says it."""
 
-    def arrange_rest(self) -> None:
-        """Place what `arrange` left, for methods that divide a budget over layers once they have seen all of them."""
+    def arrange_rest(self) -> Mapping[int, Placement]:
+        """The layers that `arrange` left, for methods that divide a budget over layers once they have seen them all."""
+        return {}
 
     def skipped_layers(self) -> Sequence[int]:
         """Layers that the method leaves whole on purpose; its budget is checked on the others."""
@@ -136,82 +143,54 @@ class SelectiveAttention(Rules, Turns, ABC):
             return range(n)
         return [*range(min(n_sink, n - n_window)), *range(n - n_window, n)]
 
-    def select(self, layer: int, q: Tensor) -> Tensor | None:
-        """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or None."""
+    def select(self, layer: int, q: Tensor) -> Found:
+        """What to fetch for this query (1, h, 1, d_h): positions (1, h_kv or h, k) without repeats, a `Selection`."""
         return None
 
     @classmethod
-    def select_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> Sequence[Found]:
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
-
-    def log_weights(self, layer: int) -> Tensor | None:
-        """What is added to the scaled logits of the tokens that `select` just named, in its shape, float32."""
-        return None
-
-    def made_keys(self, layer: int, idx: Tensor) -> Tensor:
-        """Keys (1, h_kv, k, d_h) of the tokens that `select` just named, where the host has their values alone."""
-        raise AssertionError(f"{self.title} sends values alone to the host and makes no keys")
-
-    def stand_ins(self, layer: int) -> list[Part]:
-        """Pseudo-tokens that stand for tokens which `select` just left out; counted as `pseudo_tokens`."""
-        return []
 
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         """What is attended to without a fetch."""
         return self.store[layer].resident()
 
     @classmethod
-    def step_rows(
-        cls,
-        rows: Sequence["SelectiveAttention"],
-        layer: int,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-    ) -> list[list[Part]]:
-        """Append the current token of every row, select, fetch: the parts that each row attends to."""
-        with span("append", layer):
-            append_rows([row.store[layer] for row in rows], k_new, v_new)
-        parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
-        fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
-        if fetching:
-            with span("search", layer):
-                queries = q if len(fetching) == len(rows) else q[fetching]
-                selections = cls.select_rows([rows[i] for i in fetching], layer, queries)
-            asking = [(i, idx) for i, idx in zip(fetching, selections, strict=True) if idx is not None]
-            if asking:
-                with span("fetch", layer):
-                    found = fetch_rows([rows[i].store[layer] for i, _ in asking], [idx for _, idx in asking], cls.pads)
-                for (i, idx), part in zip(asking, found, strict=True):
-                    if part.k.shape[-1] == 0:
-                        part.k = rows[i].made_keys(layer, idx)
-                    part.bias = rows[i].log_weights(layer)
-                    parts[i] = [*parts[i], part]
-            for i in fetching:
-                parts[i] = [*parts[i], *rows[i].stand_ins(layer)]
-        return parts
+    def resident_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[list[Part]]:
+        """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""
+        return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
-        """The layer's output (1, h, 1, d_h), for methods that correct it or learn from the weights (1, h, s)."""
+        """The layer's output (1, h, 1, d_h), for methods that correct it, by weights (1, h, s) if they want them."""
         return out
+
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
+        """What becomes of the layer's tokens behind this step, which attended to all of them: `Evict`, `Stay`,
+        `Release`, or a `Change` that only costs; None: they stay as they are."""
 
     @classmethod
     def after_rows(
         cls, rows: Sequence["SelectiveAttention"], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
-        """`after_attention` for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
-        if cls.after_attention is SelectiveAttention.after_attention:
-            return
-        for i, row in enumerate(rows):
-            given = out[i : i + 1]
-            if (corrected := row.after_attention(layer, given, weights[i])) is not given:
-                given.copy_(corrected)
+    ) -> Sequence[Change | None]:
+        """Both for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
+        if cls.after_attention is not SelectiveAttention.after_attention:
+            for i, row in enumerate(rows):
+                given = out[i : i + 1]
+                if (corrected := row.after_attention(layer, given, weights[i])) is not given:
+                    given.copy_(corrected)
+        if cls.behind is SelectiveAttention.behind:
+            return ()
+        return [row.behind(layer, given) for row, given in zip(rows, weights, strict=True)]
 
     after_rows_on_gpu = after_rows  # overridden where all rows together need fewer launches
 
-    def after_step(self) -> None:
-        """Called once a step has gone through all layers, for methods whose budget is `of_answers`."""
+    def after_step(self) -> Iterable[tuple[int, Change]]:
+        """What leaves which layer once a step has gone through all of them, for methods whose budget is `of_answers`.
+
+        A layer's change is made before the next is asked for.
+        """
+        return ()
 
     def interruption(self) -> "Interruption | None":
         """What an answer is made to say from some token on; None: it speaks for itself."""

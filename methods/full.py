@@ -8,6 +8,7 @@ Fails     never; it is what the others approximate.
 from dataclasses import dataclass
 
 from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
+from engine.placement import Whole
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 from methods.variant import Variant
@@ -26,8 +27,8 @@ class Full(SelectiveAttention):
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
         return resolve(EVERYTHING, s_prompt, cls.drops)
 
-    def arrange(self, layer: int) -> None:
-        self.store.keep_all(layer)
+    def arrange(self, layer: int) -> Whole:
+        return Whole()
 
 
 def full_attention(shape: ModelShape, s_prompt: int) -> Variant:

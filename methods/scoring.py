@@ -7,12 +7,13 @@ Not here: scores that several methods share (`methods/scorers.py`), integers (`m
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.placement import Kept, Placement, Ragged
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.dropping.allocators import Counts, by_need, divide_heads, globally_best, pyramid_within, uniform
@@ -78,52 +79,51 @@ class ScoringMethod(SelectiveAttention):
             return c
         return divide_heads(self.variant.allocator, self.shared_scores(layer)[0], c, sum(self.ends()))
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Placement | None:
         if self.needs_all_layers:
             self.shared_scores(layer)  # while the layer is at hand
-        else:
-            layers = self.scored_layers()
-            if layer == layers[0]:
-                self.counted = self.counts()  # of all layers at once
-            self.keep_best(layer, self.counted[layers.index(layer)])
+            return None
+        layers = self.scored_layers()
+        if layer == layers[0]:
+            self.counted = self.counts()  # of all layers at once
+        return self.keep_best(layer, self.counted[layers.index(layer)])
 
-    def arrange_rest(self) -> None:
-        if self.needs_all_layers:
-            self.counted = self.counts()
-            for layer, n in zip(self.scored_layers(), self.counted, strict=True):
-                self.keep_best(layer, n)
+    def arrange_rest(self) -> Mapping[int, Placement]:
+        if not self.needs_all_layers:
+            return {}
+        self.counted = self.counts()
+        layers = zip(self.scored_layers(), self.counted, strict=True)
+        return {layer: self.keep_best(layer, n) for layer, n in layers}
 
-    def keep_best(self, layer: int, n: Counts) -> None:
+    def keep_best(self, layer: int, n: Counts) -> Placement:
         """Keep the `n` best tokens of each head, and the protected ones."""
         counts = self.of_heads(layer, n) if isinstance(n, int) else n
         if isinstance(counts, list) and len(set(counts)) == 1:
             counts = counts[0]
         scores = self.shared_scores(layer)
         if isinstance(counts, list):
-            self.place_ragged(layer, [top_stable(scores[0, a], k) for a, k in enumerate(counts)])
-            return
+            return self.place_ragged(layer, [top_stable(scores[0, a], k) for a, k in enumerate(counts)])
         best = keep_top(scores, counts) + self.ends()[0]  # (1, heads, n)
         if best.shape[1] == 1:
             best = best.expand(-1, self.trace.shape.h_kv, -1).contiguous()
-        self.place(layer, best)
+        return self.place(layer, best)
 
-    def place(self, layer: int, best: Tensor) -> None:
-        """Put the chosen tokens (1, heads, n) and the protected ones into the store."""
+    def place(self, layer: int, best: Tensor) -> Placement:
+        """The chosen tokens (1, heads, n) and the protected ones stay."""
         if n_first := self.ends()[0]:
             first = torch.arange(n_first, device=best.device).expand(1, best.shape[1], -1)
             best = torch.cat([first, best], -1)
-        self.store.keep(layer, best, n_window=self.ends()[1])
+        return Kept(best, n_window=self.ends()[1])
 
-    def place_ragged(self, layer: int, best: Sequence[Tensor]) -> None:
+    def place_ragged(self, layer: int, best: Sequence[Tensor]) -> Placement:
         """The same where each head has tokens of its own number, counted from behind the first protected ones."""
         (n_first, n_last), s, device = self.ends(), self.trace.s_prompt, best[0].device
         first, last = torch.arange(n_first, device=device), torch.arange(s - n_last, s, device=device)
         chosen = [torch.cat([first, each.sort().values + n_first, last]) for each in best]
         if len(chosen) == self.trace.shape.h_kv:
-            self.store.keep_ragged(layer, chosen)
-        else:  # query heads chose: their KV head keeps the union
-            padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
-            self.store.keep(layer, padded.unsqueeze(0))
+            return Ragged(chosen)
+        padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
+        return Kept(padded.unsqueeze(0))  # query heads chose: their KV head keeps the union
 
     def report(self) -> dict[str, Any]:
         """Where KV heads keep different counts: the fewest, the mean and the most of the prompt's tokens."""

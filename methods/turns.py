@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from engine.placement import Stay
+from engine.selection import FeedSelection
 from engine.turns.at_once import read_at_once
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from engine.turns.state import Mark, fork_of
 
 if TYPE_CHECKING:
     from methods.base import SelectiveAttention
     from methods.variant import Variant
 
-HOOKS = ("after_attention", "resident", "stand_ins")
-CLASSWIDE = ("step_rows", "after_rows")
+HOOKS = ("after_attention", "behind", "resident")
+CLASSWIDE = ("resident_rows", "after_rows")
 
 
 class Turns:
@@ -53,9 +55,9 @@ class Turns:
     def at_once(self, layer: int, m: int) -> int:
         """How many of the next `m` tokens this layer may read in one call, 1 where they have to come alone."""
         at = self.row.store[layer]
-        if at.is_coded or at.queries is not None or at.rolling is not None:
+        if not at.takes_feeds:
             return 1
-        on_gpu = at.k.is_cuda
+        on_gpu = at.device.type == "cuda"
         if at.can_fetch:
             takes = not on_gpu and self.selects_feeds(layer)
         else:
@@ -68,11 +70,8 @@ class Turns:
         """Whether `select_feed` does for many tokens what steps do for each."""
         return False
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
-        """`select` for every token of a feed, of which the host has K and V already; None: nothing is fetched.
-
-        What it adds to the books is counted for each token.
-        """
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
+        """`select` for every token of a feed, of which the host has K and V already."""
         raise AssertionError(f"{type(self).__name__} selects for one token at a time")
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
@@ -82,12 +81,12 @@ class Turns:
         """
         return out
 
-    def extend(self, layer: int, q: Tensor, grown: "Variant") -> None:
+    def extend(self, layer: int, q: Tensor, grown: "Variant") -> Stay | None:
         """Hold a feed's tokens within the budget of `grown`, the method on prompts as long as the conversation is.
 
-        The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone, and what this
-        reads and writes goes into `rebuilt_bytes` of the ledger. A method that `fetches_more` lets the growth go to
-        what a step fetches, beside sinks and a window of one size.
+        The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone. Returns which
+        tokens stay, if some leave; what is written for that, and its `cost`, are `rebuilt_bytes` of the ledger.
+        A method that `fetches_more` lets the growth go to what a step fetches, beside sinks and a window of one size.
         """
         row, at = self.row, self.row.store[layer]
         assert row.fetches_more, f"{type(self).__name__} keeps the budget of the context"

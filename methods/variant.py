@@ -12,8 +12,9 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.caches.rebuilt import RebuiltTrace
 from engine.observe import Observation
 from engine.passes.probe import Probe
+from engine.placement import Coder
 from engine.prefill import Thinning, Trace
-from engine.store import Coder
+from engine.store import Store
 from methods.allocator import UNIFORM, Allocator
 from methods.rules import Coding
 
@@ -85,6 +86,9 @@ class Variant:
     def thinning(self) -> Thinning | None:
         return self.method.thinning(self.plan)
 
-    def row(self, trace: Trace, n_new: int) -> "SelectiveAttention":
-        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow."""
-        return self.method(self, trace, n_new)
+    def row(self, trace: Trace, n_new: int, store: type[Store] = Store) -> "SelectiveAttention":
+        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow.
+
+        The `store` is an engine's.
+        """
+        return self.method(self, trace, n_new, store)

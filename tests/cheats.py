@@ -6,6 +6,8 @@
 HEAD = """
 import torch
 from engine.attend import Part
+from engine.placement import Kept, Offloaded, Whole
+from engine.selection import Cost, Selection
 from methods.base import SelectiveAttention
 
 class Mine(SelectiveAttention):
@@ -16,14 +18,14 @@ KEEPS = (
     HEAD.format(drops=True)
     + """
     def arrange(self, layer):
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
 """
 )
 FETCHES = (
     HEAD.format(drops=False)
     + """
     def arrange(self, layer):
-        self.store.offload(layer, 0, 4)
+        return Offloaded(0, 4)
     def searched(self, layer):
         return self.trace.keys(layer)[..., :-4, :]
     def select(self, layer, q):
@@ -63,11 +65,16 @@ PSEUDO_TOKENS = (
         return [*super().resident(layer, q), *([Part(k, v, is_pseudo=True)] if k.shape[2] else [])]
 """
 )
-COUNTED_PSEUDO_TOKENS = PSEUDO_TOKENS.replace(
-    "        return [",
-    """        n = self.trace.shape.h * k.shape[2]
-        self.store[layer].meter.count("pseudo_tokens", n)
-        return [""",
+COUNTED_PSEUDO_TOKENS = (
+    HEAD.format(drops=False)
+    + """
+    def arrange(self, layer):
+        return Offloaded(self.budget.tokens, 0)
+    def select(self, layer, q):
+        rest = slice(self.budget.tokens, None)
+        k, v = self.trace.keys(layer)[:, :, rest], self.trace.values(layer)[:, :, rest]
+        return Selection(stand_ins=[Part(k, v, is_pseudo=True)] if k.shape[2] else [])
+"""
 )
 TOKENS_BESIDE = PSEUDO_TOKENS.replace(", is_pseudo=True", "")
 ATTENDS_LATER = KEEPS + FULL_OUTPUT
@@ -91,10 +98,8 @@ SEARCHES_A_COPY = (
 COUNTS_A_BYTE = (
     FETCHES
     + """
-    def resident(self, layer, q):
-        if self.store[layer].can_fetch:
-            self.store[layer].meter.count("moved_meta_bytes", 1)
-        return super().resident(layer, q)
+    def select_rows(rows, layer, q):
+        return [Selection(row.select(layer, q[i : i + 1]), Cost(moved_bytes=1)) for i, row in enumerate(rows)]
 """
 )
 SKIPS_EVERYTHING = (
@@ -108,7 +113,7 @@ SKIPS_AFTERWARDS = (
     HEAD.format(drops=True)
     + """
     def arrange(self, layer):
-        self.store.keep_all(layer)
+        return Whole()
     def complete(self):
         self.done = True
     def skipped_layers(self):

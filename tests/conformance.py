@@ -13,7 +13,8 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
@@ -22,6 +23,7 @@ from math import floor
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,9 +34,11 @@ from engine.books.ledger import Entry
 from engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
 from engine.decode import attend_group, decode
 from engine.errors import ConfigError
-from engine.layer import Layer
+from engine.layouts.fetching import Fetching
+from engine.layouts.layer import Layer
 from engine.model import Model
 from engine.passes.probe import probe
+from engine.placement import Placement, Ragged
 from engine.prefill import Trace, prefill
 from evals import outside
 from evals.overrides import config_groups
@@ -237,7 +241,7 @@ def decoded(variants: Sequence[Variant], trace: Trace) -> list[Said]:
         for one in said:
             one.steps += [look_at(one.row, step, layer) for layer in trace.shape.attention_layers]
 
-    with model().hooked():
+    with model().hooked(), counting():
         done = decode(model(), trace, rows, max_new_tokens=N_NEW, on_step=look)
     for one, answer in zip(said, done.answers, strict=True):
         one.ids = answer.ids
@@ -246,7 +250,7 @@ def decoded(variants: Sequence[Variant], trace: Trace) -> list[Said]:
 
 def careful(row: SelectiveAttention) -> SelectiveAttention:
     """The row, built; positions are checked before the store reads there, and what attention reads is counted."""
-    store, keep, keep_ragged, shape = row.store, row.store.keep, row.store.keep_ragged, row.trace.shape
+    store, place, shape = row.store, row.store.place, row.trace.shape
 
     def checked(call: str, layer: int, idx: Tensor, lowest: int, end: int) -> None:
         where = f"layer {layer}: {call} got"
@@ -258,19 +262,21 @@ def careful(row: SelectiveAttention) -> SelectiveAttention:
         wrong = idx[(idx < lowest) | (idx >= end)].tolist()
         assert not wrong, f"{where} {listed(wrong)}, and positions are {lowest} to {end - 1}"
 
-    def checked_keep(layer: int, chosen: Any, n_window: int = 0, capacity: int | None = None) -> None:
-        if not isinstance(chosen, int):
+    def checked_place(layer: int, placement: Placement) -> None:
+        chosen = getattr(placement, "chosen", None)
+        if isinstance(placement, Ragged):
+            n_heads = len(placement.chosen)
+            assert n_heads == shape.h_kv, f"layer {layer}: Ragged got {n_heads} heads, not {shape.h_kv}"
+            for positions in placement.chosen:
+                checked("Ragged", layer, positions.expand(1, shape.h_kv, -1), 0, row.trace.s_prompt)
+        elif isinstance(chosen, Tensor):
             lowest = 0 if chosen.shape[1] == shape.h_kv else -1  # query heads may choose different numbers of tokens
-            checked("store.keep", layer, chosen, lowest, row.trace.s_prompt)
-        keep(layer, chosen, n_window, capacity)
-
-    def checked_keep_ragged(layer: int, chosen: Sequence[Tensor]) -> None:
-        assert len(chosen) == shape.h_kv, f"layer {layer}: store.keep_ragged got {len(chosen)} heads, not {shape.h_kv}"
-        for positions in chosen:
-            checked("store.keep_ragged", layer, positions.expand(1, shape.h_kv, -1), 0, row.trace.s_prompt)
-        keep_ragged(layer, chosen)
+            checked(type(placement).__name__, layer, chosen, lowest, row.trace.s_prompt)
+        place(layer, placement)
 
     def with_checks(layer: Layer) -> None:
+        if not isinstance(layer, Fetching):
+            return
         fetch = layer.fetch
 
         def checked_fetch(idx: Tensor, padded: bool = False) -> Part:
@@ -279,26 +285,24 @@ def careful(row: SelectiveAttention) -> SelectiveAttention:
 
         layer.fetch = checked_fetch
 
-    store.keep, store.keep_ragged = checked_keep, checked_keep_ragged
+    store.place = checked_place
     built(row)
     for layer in store.layers.values():
         with_checks(layer)
     row.n_read = {}  # type: ignore[attr-defined]
-    row.__class__ = counting(type(row))
     return row
 
 
-@cache
-def counting(kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
-    """The class, with a count of what its rows hand to attention."""
+@contextmanager
+def counting() -> Iterator[None]:
+    """With a count of what rows hand to attention."""
 
-    def step_rows(cls: Any, rows: Sequence[Any], layer: int, *tensors: Tensor) -> list[list[Part]]:
-        found = kind.step_rows.__func__(cls, rows, layer, *tensors)  # type: ignore[attr-defined]
-        for row, parts in zip(rows, found, strict=True):
-            row.n_read[layer] = tokens_and_pseudo(parts, row.trace.shape.h)
-        return found
+    def count_parts(rows: Sequence[Any], layer: int, parts: Sequence[Sequence[Part]]) -> None:
+        for row, own in zip(rows, parts, strict=True):
+            row.n_read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
 
-    return type(kind.__name__, (kind,), {"step_rows": classmethod(step_rows)})
+    with patch("engine.decode.count_parts", count_parts):
+        yield
 
 
 def look_at(row: Any, step: int, layer: int) -> Step:

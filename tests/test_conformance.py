@@ -8,12 +8,15 @@ from tests.cheats import CHEATS
 from tests.conformance import AT_EACH_RATIO, ONCE, main
 from tests.tiny_run import example_file
 
-HEAD = "import torch\nfrom engine.errors import ConfigError\nfrom methods.base import SelectiveAttention\n"
+HEAD = (
+    "import torch\nfrom engine.errors import ConfigError\nfrom engine.placement import Kept, Offloaded\n"
+    "from methods.base import SelectiveAttention\n"
+)
 TWICE = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", False
     def arrange(self, layer):
-        self.store.offload(layer, 0, 4)
+        return Offloaded(0, 4)
     def select(self, layer, q):
         idx = torch.arange(self.budget.tokens - 4)
         idx[3] = 2
@@ -24,22 +27,22 @@ class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
         first = torch.zeros(1, self.trace.shape.h_kv, self.budget.tokens, dtype=torch.int64)
-        self.store.keep(layer, first)
+        return Kept(first)
 """
-RESIDENT = TWICE.replace("offload(layer, 0, 4)", "offload(layer, 3, 1)").replace("idx[3] = 2", "pass")
+RESIDENT = TWICE.replace("Offloaded(0, 4)", "Offloaded(3, 1)").replace("idx[3] = 2", "pass")
 BEYOND = TWICE.replace("idx[3] = 2", "idx[3] = 1000")
 OVER = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
-        self.store.keep(layer, 2, n_window=self.budget.tokens)
+        return Kept(2, n_window=self.budget.tokens)
 """
 BESIDE_THE_BOOKS = """
 from engine.attend import Part
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
     def resident(self, layer, q):
         return [Part(self.trace.keys(layer), self.trace.values(layer)), *super().resident(layer, q)]
 """
@@ -48,9 +51,9 @@ class Mine(SelectiveAttention):
     title, drops = "Mine", False
     chosen = {}
     def arrange(self, layer):
-        self.store.offload(layer, 0, 4)
         norms = self.trace.keys(layer)[:, :, :-4].norm(dim=-1)
         self.chosen[layer] = norms.topk(self.budget.tokens - 4).indices
+        return Offloaded(0, 4)
     def select(self, layer, q):
         return self.chosen[layer]
 """
@@ -60,7 +63,7 @@ class Mine(SelectiveAttention):
     def arrange(self, layer):
         norms = self.trace.keys(layer)[:, :, :-4].norm(dim=-1)
         best = SHARED(layer, lambda: norms.topk(self.budget.tokens - 4).indices)
-        self.store.keep(layer, best, n_window=4)
+        return Kept(best, n_window=4)
 """
 IN_THE_MODULE = FIRST_COMES.replace("SHARED(layer, ", "found.setdefault(layer, ").replace(", lambda: ", ", ")
 IN_THE_TRACE = FIRST_COMES.replace("SHARED(layer, ", 'self.trace.once(("mine", layer), ')
@@ -69,20 +72,20 @@ class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
         self.trace.keys(layer).mul_(2)
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
 """
 AT_RANDOM = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
         worth = torch.rand(1, self.trace.shape.h_kv, self.trace.s_prompt)
-        self.store.keep(layer, worth.topk(self.budget.tokens).indices)
+        return Kept(worth.topk(self.budget.tokens).indices)
 """
 FORGETS = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
     def protected(self, layer):
         return [0, self.trace.s_prompt - 1]
 """
@@ -90,7 +93,7 @@ NOT_FULL = """
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def build(self, layer):
-        self.store.keep(layer, self.budget.tokens // 2)
+        self.store.place(layer, Kept(self.budget.tokens // 2))
     def arrange(self, layer):
         pass
 """
@@ -105,7 +108,7 @@ class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):
         best = self.trace.keys(layer).norm(dim=-1).topk(self.budget.tokens - 32).indices
-        self.store.keep(layer, best)
+        return Kept(best)
 """
 
 
@@ -139,8 +142,8 @@ def test_the_file_of_the_docs_holds_every_property(tmp_path: Path, capsys: pytes
         (AT_RANDOM, "the next time", "draw random numbers from a torch.Generator with a seed"),
         (FORGETS, "protected", "position 239 is protected, and query head 0 does not attend to it"),
         (NOT_FULL, "full attention", "at the whole budget the answer is ["),
-        (LEAVES, "exceeds the budget", "SystemExit at line 8 of mine.py: 0"),
-        (RAISES, "exceeds the budget", "RuntimeError at line 8 of mine.py: selected index k out of range"),
+        (LEAVES, "exceeds the budget", "SystemExit at line 9 of mine.py: 0"),
+        (RAISES, "exceeds the budget", "RuntimeError at line 9 of mine.py: selected index k out of range"),
     ],
 )
 def test_what_a_method_breaks_is_said_in_words(
@@ -162,7 +165,7 @@ READS, HOLDS = "a step depends on nothing that", "what it holds beside"
     ("cheat", "name", "says"),
     [
         ("PSEUDO_TOKENS", "chosen once", "attention reads 1182 pseudo-tokens, and the books count 0"),
-        ("COUNTED_PSEUDO_TOKENS", "chosen once", "K and V of 1182 pseudo-tokens are 12608 bytes, and moved_meta_bytes"),
+        ("COUNTED_PSEUDO_TOKENS", "chosen once", "K and V of 1224 pseudo-tokens are 13056 bytes, and moved_meta_bytes"),
         ("TOKENS_BESIDE", "chosen once", "attention reads 1446 tokens, and the store knows of 264"),
         ("ATTENDS_LATER", READS, "the output changes with values of tokens that the step does not attend to"),
         ("ATTENDS_LATER_TO_COPIES", HOLDS, "hold 46176 bytes, far more than it counts"),
@@ -190,9 +193,10 @@ def test_every_cheat_is_put_through_the_suite() -> None:
 
 
 def test_a_search_that_counts_what_it_reads_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counted = "keys = self.searched(layer)\n        self.store[layer].meter.count('searched_bytes', 2 * keys.numel())"
+    idx = "scores.topk(self.budget.tokens - 4).indices.unsqueeze(0)"
+    counted = f"Selection({idx}, Cost(searched_bytes=2 * keys.numel()))"
     path = tmp_path / "mine.py"
-    path.write_text(CHEATS["SEARCHES_ALL_KEYS"].replace("keys = self.searched(layer)", counted))
+    path.write_text(CHEATS["SEARCHES_ALL_KEYS"].replace(idx, counted))
     code, said = verdicts(path, capsys, "--ratio", "0.15")
     assert code == 0, said
 
@@ -204,7 +208,7 @@ def test_a_budget_that_is_refused_breaks_nothing(tmp_path: Path, capsys: pytest.
         if budget.tokens < 40:
             raise ConfigError(f"a budget of {budget.tokens} is too small")
 """
-    path.write_text(HEAD + OVER.replace("layer, 2, n_window=", "layer, ") + refuses)
+    path.write_text(HEAD + OVER.replace("2, n_window=", "") + refuses)
     code, said = verdicts(path, capsys, "--ratio", "0.1", "0.3")
     assert code == 0
     assert all(line.startswith("held") for line in said.values())

@@ -9,21 +9,19 @@ Not here: what a method may do and no count shows, which `tests/conformance.py` 
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.ledger import Entry
+from engine.books.ledger import Entry, Ledger
 from engine.budget import ELEMENT_BYTES, token_bytes
 from engine.errors import ConfigError, RunError
+from engine.layouts.layer import Layer
+from engine.placement import Placement
+from engine.row import Row
 from engine.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from engine.layer import Layer
-    from engine.store import Store
-    from methods.base import SelectiveAttention
 
 VARIABLE = "KVBENCH_CHECK"
 LARGEST_ID_BYTES = 4  # of whole numbers, as the books count positions and ids
@@ -54,27 +52,26 @@ def check_positions(idx: Tensor, shape: ModelShape, lowest: int, end: int, where
             raise RunError(f"{where} hold {listed(twice)} of head {head} twice; return each once")
 
 
-def check_kept(store: "Store", layer: int, chosen: Sequence[Tensor | None]) -> None:
-    """`check_positions` for a row that is checked: (1, h_kv or h, k), or (k,) of single heads; None: all."""
-    for positions in chosen if store.checked_for else ():
-        if positions is not None:
-            idx = positions.expand(1, store.shape.h_kv, -1) if positions.ndim == 1 else positions
-            lowest = 0 if idx.shape[1:2] == (store.shape.h_kv,) else -1  # query heads may choose different numbers
-            where = f"{store.checked_for}: the positions kept in layer {layer}"
-            check_positions(idx, store.shape, lowest, store.trace.s_prompt, where)
+def check_kept(placement: Placement, layer: int, shape: ModelShape, s_prompt: int, checked_for: str) -> None:
+    """`check_positions` of what a row that is checked keeps: (1, h_kv or h, k), or (k,) of single heads."""
+    chosen = getattr(placement, "chosen", None)
+    for positions in (chosen if isinstance(chosen, Sequence) else [chosen]) if checked_for else ():
+        if isinstance(positions, Tensor):
+            idx = positions.expand(1, shape.h_kv, -1) if positions.ndim == 1 else positions
+            lowest = 0 if idx.shape[1:2] == (shape.h_kv,) else -1  # query heads may choose different numbers
+            where = f"{checked_for}: the positions kept in layer {layer}"
+            check_positions(idx, shape, lowest, s_prompt, where)
 
 
-def check_selection(layer: "Layer", idx: Tensor, padded: bool) -> None:
+def check_selection(layer: Layer, idx: Tensor, end: int, padded: bool) -> None:
     """Raise `RunError` where a step fetches what is not there, what it has already, or anything twice."""
     shape, host = layer.meter.shape, layer.host
+    assert host is not None
     where = (
         f"{layer.checked_for}: the positions selected in step {layer.n_seen - layer.s_prompt} of layer {layer.index}"
     )
-    if host is None:
-        raise RunError(f"{where} cannot be fetched, because the layer has no host; call store.offload in arrange")
     if idx.is_cuda:
         idx = idx.int().long()  # keys have scores in their upper halves
-    end = layer.n_seen - layer.n_gone if host.has_keys else host.n_prompt
     check_positions(idx, shape, -1 if padded else 0, end, where)
     if layer.n_kept + layer.n_window == 0:
         return
@@ -114,7 +111,7 @@ def tokens_and_pseudo(parts: Iterable[Part], h: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def count_parts(rows: "Sequence[SelectiveAttention]", layer: int, parts: Sequence[Sequence[Part]]) -> None:
+def count_parts(rows: Sequence[Row], layer: int, parts: Sequence[Sequence[Part]]) -> None:
     """Keep what attention reads of rows that are checked, until their step ends."""
     for row, own in zip(rows, parts, strict=True):
         if row.store.checked_for:
@@ -122,10 +119,10 @@ def count_parts(rows: "Sequence[SelectiveAttention]", layer: int, parts: Sequenc
             row.store.ledger.read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
 
 
-def correct_entry(store: "Store", layer: int) -> None:
+def correct_entry(ledger: Ledger, layer: int, shape: ModelShape) -> None:
     """Let the entry of a step have no less than attention read."""
-    if (read := store.ledger.read.pop(layer, None)) is not None:
-        store.ledger.correct(lambda entry: corrected(entry, *read, store.shape))
+    if (read := ledger.read.pop(layer, None)) is not None:
+        ledger.correct(lambda entry: corrected(entry, *read, shape))
 
 
 def corrected(entry: Entry, n_tokens: int, n_pseudo: int, shape: ModelShape) -> Entry:
@@ -141,7 +138,7 @@ def corrected(entry: Entry, n_tokens: int, n_pseudo: int, shape: ModelShape) -> 
     )
 
 
-def check_skips(row: "SelectiveAttention") -> None:
+def check_skips(row: Row) -> None:
     """Raise `ConfigError` for a method that leaves every layer whole."""
     layers = row.trace.shape.attention_layers
     if not row.variant.is_full and layers and set(layers) <= set(row.skipped_layers()):
@@ -151,7 +148,7 @@ def check_skips(row: "SelectiveAttention") -> None:
         )
 
 
-def bytes_beside(row: "SelectiveAttention") -> int:
+def bytes_beside(row: Row) -> int:
     """Bytes of a row's own tensors, beside the store's and the trace's K and V; numbers at 16 bits, ids at 32."""
     layers = row.trace.shape.attention_layers
     prompt = [x for layer in layers for x in (row.trace.keys(layer), row.trace.values(layer))]
@@ -188,7 +185,7 @@ def as_counted(x: Tensor) -> int:
     return n * min(x.itemsize, ELEMENT_BYTES if x.is_floating_point() else LARGEST_ID_BYTES)
 
 
-def uncounted_bytes(row: "SelectiveAttention") -> int:
+def uncounted_bytes(row: Row) -> int:
     """How much a row holds in tensors of its own, where that is far above what the books have of it; else 0."""
     at_most: dict[int, int] = {}
     for entry in row.store.ledger.entries:

@@ -1,25 +1,26 @@
 """What one layer of one variant attends to and moves in a step, and what its device cache spares it.
 
-A meter counts from one `close` to the next, which makes a ledger's entry of its counts. Methods count here what they
-move or read beside K and V. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
+A meter counts from one `close` to the next, which makes a ledger's entry of its counts. What methods hold, move or read
+beside K and V comes as a `Cost`. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
 tokens need not move. An accelerator keeps some counts to itself (`Owed`), and gives them all at once when the ledger is
 read: asking at every step would wait for it.
 
-Not here: moving (`engine/layer.py`), what the counts mean (`engine/books/ledger.py`).
+Not here: moving (`engine/layouts`), what the counts mean (`engine/books/ledger.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.books.ledger import Entry, Ledger
-from engine.budget import token_bytes
+from engine.budget import token_bytes, value_bytes
 from engine.caches.blocks import BlockCache
 from engine.caches.recent import RecentTokens, mark_tokens
+from engine.selection import FREE, Cost, Reads
 from engine.shapes import ModelShape
 
 COUNTS = (  # in the order of `Entry`
@@ -52,20 +53,13 @@ class Access:
     is_counted: bool = True  # False: the step attended to everything, and a cache only took in what was selected
 
 
-class Read(NamedTuple):
-    """Elements of an index that an accelerator read."""
-
-    n: Tensor  # (n,) int32
-    element_bytes: int
-
-
 @dataclass(slots=True)
 class Owed:
     """What one fetch counted on an accelerator, as `kernels/rows/union.py` does."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked
-    read: Read | None  # to find them
+    read: Reads | None  # to find them
     blocks: Tensor | None  # (3,) int32 of a cache of blocks, as `kernels/rows/blocks.py` counts
     is_passed_by: bool = False  # True: what moved and was attended to is counted already
 
@@ -85,6 +79,7 @@ class Meter:
     ) -> None:
         self.shape = shape
         self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
+        self.value_bytes = value_bytes(shape, 1) // shape.h_kv  # of its V
         self.far_bytes = self.token_bytes  # the same on the host: fewer where it has values alone, or codes
         self.blocks = blocks
         self.recent: RecentTokens | None = None
@@ -97,31 +92,34 @@ class Meter:
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
         self.owed: Owed | None = None  # of this step
-        self.read: Read | None = None  # of this step
+        self.read: Reads | None = None  # of this step
         self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
-    def count(self, field: str, amount: int) -> None:
-        """Add bytes that a method moved or read in this step beside K and V, or keeps there to find tokens."""
-        assert field in self.counts, f"{field} is not counted per step"
-        self.counts[field] += amount
+    def spend(self, cost: Cost) -> None:
+        """Add what a method held, read or moved in this step beside K and V."""
+        if cost is FREE:
+            return
+        counts = self.counts
+        counts["resident_meta_bytes"] += cost.held_bytes
+        counts["moved_meta_bytes"] += cost.moved_bytes
+        counts["read_meta_bytes"] += cost.read_bytes
+        counts["searched_bytes"] += cost.searched_bytes
+        counts["released_bytes"] += cost.released_bytes
+        counts["made_kv_bytes"] += cost.made_bytes
+        if cost.reads is not None:
+            self.read = cost.reads
 
-    def count_index(self, n_bytes: int) -> None:
-        """Add an index that stays on the device, all of which this step reads."""
-        self.count("resident_meta_bytes", n_bytes)
-        self.count("read_meta_bytes", n_bytes)
+    def hold(self, n_bytes: int) -> None:
+        """Add what a layer has on the device in this step beside K and V."""
+        self.counts["resident_meta_bytes"] += n_bytes
 
-    def count_read(self, n: Tensor, element_bytes: int) -> None:
-        """Add so many elements of an index, (n,) int32, that an accelerator read in this step."""
-        self.read = Read(n, element_bytes)
+    def count_pseudo(self, n: int) -> None:
+        """Add pseudo-tokens, summed over query heads."""
+        self.counts["pseudo_tokens"] += n
 
     def owe_fetch(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
         """What `heads` of a selection fetched stays on the accelerator until the ledger is read."""
         self.owed, self.read = Owed(counts, heads, self.read, blocks), None
-
-    def taken(self) -> dict[str, int]:
-        """What was counted since the step before, to be counted for other steps."""
-        counts, self.counts = self.counts, self.zeros.copy()
-        return {field: amount for field, amount in counts.items() if amount}
 
     def lie_far(self, of_token: int, moves: bool = True, rebuilds: bool = False) -> None:
         """A token of a KV head has so many bytes on the host; `moves`: a fetch has to bring it to the device."""

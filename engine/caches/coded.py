@@ -1,10 +1,11 @@
-"""A layer whose tokens lie on the device as codes: the verbs of `Layer` for one that neither fetches nor drops.
+"""Tokens that lie on the device as codes.
 
 A *codec* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
 the current token before attention and may pack what has aged behind it. Which token is where in it is its own matter,
 but that it is one in the order of positions.
 
-Not here: how a method packs (`methods/quantising`), what packed bytes look like (`kernels/packed`).
+Not here: its layer (`engine/layouts/coded.py`), how a method packs (`methods/quantising`), what packed bytes look like
+(`kernels/packed`).
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +14,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.ledger import Entry
-from engine.books.meter import Meter
-from engine.layer import Layer
 from kernels.rows.append import Place
 
 
@@ -52,48 +50,6 @@ class Codec(ABC):
     @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held between steps."""
-
-
-class CodedLayer(Layer):
-    """A layer that holds its tokens in a codec."""
-
-    is_coded = True
-
-    def __init__(
-        self, index: int, s_prompt: int, codec: Codec, n_new: int, meter: Meter, like: Tensor,
-        positions: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """The codec has the prompt's tokens at `positions` (1, h_kv, n) (None: all); `like` has the cache's dtype."""
-        nothing = Part(like[:, :, :0], like[:, :, :0])
-        super().__init__(index, s_prompt, nothing, nothing, 0, meter)
-        self.codec = codec
-        self.n_kept = self.n_front = codec.n
-        self.kept_positions = positions
-        self.capacity = n_new
-
-    def append(self, k_new: Tensor, v_new: Tensor) -> None:
-        self.advance(k_new, v_new)
-        self.codec.append(k_new, v_new)
-
-    def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
-        """None: codecs of all rows say them together."""
-        self.advance(k_new, v_new)
-        return []
-
-    def resident(self) -> list[Part]:
-        return [self.codec.part()]
-
-    def close(self, step: int) -> Entry:
-        """End the step: what has aged is packed, and bytes are the codec's."""
-        entry = super().close(step)
-        self.codec.settle()
-        return entry._replace(resident_kv_bytes=self.codec.counted_bytes())
-
-    def _assert_drops(self) -> None:
-        raise AssertionError(f"layer {self.index} holds codes and drops no tokens")
-
-    def allocated_bytes(self) -> int:
-        return sum(x.nbytes for x in self.codec.tensors())
 
 
 class Rows:

@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.layer import Layer
+from engine.layouts.slots import Slots
 from kernels.rows.weights import Held, Row, receive_rows
 
 
 class Learning(NamedTuple):
     """What one row's layer learns from a step."""
 
-    layer: Layer
+    layer: Slots
     weights: Tensor  # (1, h, n)
     before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
     candidates: tuple[int, int] | None = None  # positions, the last one exclusive, of which each head evicts one
+    held_bytes: int = 0  # of what is learnt
 
 
 def learn_rows(rows: Sequence[Learning], owners: int, reduce: str) -> list[Tensor]:
@@ -28,6 +29,7 @@ def learn_rows(rows: Sequence[Learning], owners: int, reduce: str) -> list[Tenso
     """
     found = receive_rows([asked(row) for row in rows], owners, reduce)
     for row, (_, positions, evicted) in zip(rows, found, strict=True):
+        row.layer.meter.hold(row.held_bytes)
         if positions is not None and evicted is not None:
             row.layer.has_evicted(positions, evicted)
     return [sums if evicted is None else sums[..., :-1] for sums, _, evicted in found]

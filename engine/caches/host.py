@@ -1,6 +1,6 @@
 """The tier from which a step fetches tokens: `Host`.
 
-Not here: what is fetched (`methods`), the device's tokens (`engine/layer.py`), a tier of codes
+Not here: what is fetched (`methods`), the device's tokens (`engine/layouts`), a tier of codes
 (`engine/caches/packed_host.py`).
 """
 
@@ -39,9 +39,9 @@ class Host:
             for late, new in zip(self.late, (k_new, v_new), strict=True):
                 late[:, :, at : at + new.shape[2]] = new
 
-    def far_bytes(self, of_token: int) -> int:
-        """Bytes of a token of one KV head, of which K and V have `of_token`."""
-        return of_token if self.has_keys else of_token // 2
+    def far_bytes(self, of_token: int, of_value: int) -> int:
+        """Bytes of a token of one KV head, of which K and V have `of_token`, and V alone `of_value`."""
+        return of_token if self.has_keys else of_value
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.

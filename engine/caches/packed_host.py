@@ -35,7 +35,7 @@ class PackedHost(Host):
         at += self.n_prompt
         self.rows[:, at : at + k_new.shape[2]] = packed_rows(k_new[0], v_new[0], self.code)
 
-    def far_bytes(self, of_token: int) -> int:
+    def far_bytes(self, of_token: int, of_value: int) -> int:
         return self.code.token_bytes(self.d_h, self.d_v)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:

@@ -5,21 +5,19 @@ What the prefill observed, such as attention of the prompt's last queries, is th
 Not here: what makes codes (`methods/quantising`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from engine.placement import Coder
 from engine.prefill import Trace
 from kernels.gather import move_both
-
-if TYPE_CHECKING:
-    from engine.store import Coder
 
 
 class RebuiltTrace(Trace):
     """The exact trace but for K and V, and for what variants share: it follows from them."""
 
-    def __init__(self, exact: Trace, coder: "Coder") -> None:
+    def __init__(self, exact: Trace, coder: Coder) -> None:
         self._exact, self._coder, self._shared = exact, coder, {}
         self._latest: tuple[int, Tensor, Tensor] | None = None  # layers are asked for one after the other
 

@@ -1,6 +1,6 @@
 """KV heads that hold their latest tokens alone beside heads that grow: `Rolling`.
 
-Not here: the rows themselves (`engine/layer.py`).
+Not here: the rows themselves (`engine/layouts`).
 """
 
 from dataclasses import dataclass, field

@@ -6,10 +6,7 @@ Not here: who interrupts (`methods`), the step loop (`engine/decode.py`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from methods.base import SelectiveAttention
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,13 @@ class Cue:
         return None if has_said else self.ids[at]
 
 
-def cues_of(rows: "Sequence[SelectiveAttention]", tokenizer: Any) -> dict[int, Cue]:
+class Speaker(Protocol):
+    """Whose answer it is."""
+
+    def interruption(self) -> Interruption | None: ...
+
+
+def cues_of(rows: Sequence[Speaker], tokenizer: Any) -> dict[int, Cue]:
     """What some rows are made to say."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     found = {i: row.interruption() for i, row in enumerate(rows)}

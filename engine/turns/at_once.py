@@ -8,32 +8,30 @@ Not here: which rows may (`methods/turns.py`), rows of which each token changes 
 (`engine/turns/talk.py`).
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from engine.attend import Part
 from engine.causal import fused, over_past, weighed, whole
-from engine.layer import Layer
+from engine.layouts.fetching import Fetching
+from engine.layouts.slots import Slots
 from engine.passes.probe import joined
+from engine.row import Row
+from engine.selection import FeedSelection
 from engine.softmax import Softmax
-from engine.turns.feed import Feed, Selected, outgoing
+from engine.turns.feed import Feed, outgoing
 from kernels.rows.each import attend_each
 
-if TYPE_CHECKING:
-    from methods.base import SelectiveAttention
 
-
-def read_at_once(row: "SelectiveAttention", layer: int, feed: Feed) -> Tensor:
+def read_at_once(row: Row, layer: int, feed: Feed) -> Tensor:
     """The outputs (1, h, m, d_h) of the tokens, which the layer takes in."""
     at = row.store[layer]
     parts = [over_past(feed.q, feed.k, feed.v, feed.soft), *past(at, feed)]
-    selected = None
+    selected = FeedSelection()
     if at.can_fetch:
-        send(at, feed)
+        at.host.write(at.n_seen - at.s_prompt, feed.k, feed.v)
         selected = row.select_feed(layer, feed)
-    if selected is not None:
+    if selected.idx is not None:
         parts.append(fetched(at, feed, selected))
     out, lse = feed.soft.finish(*joined(parts))
     take_in(row, layer, feed, selected)
@@ -42,41 +40,31 @@ def read_at_once(row: "SelectiveAttention", layer: int, feed: Feed) -> Tensor:
     return out
 
 
-def send(at: Layer, feed: Feed) -> None:
-    """Write the tokens to the host, where it has generated ones."""
-    if at.host is not None:
-        at.host.write(at.n_seen - at.s_prompt, feed.k, feed.v)
-
-
-def fetched(at: Layer, feed: Feed, selected: Selected) -> tuple[Tensor, Tensor]:
+def fetched(at: Fetching, feed: Feed, selected: FeedSelection) -> tuple[Tensor, Tensor]:
     """Attention of each token over what is fetched for it."""
-    assert at.host is not None, f"layer {at.index} has no host"
+    assert selected.idx is not None
     n_seen, n_window = feed.moments[-1]
     part = at.host.tokens(selected.idx.contiguous(), None, late=n_seen - at.s_prompt > n_window)
     part.bias = selected.bias
     return attend_each(feed.q, part.tokens(), feed.soft.scale, feed.soft.cap)
 
 
-def take_in(row: "SelectiveAttention", layer: int, feed: Feed, selected: Selected | None) -> None:
+def take_in(row: Row, layer: int, feed: Feed, selected: FeedSelection) -> None:
     """Count every token in, write all of them to their slots, and the books of all but the last."""
     at, m = row.store[layer], feed.k.shape[2]
-    counts, slots = at.meter.taken(), []
+    places = []
     for t in range(m):
-        slots.append(at.advance(feed.k[:, :, t : t + 1], feed.v[:, :, t : t + 1]))
-        for name, amount in counts.items():
-            at.meter.count(name, amount)
-        if selected is not None:
-            for name, amounts in selected.counts.items():
-                at.meter.count(name, amounts[t])
+        places.append(at.advance(feed.k[:, :, t : t + 1], feed.v[:, :, t : t + 1]))
+        if selected.costs:
+            row.store.spend(layer, selected.costs[t])
+        if selected.idx is not None:
             at.fetch(selected.idx[t : t + 1], row.pads)
         if t < m - 1:
             row.store.close(layer)
-    places = torch.tensor(slots, device=at.k.device)
-    for buffer, new in ((at.k, feed.k), (at.v, feed.v)):
-        buffer.index_copy_(2, places, new)
+    at.write_window(places, feed.k, feed.v)
 
 
-def past(at: Layer, feed: Feed) -> list[tuple[Tensor, Tensor]]:
+def past(at: Slots, feed: Feed) -> list[tuple[Tensor, Tensor]]:
     """Attention of each token over what is resident before the feed and still there when it comes."""
     parts, hidden = [part for part in at.resident() if part.n_tokens()], outgoing(at, len(feed.moments), feed.q.dtype)
     hides: list[Tensor | None] = [None] * len(parts)

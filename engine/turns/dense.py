@@ -7,31 +7,28 @@ tokens moved for it.
 Not here: which feeds are read like this (`engine/turns/talk.py`).
 """
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from engine.attend import Part, attend_rows
 from engine.errors import ConfigError
+from engine.row import Row
 from engine.softmax import Softmax
-
-if TYPE_CHECKING:
-    from methods.base import SelectiveAttention
+from engine.step import behind_rows, step_rows
 
 
-def read_dense(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
     """The output (1, h, 1, d_h) of one token over the host tier's tokens, the generated ones included."""
     kind, at = type(row), row.store[layer]
     host = at.host
-    if row.wants_weights or at.is_coded or host is None or not host.has_keys:
+    if row.wants_weights or host is None or not host.has_keys:
         raise ConfigError(
             f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
         )
-    kind.step_rows([row], layer, q, k, v)
+    step_rows(kind, [row], layer, q, k, v)
     n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
     parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
     out, _ = attend_rows(q, [parts], soft, [False])
-    kind.after_rows([row], layer, out.clone(), [None])
+    behind_rows(kind, [row], layer, out.clone(), [None])
     at.meter.count_whole(n_held - at.n_kept - at.n_window)
     row.store.close(layer)
     return out

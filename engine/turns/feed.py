@@ -1,16 +1,16 @@
-"""Tokens of a feed that a row reads in one call: `Feed`, and what a method selects for each of them: `Selected`.
+"""Tokens of a feed that a row reads in one call: `Feed`.
 
-Not here: how they are read (`engine/turns/at_once.py`).
+Not here: what is selected for each of them (`engine/selection.py`), how they are read (`engine/turns/at_once.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.layer import Layer
+from engine.layouts.layer import Layer
 from engine.softmax import Softmax
 
 
@@ -41,15 +41,6 @@ class Feed:
         return self.q.transpose(1, 2).transpose(0, 1).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class Selected:
-    """What each token of a feed fetches."""
-
-    idx: Tensor  # (m, h_kv or h, k) positions, -1: none
-    bias: Tensor | None = None  # (m, h_kv or h, k) float32, as `log_weights` has them
-    counts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the books, where tokens differ
-
-
 def moments(at: Layer, m: int) -> list[Moment]:
     """Those of the next `m` tokens."""
     return [Moment(at.n_seen + t, min(at.capacity, at.n_window + t)) for t in range(1, m + 1)]
@@ -62,7 +53,7 @@ def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
     """
     if at.n_window + m <= at.capacity:
         return None
-    device = at.k.device
+    device = at.device
     slots, t = torch.arange(at.n_window, device=device), torch.arange(1, m + 1, device=device)
     age = (at.n_seen - 1 - at.start - slots) % at.capacity
     hidden = torch.zeros(m, at.n_window, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.ledger import Ledger
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from methods.base import SelectiveAttention
+from engine.row import Row
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Row)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), range, slice)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
@@ -37,10 +36,10 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 class Mark:
     """A moment of a row. It may be gone back to any number of times."""
 
-    def __init__(self, row: "SelectiveAttention") -> None:
+    def __init__(self, row: Row) -> None:
         self.frozen = fork_of(row)
 
-    def restore(self, row: "SelectiveAttention") -> None:
+    def restore(self, row: Row) -> None:
         """Let the row be as it was; its ledger begins anew."""
         fresh = vars(fork_of(self.frozen))
         for name in [*vars(row)]:
@@ -49,7 +48,7 @@ class Mark:
             setattr(row, name, value)
 
 
-def fork_of(row: "SelectiveAttention") -> "SelectiveAttention":
+def fork_of(row: R) -> R:
     """A second row that goes on from here, whatever becomes of the first."""
     if not row.rolls_back:
         raise ConfigError(
@@ -63,7 +62,7 @@ def fork_of(row: "SelectiveAttention") -> "SelectiveAttention":
 class _Copier:
     """Copies a graph of objects, each once, but for what the trace holds."""
 
-    def __init__(self, row: "SelectiveAttention") -> None:
+    def __init__(self, row: Row) -> None:
         self.row = row
         self.copies: dict[int, Any] = {}  # by the original's id
         self.originals: list[Any] = []  # kept, so that no id is used twice
@@ -71,12 +70,12 @@ class _Copier:
         for part in (row.trace, row.variant, row.params, row.plan, row.budget, row.trace.shape):
             self.share(part)
 
-    def copy_row(self) -> "SelectiveAttention":
+    def copy_row(self) -> Any:
         store = self.row.store
         _ = store.ledger.entries  # what an accelerator owes is paid before
         synchronize([self.row.trace.device, *self.row.trace.layer_devices])  # other streams may be writing to them
         self.copies[id(store.ledger)] = Ledger()
-        return cast("SelectiveAttention", self.copy(self.row))
+        return self.copy(self.row)
 
     def share(self, thing: Any) -> None:
         """What can be reached from here stands in the copy as it is."""

@@ -21,15 +21,15 @@ from engine.books.spans import span
 from engine.causal import Chunk, weighed
 from engine.decode import Answer, attend_groups
 from engine.prefill import Trace
+from engine.row import Row, Variant
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
+from engine.step import cut
 from engine.turns.dense import read_dense
 from engine.turns.feed import Feed, moments
 
 if TYPE_CHECKING:
     from engine.model import Call, Model
-    from methods.base import SelectiveAttention
-    from methods.variant import Variant
 
 
 class Talk:
@@ -38,7 +38,7 @@ class Talk:
     Layers that the model keeps to itself want rows of equal feeds and answers: `has_own_layers` says so.
     """
 
-    def __init__(self, model: "Model", trace: Trace, rows: Sequence["SelectiveAttention"], cache: Any = None) -> None:
+    def __init__(self, model: "Model", trace: Trace, rows: Sequence[Row], cache: Any = None) -> None:
         """`cache` is the model's own of its layers that nobody compresses, by default that behind the prompt."""
         self.model, self.trace, self.rows = model, trace, list(rows)
         self.cache = model.fork_cache(trace.rest, len(rows)) if cache is None else cache
@@ -62,7 +62,7 @@ class Talk:
         return talk
 
     def read(
-        self, feeds: Sequence[Sequence[int]], feed: str = "compressed", grown: "Sequence[Variant | None]" = ()
+        self, feeds: Sequence[Sequence[int]], feed: str = "compressed", grown: Sequence[Variant | None] = ()
     ) -> Tensor:
         """Every row reads its own tokens, one or more: logits of the next one, (n, vocabulary) float32.
 
@@ -100,7 +100,9 @@ class Talk:
         """Let rows whose budget grows compress what they read."""
         with torch.inference_mode():
             for (i, layer), queries in self.asked.items():
-                self.rows[i].extend(layer, torch.cat(queries, 2), self.growing[i])
+                change = self.rows[i].extend(layer, torch.cat(queries, 2), self.growing[i])
+                if change is not None:
+                    self.rows[i].store.change_between(layer, change)
         self.growing, self.asked = {}, {}
 
     def answer(
@@ -155,7 +157,7 @@ class Talk:
         self.starts = [self.positions[i] - pads[i] for i in which]
         starts = torch.tensor(self.starts, device=ids.device)
         places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
-        self.plans: dict[tuple[int, ...], list[tuple[type[SelectiveAttention], slice]]] = {}
+        self.plans: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
         looks_ahead = any(row.wants_lookahead for row in self.active)
         watching = self.model.watched(self.calls) if looks_ahead else nullcontext()
         with self.clock.running(self.model.device), span("step"), watching, torch.inference_mode():
@@ -165,7 +167,7 @@ class Talk:
             self.positions[i] += m - pads[i]
             if self.rows[i].of_answers:
                 assert m - pads[i] == 1, "a row that compresses between steps reads step by step"
-                self.rows[i].after_step()
+                cut(self.rows[i])
         found = logits.new_empty(len(self.rows), logits.shape[1])
         found[which] = logits
         return found
@@ -210,7 +212,7 @@ class Talk:
                 out[live, :, j : j + 1] = found
         return out
 
-    def groups(self, live: Sequence[int]) -> "list[tuple[type[SelectiveAttention], slice]]":
+    def groups(self, live: Sequence[int]) -> list[tuple[type[Row], slice]]:
         """Runs of rows of one class at one position among these, as slices: such rows can be worked on together."""
         key = tuple(live)
         if key not in self.plans:
@@ -227,7 +229,7 @@ class Talk:
         return dict(zip(looking, queries.split(1), strict=True))
 
 
-def read_stretches(row: "SelectiveAttention", layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
     """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
     outs, start, m = list[Tensor](), 0, q.shape[2]
     while start < m:
@@ -246,9 +248,7 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def runs(
-    rows: "Sequence[SelectiveAttention]", positions: Sequence[int]
-) -> "Iterator[tuple[type[SelectiveAttention], slice]]":
+def runs(rows: Sequence[Row], positions: Sequence[int]) -> Iterator[tuple[type[Row], slice]]:
     start = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or type(rows[i]) is not type(rows[start]) or positions[i] != positions[start]:

@@ -44,6 +44,7 @@ from engine.errors import ConfigError, unknown_name
 from engine.foreign import write_csv
 from engine.observe import ColumnSums
 from engine.prefill import Trace
+from engine.selection import Found
 from engine.shapes import ModelShape
 from engine.terminal import say
 from evals.overrides import CONF
@@ -269,7 +270,7 @@ class Numbers(TorchDispatchMode):
     def of_search(self, kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
         """The class, with a search whose numbers are counted here."""
 
-        def select_rows(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> list[torch.Tensor | None]:
+        def select_rows(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> Sequence[Found]:
             with self:
                 return kind.select_rows(rows, layer, q)
 

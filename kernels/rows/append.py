@@ -4,7 +4,7 @@ Shapes    k_new, v_new (n, h_kv, 1, d_h or d_v); a place is a pair of buffers (1
           device or pinned on the host, and the slot. Values that lie within their keys are written with these.
 Checks    tests/kernels/test_append.py.
 
-Not here: which slot (`engine/layer.py`).
+Not here: which slot (`engine/layouts`).
 """
 
 # pyright: reportInvalidTypeForm=false

@@ -24,7 +24,7 @@ Figures   keep fewer bits, or made keys: #239EBD, circle, :
 Not here: the least-squares problems (`methods/compacting/matching.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, exp, floor
@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part
 from engine.books.footprint import Footprint
 from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
@@ -42,6 +41,7 @@ from engine.errors import ConfigError
 from engine.observe import Observation, SpacedQueries
 from engine.passes.probe import Probe
 from engine.passes.repetition import RepeatedQueries
+from engine.placement import Made
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
 from methods.compacting.matching import BiasRule, Pursuit, fit_values, fit_weights, highest_keys, pursue, target
@@ -195,18 +195,21 @@ class AttentionMatching(SelectiveAttention):
             return ()
         return (RepeatedQueries(plan.n_queries, plan.frame, params.first_ids),)
 
-    def arrange(self, layer: int) -> None:
-        if self.params.queries != "repeat":
-            (what,) = self.variant.observations
-            self.compact(layer, self.trace.observed(what, layer))
-
-    def arrange_rest(self) -> None:
+    def arrange(self, layer: int) -> Made | None:
         if self.params.queries == "repeat":
-            (what,) = self.variant.probes
-            for layer in self.trace.shape.attention_layers:
-                self.compact(layer, self.trace.probed(what, layer))
+            return None
+        (what,) = self.variant.observations
+        return self.compact(layer, self.trace.observed(what, layer))
 
-    def compact(self, layer: int, q: Tensor) -> None:
+    def arrange_rest(self) -> Mapping[int, Made]:
+        if self.params.queries != "repeat":
+            return {}
+        (what,) = self.variant.probes
+        return {
+            layer: self.compact(layer, self.trace.probed(what, layer)) for layer in self.trace.shape.attention_layers
+        }
+
+    def compact(self, layer: int, q: Tensor) -> Made:
         """Put few keys in the place of the layer's, by reference queries (1, h, n, d_h)."""
         key = ("Attention Matching", self.params, self.plan, layer)
         with span("match", layer):
@@ -214,7 +217,6 @@ class AttentionMatching(SelectiveAttention):
         self.n_heads += len(heads)
         self.n_ridged += sum(head.is_ridged for head in heads)
         keys = self.trace.keys(layer)[0]
-        longest = max(len(head.idx) for head in heads)
         kept = torch.nn.utils.rnn.pad_sequence([head.idx for head in heads], batch_first=True, padding_value=-1)
         rows = kept.clamp(min=0).unsqueeze(-1).expand(-1, -1, keys.shape[-1])
         bias = kept.new_zeros(kept.shape, dtype=torch.float32)
@@ -222,14 +224,8 @@ class AttentionMatching(SelectiveAttention):
         for i, head in enumerate(heads):
             bias[i, : len(head.idx)] = head.bias
             values[i, : len(head.idx)] = head.values.to(keys.dtype)
-        mask = None
-        if any(len(head.idx) < longest for head in heads):
-            mask = (kept >= 0).repeat_interleave(self.trace.shape.g, 0).unsqueeze(0)
-        made = Part(
-            keys.gather(1, rows).unsqueeze(0), values.unsqueeze(0), mask,
-            bias=bias.unsqueeze(0) if self.params.biases == "fitted" else None,
-        )  # fmt: skip
-        self.store.replace(layer, made, kept.unsqueeze(0))
+        fitted = bias.unsqueeze(0) if self.params.biases == "fitted" else None
+        return Made(keys.gather(1, rows).unsqueeze(0), values.unsqueeze(0), kept.unsqueeze(0), fitted)
 
     def matched(self, layer: int, q: Tensor) -> list[Compacted]:
         """Every KV head's few keys: the frame's as they are, and those of each part."""

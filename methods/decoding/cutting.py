@@ -8,13 +8,13 @@ Not here: any order.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.caches.queries import QueryRing
 from engine.observe import LastQueries, Observation
+from engine.placement import Kept, Placement, Queries, Stay, Whole
 from kernels.topk import top_stable_ref
 from methods.base import SelectiveAttention
 from methods.decoding.schedule import DecodingRules, Schedule
@@ -43,16 +43,14 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
     def reorder(self, layer: int, slots: Tensor) -> None:
         """Let what the method keeps beside K and V follow the tokens of these slots."""
 
-    def arrange(self, layer: int) -> None:
-        schedule, s, store = self.plan, self.trace.s_prompt, self.store
-        if schedule.cuts_prompt(s):
-            chosen = self.trace.once(("cut prompt", self.cut_by(), layer), lambda: self.cut_prompt(layer))
-            store.keep(layer, chosen, capacity=min(store.n_new, schedule.room_behind(s)))
-            self.reorder(layer, chosen)
-        else:
-            store.keep_until_full(layer, min(store.n_new, schedule.room(s)))
-        if w := self.n_queries(self.params):
-            store[layer].queries = QueryRing(w, self.trace.observed(LastQueries(w), layer))
+    def arrange(self, layer: int) -> Placement:
+        schedule, s, n_new, w = self.plan, self.trace.s_prompt, self.store.n_new, self.n_queries(self.params)
+        queries = Queries(w, self.trace.observed(LastQueries(w), layer)) if w else None
+        if not schedule.cuts_prompt(s):
+            return Whole(min(n_new, schedule.room(s)), queries)
+        chosen = self.trace.once(("cut prompt", self.cut_by(), layer), lambda: self.cut_prompt(layer))
+        self.reorder(layer, chosen)
+        return Kept(chosen, capacity=min(n_new, schedule.room_behind(s)), queries=queries)
 
     def cut_by(self) -> Hashable:
         """All that the first cut of a sample's prompt depends on."""
@@ -64,13 +62,13 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
         positions = torch.arange(keys.shape[2], device=keys.device).expand(1, keys.shape[1], -1)
         return self.order(layer, keys, positions)
 
-    def after_step(self) -> None:
+    def after_step(self) -> Iterator[tuple[int, Stay]]:
         layers = self.trace.shape.attention_layers
         held = self.store[layers[0]]
         if not self.plan.is_due(held.n_kept + held.n_window, held.n_seen, self.trace.s_prompt):
             return
         for layer, slots in self.cuts(layers):
-            self.store[layer].retain(slots, self.plan.room_behind(self.trace.s_prompt))
+            yield layer, Stay(slots, self.plan.room_behind(self.trace.s_prompt))
             self.reorder(layer, slots)
 
     def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
 from engine.checks import whole_number, whole_numbers
 from engine.errors import ConfigError
+from engine.placement import Whole
 from engine.sampling.cues import Interruption
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
@@ -56,8 +57,8 @@ class FullStopped(DecodingRules, SelectiveAttention):
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Schedule:
         return cls.schedule(params, budget.nominal_tokens)
 
-    def arrange(self, layer: int) -> None:
-        self.store.keep_all(layer)
+    def arrange(self, layer: int) -> Whole:
+        return Whole()
 
     def interruption(self) -> Interruption:
         longest = self.params.answer_tokens or self.store.n_new

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
+from engine.placement import Change, Placement
+from engine.selection import Cost
 from methods.base import SelectiveAttention
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.decoding.schedule import Schedule, check_schedule, schedule_notes
@@ -65,9 +67,9 @@ class H2ODecode(CuttingMethod):
     def n_recent(self) -> int:
         return self.plan.target // 2
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Placement:
         self.sums[layer] = self.received(layer)
-        super().arrange(layer)
+        return super().arrange(layer)
 
     def received(self, layer: int) -> Tensor:
         """Attention that every token of the prompt received, (1, h_kv, s)."""
@@ -85,23 +87,22 @@ class H2ODecode(CuttingMethod):
     @classmethod
     def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
+    ) -> Sequence[Change | None]:
         """All rows add up."""
         mine, h_kv = cast("Sequence[H2ODecode]", rows), rows[0].trace.shape.h_kv
         given = [x for x in weights if x is not None]
         learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(mine, given, strict=True)]
         for row, sums in zip(mine, learn_rows(learning, h_kv, "sum"), strict=True):
             row.sums[layer] = sums
-            row.store[layer].meter.count("resident_meta_bytes", SUM_BYTES * sums.numel())
+        return [Change(cost=Cost(held_bytes=SUM_BYTES * row.sums[layer].numel())) for row in mine]
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change:
         """Add up what each token got."""
         assert weights is not None, "H2O learns from the weights"
         scores = reduce_group(weights, self.trace.shape.h_kv, "sum")
         scores[..., :-1] += self.sums[layer]
         self.sums[layer] = scores
-        self.store[layer].meter.count("resident_meta_bytes", SUM_BYTES * scores.numel())
-        return out
+        return Change(cost=Cost(held_bytes=SUM_BYTES * scores.numel()))
 
     def protected(self, layer: int) -> range:
         return self.latest(self.n_recent)

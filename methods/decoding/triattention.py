@@ -36,6 +36,8 @@ from engine.budget import BudgetRequest
 from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
 from engine.observe import ModelFact, Observation
+from engine.placement import Change
+from engine.selection import Cost
 from engine.shapes import Checkpoint, ModelShape
 from kernels.topk import top_stable_ref
 from methods.calibration.files import check_calibration, check_file, digest_of_file
@@ -228,13 +230,13 @@ class TriAttention(CuttingMethod):
         fixed = torch.arange(self.n_fixed, device=best.device).expand(h_kv, -1)
         return torch.cat([fixed, best + self.n_fixed], -1).unsqueeze(0)
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """Count the positions: of all sets in the first layer, where layers share them."""
         held, layers = self.store[layer], self.trace.shape.attention_layers
         n_sets = 1 if self.params.mode == "global" else self.trace.shape.h_kv
-        if self.params.mode == "per_layer_head" or layer == layers[0]:
-            held.meter.count("resident_meta_bytes", POSITION_BYTES * n_sets * (held.n_kept + held.n_window))
-        return out
+        if self.params.mode != "per_layer_head" and layer != layers[0]:
+            return None
+        return Change(cost=Cost(held_bytes=POSITION_BYTES * n_sets * (held.n_kept + held.n_window)))
 
     def protected(self, layer: int) -> list[int]:
         return [*range(self.n_fixed), *self.latest(0)]

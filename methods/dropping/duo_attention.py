@@ -36,6 +36,7 @@ from torch import Tensor
 from engine.budget import Budget, BudgetRequest, show
 from engine.checks import each_one_of, tokens, whole_number
 from engine.errors import ConfigError
+from engine.placement import Placement, Ragged, Rolls, Whole
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
 
@@ -181,17 +182,17 @@ class DuoAttention(SelectiveAttention):
     def uncodable(cls, params: Params) -> str:
         return super().uncodable(params) or "DuoAttention keeps other numbers of tokens in each head"
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Placement:
         s, heads = self.trace.s_prompt, range(self.trace.shape.h_kv)
         windows = [self.plan.recent.get((layer, head), -1) for head in heads]
         if max(windows) < 0:
-            self.store.keep_all(layer)
-            return
+            return Whole()
         recent = [self.n_recent(n) for n in windows]
-        self.store.keep_ragged(layer, [self.kept(layer, n) for n in recent])
-        if self.params.evict == "always":
-            room = [max(0, self.plan.n_sink + n - s) for n in windows]
-            self.store[layer].roll(recent, room, max(0, self.plan.n_sink - s))
+        kept = [self.kept(layer, n) for n in recent]
+        if self.params.evict == "prompt":
+            return Ragged(kept)
+        room = [max(0, self.plan.n_sink + n - s) for n in windows]
+        return Ragged(kept, Rolls(recent, room, max(0, self.plan.n_sink - s)))
 
     def n_recent(self, window: int) -> int:
         """How many of the prompt's latest tokens a head with such a window keeps; below 0, as it is: all."""

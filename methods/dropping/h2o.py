@@ -35,6 +35,8 @@ from engine.caches.eviction import Learning, learn_rows
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
+from engine.placement import Change, Evict, Kept, Stay
+from engine.selection import Cost
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
@@ -135,9 +137,9 @@ class H2O(ScoringMethod):
     def scores(self, layer: int) -> Tensor:
         return self.received(layer)[..., self.plan.n_sink : self.trace.s_prompt - self.plan.n_recent]
 
-    def place(self, layer: int, best: Tensor) -> None:
+    def place(self, layer: int, best: Tensor) -> Kept:
         """Keep all chosen tokens alike: recent ones, too, may go while the answer grows."""
-        plan, s, store = self.plan, self.trace.s_prompt, self.store
+        plan, s = self.plan, self.trace.s_prompt
         if s <= plan.tokens:
             every = torch.arange(s, device=best.device)
             kept = every.expand(1, best.shape[1], -1)
@@ -145,11 +147,11 @@ class H2O(ScoringMethod):
             sinks, recent = torch.arange(plan.n_sink), torch.arange(s - plan.n_recent, s)
             ends = [x.to(best.device).expand(1, best.shape[1], -1) for x in (sinks, recent)]
             kept = torch.cat([ends[0], best, ends[1]], -1)
-        room = store.n_new
+        room = self.store.n_new
         if self.params.generated == "inside":
             room = min(room, plan.tokens + 1 - kept.shape[-1])
-        store.keep(layer, kept, capacity=room)
         self.sums[layer] = self.received(layer).gather(-1, kept)
+        return Kept(kept, capacity=room)
 
     @property
     def is_still(self) -> bool:
@@ -158,7 +160,7 @@ class H2O(ScoringMethod):
     @classmethod
     def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
+    ) -> Sequence[Change | None]:
         """Rows that reduce alike learn in one launch."""
         learning: dict[str, list[tuple[H2O, Learning]]] = {}
         for row, given in zip(cast("Sequence[H2O]", rows), weights, strict=True):
@@ -169,32 +171,32 @@ class H2O(ScoringMethod):
             found = learn_rows([each for _, each in some], rows[0].trace.shape.h_kv, reduce)
             for (row, _), sums in zip(some, found, strict=True):
                 row.sums[layer] = sums
+        return ()
 
     def learning(self, layer: int, weights: Tensor) -> Learning:
         """What the layer learns from a step; once the cache is full, a token leaves it."""
         at, plan, n = self.store[layer], self.plan, weights.shape[-1]
-        at.meter.count("resident_meta_bytes", SCORE_BYTES * self.trace.shape.h_kv * n)
         candidates = (plan.n_sink, at.n_seen - plan.n_recent) if n > plan.tokens else None
-        return Learning(at, weights, self.sums[layer], candidates)
+        return Learning(at, weights, self.sums[layer], candidates, SCORE_BYTES * self.trace.shape.h_kv * n)
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""
         if self.is_still:
-            return out
+            return None
         assert weights is not None, "H2O learns from the weights"
         scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
         scores[..., :-1] += self.sums[layer]
-        self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * scores.numel())
-        if scores.shape[-1] > self.plan.tokens:
-            stop = self.store[layer].n_seen - self.plan.n_recent
-            slots = weakest(scores, self.store[layer].positions(), self.plan.n_sink, stop)
-            self.store[layer].evict(slots)
-            scores = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the store does
-        self.sums[layer] = scores
-        return out
+        cost = Cost(held_bytes=SCORE_BYTES * scores.numel())
+        if scores.shape[-1] <= self.plan.tokens:
+            self.sums[layer] = scores
+            return Change(cost=cost)
+        stop = self.store[layer].n_seen - self.plan.n_recent
+        slots = weakest(scores, self.store[layer].positions(), self.plan.n_sink, stop)
+        self.sums[layer] = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the layer does
+        return Evict(slots, cost=cost)
 
     def at_once(self, layer: int, m: int) -> int:
-        if self.is_still or self.store[layer].k.is_cuda:
+        if self.is_still or self.store[layer].device.type == "cuda":
             return super().at_once(layer, m)
         return m
 
@@ -205,7 +207,7 @@ class H2O(ScoringMethod):
         sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
 
         def scores(weights: Tensor, n_held: int) -> Tensor:
-            self.store[layer].meter.count("resident_meta_bytes", SCORE_BYTES * sums.shape[1] * n_held)
+            self.store.spend(layer, Cost(held_bytes=SCORE_BYTES * sums.shape[1] * n_held))
             return sums.add_(reduce_group(weights, sums.shape[1], self.params.reduce))
 
         keeps = self.plan.n_sink, self.plan.n_recent
@@ -213,7 +215,7 @@ class H2O(ScoringMethod):
         self.sums[layer] = sums.gather(-1, held)
         return out
 
-    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
         """The cache grows, for tokens to come. Where nothing left it while it was read, the lowest sums leave now."""
         at, plan = self.store[layer], grown.plan
         positions, sums = at.positions(), self.sums[layer]
@@ -222,8 +224,8 @@ class H2O(ScoringMethod):
         stays = keep_top(sums.masked_fill(ends, torch.inf), min(n, plan.tokens))
         self.sums[layer] = sums.gather(-1, stays)
         room = min(self.store.n_new - (at.n_seen - self.trace.s_prompt), plan.tokens + 1 - stays.shape[-1])
-        self.store.ledger.count_rebuilt(at.rest(stays, room) + SCORE_BYTES * sums.numel())
         self.plan = plan
+        return Stay(stays, room, cost=Cost(rebuilt_bytes=SCORE_BYTES * sums.numel()))
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

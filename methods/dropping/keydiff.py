@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest
 from engine.checks import each_one_of, whole_numbers
+from engine.placement import Change, Evict, Kept, Placement
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from methods.dropping.allocators import Counts
@@ -119,7 +120,7 @@ class KeyDiff(ScoringMethod):
     def scorer(self) -> Hashable:
         return "unlikeness of keys"
 
-    def keep_best(self, layer: int, n: Counts) -> None:
+    def keep_best(self, layer: int, n: Counts) -> Placement:
         if self.params.blocks == "none":
             return super().keep_best(layer, n)
         counts, keys = self.of_heads(layer, n) if isinstance(n, int) else n, self.trace.keys(layer)
@@ -128,21 +129,21 @@ class KeyDiff(ScoringMethod):
         heads = zip(keys.split(1, 1), counts, strict=True)
         return self.place_ragged(layer, [survivors(each, k, self.params.block_len)[0, 0] for each, k in heads])
 
-    def place(self, layer: int, best: Tensor) -> None:
+    def place(self, layer: int, best: Tensor) -> Placement:
         """Keep what was chosen, with room for the answer, or for one token of it where another then leaves."""
         room = self.store.n_new
-        self.store.keep(layer, best, capacity=min(room, 1) if self.params.evict == "always" else room)
+        return Kept(best, capacity=min(room, 1) if self.params.evict == "always" else room)
 
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or self.params.evict != "always"
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """With `evict: always` the key that is most like the average leaves each head."""
-        if self.params.evict == "always" and not self.variant.is_full:
-            (held,) = self.store[layer].resident()
-            self.store[layer].evict(lowest_slot(self.unlikeness(layer, held.k), self.store[layer].positions()))
-        return out
+        if self.is_still:
+            return None
+        at = self.store[layer]
+        return Evict(lowest_slot(self.unlikeness(layer, at.keys()), at.positions()))
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

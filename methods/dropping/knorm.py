@@ -31,6 +31,7 @@ from torch import Tensor
 
 from engine.budget import Budget
 from engine.checks import each_one_of, whole_numbers
+from engine.placement import Change, Evict, Kept, Placement
 from engine.shapes import ModelShape
 from methods.dropping.allocators import Counts
 from methods.scorers import by_heads, lowest_slots
@@ -97,30 +98,29 @@ class Knorm(ScoringMethod):
     def scorer(self) -> Hashable:
         return "shortness of keys"
 
-    def keep_best(self, layer: int, n: Counts) -> None:
+    def keep_best(self, layer: int, n: Counts) -> Placement:
         norms = -self.shared_scores(layer)
         self.spreads.append((norms.std(-1, correction=0) / norms.mean(-1)).mean())
-        super().keep_best(layer, n)
+        return super().keep_best(layer, n)
 
-    def place(self, layer: int, best: Tensor) -> None:
+    def place(self, layer: int, best: Tensor) -> Placement:
         """Keep what was chosen, with room for the answer, or for as much of it as comes before it is pruned."""
         room = self.store.n_new
         if self.prunes and self.params.every is not None:
             room = min(room, self.params.every)
-        self.store.keep(layer, best, capacity=room)
+        return Kept(best, capacity=room)
 
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or not self.prunes
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """With `every`, once so many tokens came: the longest keys of all leave."""
         at = self.store[layer]
         n_over = at.n_kept + at.n_window - self.plan.tokens
-        if self.prunes and n_over == self.params.every and layer not in self.whole:
-            (held,) = at.resident()
-            at.evict(lowest_slots(by_heads(self.trace, layer, held.k, shortness), at.positions(), n_over))
-        return out
+        if not self.prunes or n_over != self.params.every or layer in self.whole:
+            return None
+        return Evict(lowest_slots(by_heads(self.trace, layer, at.keys(), shortness), at.positions(), n_over))
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

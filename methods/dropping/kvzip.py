@@ -24,7 +24,7 @@ Fails     where trivial tokens fill the budget: list marks and line ends get wei
 Figures   drop after the prompt, by its last queries: #CA3300, circle, -.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from engine.checks import whole_number
 from engine.errors import ConfigError
 from engine.passes.probe import Probe
 from engine.passes.repetition import Repetition
+from engine.placement import Placement
 from engine.shapes import ModelShape
 from methods.allocator import Allocator
 from methods.dropping.allocators import Counts
@@ -153,10 +154,10 @@ class KVzip(ScoringMethod):
     def arrange(self, layer: int) -> None:
         """Nothing is known of a layer before the context was repeated."""
 
-    def arrange_rest(self) -> None:
+    def arrange_rest(self) -> Mapping[int, Placement]:
         self.counted = self.counts()
-        for layer, n in zip(self.trace.shape.attention_layers, self.counted, strict=True):
-            self.keep_best(layer, n)
+        layers = zip(self.trace.shape.attention_layers, self.counted, strict=True)
+        return {layer: self.keep_best(layer, n) for layer, n in layers}
 
     def report(self) -> dict[str, Any]:
         """What heads and layers keep of the prompt."""

@@ -36,6 +36,7 @@ from torch import Tensor
 from engine.budget import Budget, BudgetRequest
 from engine.checks import each_one_of, tokens, whole_numbers
 from engine.errors import ConfigError
+from engine.placement import Change, Evict, Kept, Placement
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
@@ -220,7 +221,7 @@ class LagKV(ScoringMethod):
         plan, params = self.plan, self.params
         return "lag", plan.n_sink, plan.lag, params.value_weight, params.selection
 
-    def keep_best(self, layer: int, n: Counts) -> None:
+    def keep_best(self, layer: int, n: Counts) -> Placement:
         if self.plan.n_parts:
             self.flat.append(self.partitions(layer)[1])
         if self.params.selection != "quota" or self.plan.n_parts == 0:
@@ -232,7 +233,7 @@ class LagKV(ScoringMethod):
         heads = zip(scores.split(1, 1), counts, strict=True)
         return self.place_ragged(layer, [quota(each, k)[0, 0] for each, k in heads])
 
-    def place(self, layer: int, best: Tensor) -> None:
+    def place(self, layer: int, best: Tensor) -> Placement:
         """With `evict: always`, keep all chosen tokens alike, with room for the most that are held at once."""
         if not self.cuts:
             return super().place(layer, best)
@@ -241,24 +242,23 @@ class LagKV(ScoringMethod):
         kept = torch.cat([every[..., :n_first], best, every[..., s - n_last :]], -1)
         n, n_new = kept.shape[-1], self.store.n_new
         self.base[layer] = self.plan.base
-        return self.store.keep(layer, kept, capacity=self.plan.peak(n, n_new) - n)
+        return Kept(kept, capacity=self.plan.peak(n, n_new) - n)
 
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or not self.cuts
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """With `evict: always`, once a partition and its reference are complete: the partition keeps its best."""
         if not self.cuts:
-            return out
+            return None
         plan, at, base = self.plan, self.store[layer], self.base[layer]
         n = at.n_kept + at.n_window
         self.attended_max = max(self.attended_max, n)
-        if plan.cut(n, base):
-            if plan.m < plan.lag:
-                at.evict(self.leaving(layer, base))
-            self.base[layer] = base + plan.m
-        return out
+        if not plan.cut(n, base):
+            return None
+        self.base[layer] = base + plan.m
+        return Evict(self.leaving(layer, base)) if plan.m < plan.lag else None
 
     def leaving(self, layer: int, base: int) -> Tensor:
         """Slots of the partition right behind `base` without its `m` best tokens: (1, h_kv, lag - m)."""

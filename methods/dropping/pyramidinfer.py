@@ -31,7 +31,9 @@ from torch import Tensor
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
 from engine.observe import MeanWeights, Observation
+from engine.placement import Change, Stay, Whole
 from engine.prefill import Thinning
+from engine.selection import Cost
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.column_sums import column_sums
@@ -283,27 +285,25 @@ class PyramidInfer(SelectiveAttention):
     def observations(cls, params: Params, plan: Plan | None) -> tuple[Observation, ...]:
         return (MeanWeights(plan.tail),) if params.compress_generated and plan is not None else ()
 
-    def arrange(self, layer: int) -> None:
-        self.store.keep_reached(layer)
+    def arrange(self, layer: int) -> Whole:
         if self.wants_weights and self.plan is not None:
             weights = self.trace.observed(MeanWeights(self.plan.tail), layer)
             n_stay = n_of_block(BLOCK, BLOCK_SHARE, BLOCK_DECAY, layer, self.plan.n_layers)
             self.generated[layer] = Generated(weights, weights.shape[1], BLOCK, n_stay, self.plan.distance_weight)
+        return Whole()
 
     @property
     def is_still(self) -> bool:
         return self.variant.is_full or not self.wants_weights
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         if weights is None or self.plan is None:
-            return out
+            return None
         generated = self.generated[layer]
         generated.take(weights[0].mean(0), self.plan.tail)
-        self.store[layer].meter.count("resident_meta_bytes", generated.weights.nbytes)
+        cost = Cost(held_bytes=generated.weights.nbytes)
         stay = generated.stay(self.plan.tail)
-        if stay is not None:
-            self.store[layer].drop_but(stay)
-        return out
+        return Change(cost=cost) if stay is None else Stay(stay.expand(1, self.trace.shape.h_kv, -1), cost=cost)
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

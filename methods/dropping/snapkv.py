@@ -27,7 +27,9 @@ from engine.budget import Budget, key_bytes
 from engine.checks import each_one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, window_scores
+from engine.placement import Stay
 from engine.prefill import Trace
+from engine.selection import Cost
 from engine.shapes import ModelShape
 from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from methods.scoring import ScoringMethod
@@ -101,20 +103,19 @@ class SnapKV(ScoringMethod):
     def scorer(self) -> Hashable:
         return voter(self.params)
 
-    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
         """The feed's last queries vote for all that is held before them; neighbours are those in the cache."""
         at, store, plan, params = self.store[layer], self.store, grown.plan, self.params
         window, keys = min(plan.window, q.shape[2]), at.keys()
         n = keys.shape[2]
         if n <= plan.cap:
-            return
+            return None
         votes = window_scores(q[:, :, -window:], keys, self.trace.softmax[layer])
         scores = pool_scores(reduce_group(votes, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
         best = keep_top(scores, plan.cap - window)
         last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)
         room = store.n_new - (at.n_seen - self.trace.s_prompt)
-        read = n * key_bytes(self.trace.shape, 1)
-        store.ledger.count_rebuilt(read + at.rest(torch.cat([best, last], -1), room))
+        return Stay(torch.cat([best, last], -1), room, cost=Cost(rebuilt_bytes=n * key_bytes(self.trace.shape, 1)))
 
     def report(self) -> dict[str, Any]:
         return super().report() | shrunk_window(self)

@@ -21,6 +21,7 @@ from engine.attend import Part
 from engine.budget import Budget
 from engine.checks import tokens
 from engine.errors import ConfigError
+from engine.placement import Kept
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
 
@@ -76,10 +77,10 @@ class StreamingLLM(SelectiveAttention):
             )
         return super().uncodable(params)
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Kept:
         n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)
         rolls = self.params.generated == "inside"
-        self.store.keep(layer, self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)
+        return Kept(self.plan.n_sink, n_past, self.plan.n_recent if rolls else None)
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

@@ -28,6 +28,7 @@ from engine.budget import Budget, BudgetRequest
 from engine.caches.eviction import Learning, learn_rows
 from engine.checks import each_one_of
 from engine.observe import MeanWeights, Observation
+from engine.placement import Change, Evict, Kept, Placement
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
@@ -94,12 +95,12 @@ class TOVA(ScoringMethod):
     def scorer(self) -> Hashable:
         return "the last query's weights"
 
-    def place(self, layer: int, best: Tensor) -> None:
+    def place(self, layer: int, best: Tensor) -> Placement:
         """Keep what was chosen, with room for the answer, or for as much of it as comes before the first eviction."""
         if self.params.evict == "prompt":
             return super().place(layer, best)
         room = min(self.store.n_new, self.plan.tokens + 1 - best.shape[-1])
-        return self.store.keep(layer, best, capacity=room)
+        return Kept(best, capacity=room)
 
     @property
     def is_still(self) -> bool:
@@ -108,7 +109,7 @@ class TOVA(ScoringMethod):
     @classmethod
     def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
+    ) -> Sequence[Change | None]:
         """All rows evict."""
         full = [
             Learning(row.store[layer], given, candidates=EVERY)
@@ -117,19 +118,21 @@ class TOVA(ScoringMethod):
         ]
         if full:
             learn_rows(full, 1, "mean")
+        return ()
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """Once there are more than `tokens`, the one that this step looked at least leaves every head."""
-        if self.wants_weights:
-            assert weights is not None, "TOVA learns from the weights"
-            if weights.shape[-1] > self.plan.tokens:
-                scores = weights.mean(1, keepdim=True)  # (1, 1, n)
-                slot = lowest_slot(scores, self.store[layer].positions()[:, :1])
-                self.store[layer].evict(slot.expand(-1, self.trace.shape.h_kv, -1))
-        return out
+        if not self.wants_weights:
+            return None
+        assert weights is not None, "TOVA learns from the weights"
+        if weights.shape[-1] <= self.plan.tokens:
+            return None
+        scores = weights.mean(1, keepdim=True)  # (1, 1, n)
+        slot = lowest_slot(scores, self.store[layer].positions()[:, :1])
+        return Evict(slot.expand(-1, self.trace.shape.h_kv, -1))
 
     def at_once(self, layer: int, m: int) -> int:
-        return m if self.wants_weights and not self.store[layer].k.is_cuda else super().at_once(layer, m)
+        return m if self.wants_weights and self.store[layer].device.type != "cuda" else super().at_once(layer, m)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor:
         """As one by one: the token that each of them looks at least leaves every head."""

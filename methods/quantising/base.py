@@ -12,8 +12,8 @@ from typing import Any
 from engine.books.footprint import Footprint, too_small
 from engine.budget import Budget, BudgetRequest, resolve
 from engine.errors import ConfigError
+from engine.placement import Coded, Coder
 from engine.shapes import ModelShape
-from engine.store import Coder
 from methods.base import SelectiveAttention
 
 
@@ -69,8 +69,8 @@ class QuantisingMethod(SelectiveAttention):
     def coder(cls, params: Any, plan: Any) -> Coder:
         """What makes codes of a layer's K and V."""
 
-    def arrange(self, layer: int) -> None:
-        self.store.keep_coded(layer, self.coder(self.params, self.plan))
+    def arrange(self, layer: int) -> Coded:
+        return Coded(self.coder(self.params, self.plan))
 
     def protected(self, layer: int) -> Sequence[int]:
         return range(self.store[layer].n_seen)

@@ -26,8 +26,8 @@ from engine.caches.coded import Codec
 from engine.caches.token_code import TokenCode
 from engine.checks import one_of, whole_number
 from engine.errors import ConfigError
+from engine.placement import Coder
 from engine.shapes import ModelShape
-from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
 from kernels.rows.append import Place

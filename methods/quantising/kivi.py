@@ -29,8 +29,8 @@ from engine.caches.coded import Codec, Rows
 from engine.caches.token_code import TokenCode
 from engine.checks import whole_number
 from engine.errors import ConfigError
+from engine.placement import Coder
 from engine.shapes import ModelShape
-from engine.store import Coder
 from kernels.gather import is_within
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room

@@ -29,11 +29,12 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.footprint import Footprint
 from engine.budget import Budget, BudgetRequest
-from engine.caches.coded import Codec, CodedLayer
+from engine.caches.coded import Codec
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
+from engine.layouts.coded import CodedLayer
+from engine.placement import Coder
 from engine.shapes import ModelShape
-from engine.store import Coder
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
 from kernels.packed.tokens import Ageing, code_tokens
@@ -315,9 +316,7 @@ class TurboQuant(QuantisingMethod):
         return sorted(boundary(self.params, self.trace.shape))
 
     @classmethod
-    def step_rows(
-        cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor, k_new: Tensor, v_new: Tensor
-    ) -> list[list[Part]]:
+    def resident_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[list[Part]]:
         """On a GPU all rows' queries are rotated at once."""
         if q.is_cuda:
             rotated: dict[Hashable, Tensor] = {}
@@ -327,7 +326,7 @@ class TurboQuant(QuantisingMethod):
                     if kind not in rotated:
                         rotated[kind] = turned(q, rotation)
                     row.rotated_q = rotated[kind][i : i + 1]
-        return super().step_rows(rows, layer, q, k_new, v_new)
+        return super().resident_rows(rows, layer, q)
 
     def rotation(self, layer: int) -> Tensor | None:
         """Of the layer's keys, if they are attended to by a rotated query."""

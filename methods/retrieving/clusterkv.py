@@ -44,6 +44,8 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.passes.beside import Beside
+from engine.placement import Offloaded, Release
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.choices import METRICS
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
@@ -251,15 +253,14 @@ class ClusterKV(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         period = self.params.decode_period if self.plan.n_decode_clusters else self.store.n_new
-        self.store.offload(layer, self.plan.n_sink, 0, min(period, self.store.n_new))
         if self.params.cache_steps:
-            self.store.keep_recent(layer, self.params.cache_steps)
             self.hits[layer] = Hits(self.params.cache_steps)
         self.pending[layer] = self.start_clustering(layer)
         if not self.params.overlap:
             self.pending[layer].result()
+        return Offloaded(self.plan.n_sink, 0, min(period, self.store.n_new), self.params.cache_steps)
 
     def start_clustering(self, layer: int) -> "Future[Clusters]":
         """Cluster the prompt's keys on a thread beside the prefill; variants that would get the same share the work.
@@ -291,10 +292,10 @@ class ClusterKV(SelectiveAttention):
         return self.clusters[layer]
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
 
-        def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Tensor]:
+        def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Found]:
             clusters, agg, n_sink = alike[0].clusters[layer], alike[0].params.agg, alike[0].plan.n_sink
             k, owned = max(row.plan.k for row in alike), (clusters.sizes, clusters.ends, clusters.tokens)
             if q.is_cuda:
@@ -304,23 +305,21 @@ class ClusterKV(SelectiveAttention):
                 order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
                 tokens = cluster_tokens(order, *owned, k)  # (n, heads, k)
                 order, tokens = order.to(torch.int32), tokens + n_sink
-            for i, row in enumerate(alike):
-                row.note(layer, clusters, order[i])
-            return [tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(alike)]
+            costs = [row.note(layer, clusters, order[i]) for i, row in enumerate(alike)]
+            return [Selection(tokens[i : i + 1, :, : row.plan.k], costs[i]) for i, row in enumerate(alike)]
 
         clusterkvs = cast("Sequence[ClusterKV]", rows)
         return select_alike(clusterkvs, q, lambda row: (id(row.ready(layer)), row.params.agg), select)
 
-    def note(self, layer: int, clusters: Clusters, order: Tensor) -> None:
-        """Keep the books of one selection."""
-        meter, chosen = self.store[layer].meter, 4 * order.shape[0] * self.plan.k
-        meter.count("resident_meta_bytes", clusters.nbytes())
-        meter.count("read_meta_bytes", clusters.ranked_bytes() + chosen)
+    def note(self, layer: int, clusters: Clusters, order: Tensor) -> Cost:
+        """Note one selection: what it cost."""
         if layer in self.hits:
             hits = self.hits[layer]
             hits.orders.append(order)
             if len(hits.orders) == FOLD_STEPS:
                 self.fold_hits(layer)
+        chosen = 4 * order.shape[0] * self.plan.k
+        return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + chosen)
 
     def fold_hits(self, layer: int) -> None:
         """Count the hits of the steps since the last time."""
@@ -330,29 +329,19 @@ class ClusterKV(SelectiveAttention):
             heads = hits.orders[0].shape[0]
             hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Release | None:
         """Once `decode_period` tokens have come, they become clusters and leave the device."""
-        if (
-            self.plan.n_decode_clusters
-            and self.store[layer].can_fetch
-            and self.store[layer].n_window == self.params.decode_period
-        ):
-            if layer in self.hits:
-                self.fold_hits(layer)
-            self.n_appended[layer] = self.n_appended.get(layer, 0) + 1
-            keys = self.store[layer].kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
-            generator = generator_for(self.params.seed, layer, self.n_appended[layer])
-            late = cluster_keys(
-                keys,
-                self.plan.n_decode_clusters,
-                self.params.metric,
-                self.params.max_rounds,
-                generator,
-            )
-            self.clusters[layer] = append_clusters(self.clusters[layer], late)
-            self.store.ledger.count_rebuilt(keys.numel() * ELEMENT_BYTES)
-            self.store[layer].release()
-        return out
+        at, n_clusters, params = self.store[layer], self.plan.n_decode_clusters, self.params
+        if not n_clusters or not at.can_fetch or at.n_window != params.decode_period:
+            return None
+        if layer in self.hits:
+            self.fold_hits(layer)
+        self.n_appended[layer] = self.n_appended.get(layer, 0) + 1
+        keys = at.kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
+        generator = generator_for(params.seed, layer, self.n_appended[layer])
+        late = cluster_keys(keys, n_clusters, params.metric, params.max_rounds, generator)
+        self.clusters[layer] = append_clusters(self.clusters[layer], late)
+        return Release(cost=Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)

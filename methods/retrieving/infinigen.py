@@ -52,6 +52,8 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
 from engine.observe import ChannelSums, Observation
+from engine.placement import Offloaded
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
@@ -202,10 +204,9 @@ class InfiniGen(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         trace, store, plan = self.trace, self.store, self.plan
         competes = self.params.generated == "compete"
-        store.offload(layer, 0, 0, capacity=1 if competes else None)
         what = (self.params.skew, plan.n_channels, self.params.channels)
 
         def make() -> Proxy:
@@ -216,16 +217,17 @@ class InfiniGen(SelectiveAttention):
         if competes:
             room = (trace.shape.h_kv, store.n_new, plan.n_channels)
             self.late[layer] = self.proxies[layer].keys.new_empty(room)
+        return Offloaded(0, 0, capacity=1 if competes else None)
 
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same partial keys are foretold in one product."""
         infinigens = cast("Sequence[InfiniGen]", rows)
         queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
 
-        def select(alike: Sequence[InfiniGen], q: Tensor) -> list[Tensor]:
+        def select(alike: Sequence[InfiniGen], q: Tensor) -> Sequence[Found]:
             if q.is_cuda and not any(layer in row.late or row.params.alpha is not None for row in alike):
                 return choose_keys(alike, layer, q)
             partial, logits = foretold_logits(q, alike[0].proxies[layer], alike[0].trace.scales[layer])
@@ -237,7 +239,7 @@ class InfiniGen(SelectiveAttention):
         asked = queries[0] if len(queries) == 1 else torch.cat(queries)
         return select_alike(infinigens, asked, alike, select)
 
-    def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Tensor:
+    def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Selection:
         """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""
         if layer in self.late:
             late = self.take_in(layer)
@@ -246,8 +248,7 @@ class InfiniGen(SelectiveAttention):
         ranking, k = merged(logits, self.params.agg), self.plan.k_most
         if self.params.alpha is not None:
             k = min(common_count(ranking, self.params.alpha), k)
-        self.count_selection(layer, k)
-        return top_stable(ranking, k).unsqueeze(0)  # (1, h or h_kv, k)
+        return Selection(top_stable(ranking, k).unsqueeze(0), self.note(layer, k))  # (1, h or h_kv, k)
 
     def take_in(self, layer: int) -> Tensor:
         """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
@@ -257,14 +258,15 @@ class InfiniGen(SelectiveAttention):
         late[:, t - 1 : t] = partial_keys(key, proxy.basis)
         return late[:, : t - 1]
 
-    def count_selection(self, layer: int, k: int) -> None:
+    def note(self, layer: int, k: int) -> Cost:
+        """Note one selection: what it cost."""
         self.n_selections += 1
         self.n_selected += k
         self.n_capped += k == self.plan.k_most
-        self.count_resident(layer)
+        return self.cost(layer)
 
-    def count_resident(self, layer: int) -> None:
-        """Count what stays on the device and is read: partial keys, the projection's part for the channels, A."""
+    def cost(self, layer: int) -> Cost:
+        """What stays on the device and is read: partial keys, the projection's part for the channels, A."""
         shape, n_channels = self.trace.shape, self.plan.n_channels
         n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
         elements = shape.h_kv * n_keys * n_channels
@@ -273,8 +275,7 @@ class InfiniGen(SelectiveAttention):
         if self.params.skew:
             elements += shape.h_kv * shape.d_h**2
         own = shape.h_kv * n_channels if layer in self.late else 0  # the current token's key, which nobody looks for
-        self.store[layer].meter.count("resident_meta_bytes", ELEMENT_BYTES * elements)
-        self.store[layer].meter.count("read_meta_bytes", ELEMENT_BYTES * (elements - own))
+        return Cost(ELEMENT_BYTES * elements, read_bytes=ELEMENT_BYTES * (elements - own))
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)
@@ -298,10 +299,9 @@ class InfiniGen(SelectiveAttention):
         }
 
 
-def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Tensor]:
+def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows with the same partial keys, on a GPU: positions in the lower halves."""
     proxy, counts = rows[0].proxies[layer], [row.plan.k_most for row in rows]
-    for row, k in zip(rows, counts, strict=True):
-        row.count_selection(layer, k)
+    costs = [row.note(layer, k) for row, k in zip(rows, counts, strict=True)]
     keys = top_keys(channel_keys(q, proxy.basis, proxy.keys, rows[0].params.agg), max(counts))
-    return [keys[i : i + 1, :, :k] for i, k in enumerate(counts)]
+    return [Selection(keys[i : i + 1, :, :k], costs[i]) for i, k in enumerate(counts)]

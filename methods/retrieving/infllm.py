@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil, floor
 from typing import Any, cast
 
@@ -42,8 +43,10 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show,
 from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
+from engine.placement import Offloaded, Release
+from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import Checkpoint, ModelShape
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from kernels.gather import gather_tokens
 from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
@@ -165,19 +168,17 @@ class InfLLM(SelectiveAttention):
         self.wants_weights = self.grows and params.repr_score == "prob"
         self.turns = params.position == "fixed" and not self.variant.is_full
         self.q_far: Tensor | None = None  # this step's query, at the distance of all far tokens
-        self.selected: Tensor | None = None  # positions fetched in this step, (1 or h, n)
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (observed_band(params, plan),) if plan.k else ()
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         trace, plan, s = self.trace, self.plan, self.trace.s_prompt
         n_blocks = plan.n_blocks(s)
         n_middle = n_blocks * plan.block_len
         n_past = s - plan.n_sink - n_middle
         room = plan.n_local + plan.block_len if self.grows else n_past + self.store.n_new
-        self.store.offload(layer, plan.n_sink, n_past, room)
         scores = trace.observed(observed_band(self.params, plan), layer)[0]  # (h, s)
         means = trace.once(
             ("InfLLM", layer, replace(plan, k=0), self.params.repr_score, self.params.repr_granularity, self.turns),
@@ -192,6 +193,7 @@ class InfLLM(SelectiveAttention):
             self.means[layer][:n_blocks] = means
             self.scores[layer] = scores.new_zeros(len(scores), room)
             self.scores[layer][:, :n_past] = scores[:, s - n_past :]
+        return Offloaded(plan.n_sink, n_past, room)
 
     def means_of(self, layer: int, scores: Tensor, keys: Tensor, start: int, key_start: int | None = None) -> Tensor:
         """Mean of each block's representatives, (n_blocks, h or h_kv, d_h), by scores (h, n) of tokens from `start`.
@@ -239,7 +241,7 @@ class InfLLM(SelectiveAttention):
         self.scores[layer][:, band] += logits.flatten(0, 1) * self.trace.scales[layer]
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU rows with as many blocks are compared at once."""
         infllms = cast("Sequence[InfLLM]", rows)
         if not q.is_cuda:
@@ -254,14 +256,14 @@ class InfLLM(SelectiveAttention):
 
         return select_alike(infllms, q, kind, lambda alike, q: select_blocks(alike, layer, q))
 
-    def select(self, layer: int, q: Tensor) -> Tensor | None:
+    def select(self, layer: int, q: Tensor) -> Selection:
         tokens = self.best_tokens(layer, q if self.q_far is None else self.q_far)
-        return None if tokens is None else self.chosen(tokens[0])
+        return self.chosen(layer, None if tokens is None else tokens[0])
 
     def best_tokens(self, layer: int, q: Tensor) -> Tensor | None:
         """Tokens of the best blocks for queries (n, h, 1, d_h): (n, 1 or h, k * block_len)."""
         n_blocks, plan = self.n_blocks[layer], self.plan
-        means = self.take_means(layer)
+        means = self.means[layer][:n_blocks]
         if n_blocks == 0:
             return None
         if n_blocks <= plan.k:
@@ -271,36 +273,24 @@ class InfLLM(SelectiveAttention):
         within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
         return (blocks.unsqueeze(-1) * plan.block_len + within).flatten(2)
 
-    def take_means(self, layer: int) -> Tensor:
-        """Means of the blocks that there are, which go into the books."""
-        means = self.means[layer][: self.n_blocks[layer]]
-        self.store[layer].meter.count("resident_meta_bytes", means.numel() * ELEMENT_BYTES)
-        if len(means) > self.plan.k:  # else all blocks are fetched, and none is looked for
-            self.store[layer].meter.count("read_meta_bytes", means.numel() * ELEMENT_BYTES)
-        return means
+    def cost(self, layer: int) -> Cost:
+        """Means of the blocks that there are stay, and are read where some are looked for."""
+        n_blocks = self.n_blocks[layer]
+        held = self.means[layer][:n_blocks].numel() * ELEMENT_BYTES
+        return Cost(held, read_bytes=held if n_blocks > self.plan.k else 0)
 
-    def chosen(self, tokens: Tensor) -> Tensor:
+    def chosen(self, layer: int, tokens: Tensor | None) -> Selection:
         """What is fetched, of tokens (1 or h, n)."""
-        self.selected = tokens
-        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
+        if tokens is None:
+            return Selection(cost=self.cost(layer))
+        idx = tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
+        turned = partial(self.brought_near, layer, tokens, self.q_far) if self.turns else None
+        return Selection(idx, self.cost(layer), turned=turned)
 
-    @classmethod
-    def step_rows(
-        cls,
-        rows: Sequence[SelectiveAttention],
-        layer: int,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-    ) -> list[list[Part]]:
+    def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
         """Where far tokens are at one distance, those that were fetched come there too."""
-        parts = super().step_rows(rows, layer, q, k_new, v_new)
-        for row, own_parts in zip(cast("Sequence[InfLLM]", rows), parts, strict=True):
-            if row.turns and row.selected is not None:
-                fetched = own_parts[-1].gathered()
-                own_parts[-1] = replace(fetched, k=row.to_zero(layer, fetched.k, row.selected), q=row.q_far)
-            row.selected = None
-        return parts
+        part = fetched.gathered()
+        return replace(part, k=self.to_zero(layer, part.k, positions), q=q)
 
     # A feed.
 
@@ -315,11 +305,11 @@ class InfLLM(SelectiveAttention):
         fills_at = plan.n_sink + plan.n_local + (self.n_blocks[layer] + 1) * plan.block_len
         return max(1, min(n, fills_at - self.store[layer].n_seen))
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
-        tokens = self.best_tokens(layer, feed.queries)
-        if tokens is None:
-            return None
-        return Selected(tokens if tokens.shape[1] > 1 else tokens.expand(-1, self.trace.shape.h_kv, -1))
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
+        tokens, costs = self.best_tokens(layer, feed.queries), [self.cost(layer)] * len(feed.moments)
+        if tokens is not None and tokens.shape[1] == 1:
+            tokens = tokens.expand(-1, self.trace.shape.h_kv, -1)
+        return FeedSelection(tokens, costs)
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
         """As after each token: what local tokens got is added up."""
@@ -333,34 +323,31 @@ class InfLLM(SelectiveAttention):
         is_local = (place < end) & (place >= end - n_local)  # (m, n)
         self.scores[layer][:, :stop] += (weights * is_local).sum(2).flatten(0, 1)
         if self.plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
-            self.form_block(layer)
+            self.store.change(layer, self.form_block(layer))
         return out
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Release | None:
         """Add up what local tokens got; where as many tokens as a block has are no longer local, they become one."""
         if layer not in self.scores:
-            return out
+            return None
         plan, stop = self.plan, self.store[layer].n_window
         if weights is not None:  # (1, h, n): sinks, window, what was fetched
             start = max(0, stop - plan.n_local)
             local = weights[0, :, plan.n_sink + start : plan.n_sink + stop]
             self.scores[layer][:, start:stop] += local
-        if plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
-            self.form_block(layer)
-        return out
+        return self.form_block(layer) if plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer] else None
 
-    def form_block(self, layer: int) -> None:
+    def form_block(self, layer: int) -> Release:
         """Make the window's oldest tokens a block on the host, for the next step on."""
         plan, n_blocks, scores = self.plan, self.n_blocks[layer], self.scores[layer]
         keys = self.store[layer].resident()[0].k
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(layer, scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
         self.means[layer][n_blocks] = mean[0]
-        self.store.ledger.count_rebuilt(plan.block_len * key_bytes(self.trace.shape, 1))
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0
-        self.store[layer].release(plan.block_len)
+        return Release(plan.block_len, cost=Cost(rebuilt_bytes=plan.block_len * key_bytes(self.trace.shape, 1)))
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)
@@ -455,17 +442,19 @@ def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLL
     return InfLLM.Plan(n_sink, n_local, params.block_len, k, n_repr)
 
 
-def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Tensor | None]:
+def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Selection]:
     """Tokens of the best blocks of rows that have as many of them, on a GPU."""
-    means, first = [row.take_means(layer) for row in rows], rows[0]
+    first = rows[0]
     n_blocks, plan = first.n_blocks[layer], first.plan
+    means = [row.means[layer][:n_blocks] for row in rows]
     counts = [min(n_blocks, row.plan.k) for row in rows]
     if n_blocks == 0 or max(counts) == 0:
-        return [None] * len(rows)
+        return [row.chosen(layer, None) for row in rows]
     keys = top_keys(block_keys(q, means, n_blocks, first.params.per_head), max(counts))
     stop = plan.n_sink + n_blocks * plan.block_len
     tokens = expand_keys_triton(keys, plan.n_sink, plan.block_len, stop)
-    return [row.chosen(tokens[i, :, : k * plan.block_len]) for i, (row, k) in enumerate(zip(rows, counts, strict=True))]
+    ranked = zip(rows, counts, strict=True)
+    return [row.chosen(layer, tokens[i, :, : k * plan.block_len]) for i, (row, k) in enumerate(ranked)]
 
 
 def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.observe import ModelFact
+from engine.placement import Offloaded
+from engine.selection import Cost, Found, Selection
 from kernels.labels import by_channel, label_top
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys
@@ -86,23 +88,23 @@ class LabelSearch(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
-        self.store.offload(layer, 0, 0, capacity=0 if self.competes else None)
+    def arrange(self, layer: int) -> Offloaded:
         labels = self.shared_labels(layer)
         self.labels[layer] = labels.longer(self.trace.s_prompt + self.store.n_new) if self.competes else labels
+        return Offloaded(0, 0, capacity=0 if self.competes else None)
 
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same labels are searched at once."""
         searching = cast("Sequence[LabelSearch]", rows)
         counts = {id(row): row.take_in(layer) for row in searching}
 
-        def select(alike: Sequence[LabelSearch], q: Tensor) -> list[Tensor | None]:
+        def select(alike: Sequence[LabelSearch], q: Tensor) -> list[Found]:
             n, ks = alike[0].n_searched(layer), [counts[id(row)] for row in alike]
             found = best(alike[0].labels[layer], alike[0].asked(layer, q), n, ks)
-            return [*found]
+            return [Selection(idx, row.cost(layer)) for row, idx in zip(alike, found, strict=True)]
 
         return select_alike(searching, q, lambda row: row.kind(layer), select)
 
@@ -114,14 +116,16 @@ class LabelSearch(SelectiveAttention):
         return self.store[layer].n_seen if self.competes else self.trace.s_prompt
 
     def take_in(self, layer: int) -> int:
-        """Label the current token where it competes, and count the search: how many tokens are to be fetched."""
+        """Label the current token where it competes: how many tokens are to be fetched."""
         at, n = self.store[layer], self.n_searched(layer)
         if self.competes:
             self.labels[layer].keys[:, n - 1 : n] = self.label_keys(layer, at.newest[0])
-        n_bytes = self.labels[layer].n_bytes(n)
-        at.meter.count("resident_meta_bytes", n_bytes)
-        at.meter.count("moved_meta_bytes", n_bytes)
         return min(self.n_chosen(n), n)
+
+    def cost(self, layer: int) -> Cost:
+        """All labels stay and are read."""
+        n_bytes = self.labels[layer].n_bytes(self.n_searched(layer))
+        return Cost(n_bytes, n_bytes)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)

@@ -44,8 +44,10 @@ from engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, to
 from engine.checks import whole_numbers
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, at_once
+from engine.placement import Offloaded
+from engine.selection import Cost, FeedSelection, Found, Reads, Selection
 from engine.shapes import ModelShape
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from kernels.rows.buckets import Hidden, find_rows
 from kernels.rows.collisions import Hashed, Tables, build_tables, chance_of_two, find_twice, one_table, pack_codes
 from methods.base import SelectiveAttention
@@ -176,7 +178,6 @@ class MagicPIG(SelectiveAttention):
     params: Params
     plan: Plan
     indexes: dict[int, Index]
-    weights: Tensor | None  # (1, h, most) of the present step and layer
     n_found: int  # tokens of all samples so far
     found: dict[torch.device, Tensor]  # the same by query head of a GPU's samples, (h,) int32
     n_samples: int
@@ -224,7 +225,7 @@ class MagicPIG(SelectiveAttention):
         return len(dense_layers(params, shape.attention_layers))
 
     def setup(self) -> None:
-        self.indexes, self.weights, self.found, self.n_found, self.n_samples = {}, None, {}, 0, 0
+        self.indexes, self.found, self.n_found, self.n_samples = {}, {}, 0, 0
 
     # While the prompt is read.
 
@@ -235,14 +236,13 @@ class MagicPIG(SelectiveAttention):
     def skipped_layers(self) -> Sequence[int]:
         return dense_layers(self.params, self.trace.shape.attention_layers)
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         plan, params = self.plan, self.params
-        self.store.offload(layer, plan.n_sink, plan.window)
         asked = (plan.k, plan.find_bytes) if params.tables == "auto" else params.tables
         key = ("MagicPIG", layer, plan.n_sink, plan.window, params.bits, asked, params.seed)
         with span("hash", layer):
             self.indexes[layer] = self.trace.once(key, lambda: self.hashed(layer))
-        self.store[layer].meter.hold_on_host(self.index_bytes(layer))
+        return Offloaded(plan.n_sink, plan.window, index_bytes=self.index_bytes(layer))
 
     def planes(self, tables: int) -> Tensor:
         shape, params = self.trace.shape, self.params
@@ -285,64 +285,55 @@ class MagicPIG(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         if not q.is_cuda:
             return super().select_rows(rows, layer, q)
         pigs, h = cast("Sequence[MagicPIG]", rows), q.shape[1]
-        selections: list[Tensor | None] = [None] * len(rows)
+        selections: list[Found] = [None] * len(rows)
         searched = [i for i, row in enumerate(pigs) if row.plan.middle(row.trace.s_prompt)]
         if not searched:
             return selections
         hidden = [pigs[i].hidden(layer, h) for i in searched]
         found, entries = find_rows(q if len(searched) == len(rows) else q[searched], hidden, LEAST)
         for at, i in enumerate(searched):
-            row = pigs[i]
-            selections[i], row.weights = found[at]
-            meter = row.store[layer].meter
-            meter.count("moved_meta_bytes", BOUND_BYTES * h * row.indexes[layer].n_tables)
-            meter.count_read(entries[at], ENTRY_BYTES)
+            row, (idx, weights) = pigs[i], found[at]
+            cost = Cost(
+                moved_bytes=BOUND_BYTES * h * row.indexes[layer].n_tables, reads=Reads(entries[at], ENTRY_BYTES)
+            )
+            selections[i] = Selection(idx, cost, bias=weights)
             row.n_samples += h
         return selections
 
     def hidden(self, layer: int, h: int) -> Hidden:
         """What a GPU searches the layer with."""
         index, host = self.indexes[layer], self.store[layer].host
-        assert index.near is not None and host is not None, "the layer's tables are not where a GPU reads them"
+        assert index.near is not None, "the layer's tables are not where a GPU reads them"
         planes, means = index.near
         if means.device not in self.found:
             self.found[means.device] = torch.zeros(h, dtype=torch.int32, device=means.device)
         tables, _, norms, first = index.hashed
         return Hidden(tables, planes, host.k, means, norms, first, self.found[means.device])
 
-    def select(self, layer: int, q: Tensor) -> Tensor | None:
-        """Each query head's sample; its log-weights are kept for `log_weights`."""
+    def select(self, layer: int, q: Tensor) -> Selection:
+        """Each query head's sample, with its log-weights."""
         index, at = self.indexes[layer], self.store[layer]
-        assert at.host is not None
         h_kv, (h, d_h) = self.trace.shape.h_kv, q.shape[1::2]
         queries = q[0, :, 0].float()
         codes = codes_of(queries.view(h_kv, h // h_kv, d_h), index.planes, self.params.bits).mT.reshape(h, -1)
         idx, weights, n_entries = find_twice(codes, queries, at.host.k, index.hashed, LEAST)
-        at.meter.count("moved_meta_bytes", ENTRY_BYTES * int(n_entries.sum()) + BOUND_BYTES * h * index.n_tables)
+        cost = Cost(moved_bytes=ENTRY_BYTES * int(n_entries.sum()) + BOUND_BYTES * h * index.n_tables)
         self.n_found += int((idx >= 0).sum())
         self.n_samples += h
-        if idx.shape[-1] == 0:
-            self.weights = None
-            return None
-        self.weights = weights
-        return idx
-
-    def log_weights(self, layer: int) -> Tensor | None:
-        return self.weights
+        return Selection(idx, cost, bias=weights) if idx.shape[-1] else Selection(cost=cost)
 
     # A feed.
 
     def selects_feeds(self, layer: int) -> bool:
         return True
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
         """The heads of all queries, KV head by KV head, are searched as if they were those of one."""
         index, host, (h, m, d_h) = self.indexes[layer], self.store[layer].host, feed.q.shape[1:]
-        assert host is not None
         h_kv = self.trace.shape.h_kv
         grouped = feed.q[0].float().reshape(h_kv, -1, d_h)  # (h_kv, g * m, d_h)
         codes = codes_of(grouped, index.planes, self.params.bits).mT.reshape(h * m, -1)
@@ -350,9 +341,9 @@ class MagicPIG(SelectiveAttention):
         self.n_found += int((idx >= 0).sum())
         self.n_samples += h * m
         read = ENTRY_BYTES * n_entries.view(h, m).sum(0) + BOUND_BYTES * h * index.n_tables
-        counts = {"moved_meta_bytes": read.tolist()}
+        costs = [Cost(moved_bytes=n) for n in read.tolist()]
         idx, weights = (x.view(h, m, x.shape[-1]).transpose(0, 1).contiguous() for x in (idx, weights))
-        return Selected(idx, weights, counts)
+        return FeedSelection(idx, costs, weights)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)

@@ -25,6 +25,8 @@ from torch import Tensor
 from engine.books.footprint import Footprint, held
 from engine.budget import Budget, key_bytes, split
 from engine.checks import each_one_of, share, tokens
+from engine.placement import Offloaded
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
@@ -109,32 +111,34 @@ class Oracle(SelectiveAttention):
         wide = shape.g if params.agg == "query_head" else 1
         return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k * wide)
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         n_past = min(max(0, self.plan.n_window - 1), self.trace.s_prompt - self.plan.n_sink)
         slides = self.params.generated == "inside"
         self.trace.hold(layer)  # the search reads all keys where they were computed
-        self.store.offload(layer, self.plan.n_sink, n_past, self.plan.n_window if slides else None)
+        return Offloaded(self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """All rows score the same prompt, so its keys are read once for all of them."""
         oracles = cast("Sequence[Oracle]", rows)
-        for row in oracles:
-            row.store[layer].meter.count("searched_bytes", key_bytes(row.trace.shape, row.store[layer].n_seen))
         if q.is_cuda:
             return select_alike(oracles, q, lambda row: row.params.agg, lambda alike, q: select_keys(alike, layer, q))
         logits = all_logits([row.store for row in rows], layer, q, rows[0].trace.scales[layer])
         scores = {agg: token_scores(logits, agg) for agg in dict.fromkeys(row.params.agg for row in oracles)}
-        chosen: list[Tensor | None] = []
+        chosen: list[Found] = []
         for i, row in enumerate(oracles):
             n, own_scores = logits.shape[-1], scores[row.params.agg][i : i + 1]
-            chosen.append(top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window))
+            idx = top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window)
+            chosen.append(Selection(idx, row.cost(layer)))
             if row.params.lost_mass == "spread":
                 row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
         return chosen
+
+    def cost(self, layer: int) -> Cost:
+        return Cost(searched_bytes=key_bytes(self.trace.shape, self.store[layer].n_seen))
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
@@ -151,12 +155,11 @@ class Oracle(SelectiveAttention):
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)
 
 
-def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Tensor | None]:
+def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows whose groups agree in one way, on a GPU: positions in the lower halves."""
     searched = []
     for row in rows:
         at = row.store[layer]
-        assert at.host is not None
         stop = at.n_seen - at.n_window
         searched.append(Searched(row.trace.keys(layer), at.host.late[0], at.n_seen, row.plan.n_sink, stop))
     logits, lses, table = token_logits(q, searched, rows[0].trace.scales[layer])
@@ -166,7 +169,9 @@ def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Tensor | 
     for i, row in enumerate(rows):
         if row.params.lost_mass == "spread":
             row.weights = logits[i, :, : searched[i].n].softmax(-1)
-    return [best[i : i + 1, :, :k] for i, k in enumerate(counts)]
+    return [
+        Selection(best[i : i + 1, :, :k], row.cost(layer)) for i, (row, k) in enumerate(zip(rows, counts, strict=True))
+    ]
 
 
 def all_logits(stores: Sequence[Store], layer: int, q: Tensor, scale: float) -> Tensor:

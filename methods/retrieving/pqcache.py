@@ -39,7 +39,7 @@ quantiser per turn of a conversation: every sample here is one prompt and one an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -57,8 +57,10 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
+from engine.placement import Offloaded, Placement
+from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from kernels.choices import EMPTY, MERGES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
@@ -201,11 +203,11 @@ class PQCache(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         trace, plan, params = self.trace, self.plan, self.params
         if params.iterations == "auto":
             self.clock.enter(layer, trace.device_of(layer))
-        self.store.offload(layer, plan.n_sink, plan.n_local, self.window())
+        trace.offload(layer)  # what is clustered beside the model is on its way
         n_fit = trace.s_prompt - plan.n_sink - (plan.n_local if params.fit == "middle" else 0)
         if plan.k:
             self.rounds[layer] = self.most_rounds(layer, n_fit)
@@ -216,6 +218,7 @@ class PQCache(SelectiveAttention):
             )
         if params.iterations == "auto":
             self.clock.leave()
+        return Offloaded(plan.n_sink, plan.n_local, self.window())
 
     def window(self) -> int:
         """Slots of the window, so that the codes of all candidates of the last step are paid for."""
@@ -258,9 +261,7 @@ class PQCache(SelectiveAttention):
         """Keys of the tokens at these positions on the host, (h_kv, n, d_h)."""
         if stop <= self.trace.s_prompt:  # exact, whatever the tier makes of them: variants share the clusters
             return self.trace.host(layer)[0][0, :, start:stop]
-        host = self.store[layer].host
-        assert host is not None
-        return host.keys(start, stop)
+        return self.store[layer].host.keys(start, stop)
 
     # The adaptive bound.
 
@@ -290,17 +291,18 @@ class PQCache(SelectiveAttention):
             lambda: self.profile.rounds(n, self.clock.latest(), two_lines),
         )
 
-    def arrange_rest(self) -> None:
+    def arrange_rest(self) -> Mapping[int, Placement]:
         """What a layer of this prompt took belongs to the profile."""
         if self.params.iterations == "auto" and self.plan.k:
             seconds = self.clock.middle()
             if seconds is not None:
                 self.profile.add_layer(self.trace.s_prompt - self.plan.n_sink, seconds)
+        return {}
 
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU rows with quantisers of one shape are scored at once."""
         pqcaches = cast("Sequence[PQCache]", rows)
         if not q.is_cuda:
@@ -312,7 +314,7 @@ class PQCache(SelectiveAttention):
             chooses = n > plan.k > 0 and row.params.group_merge == "softmax_sum"
             return chooses and (plan.b, row.with_codes(layer, n).resident.shape)
 
-        def select(alike: Sequence[PQCache], q: Tensor) -> list[Tensor | None]:
+        def select(alike: Sequence[PQCache], q: Tensor) -> Sequence[Found]:
             if not kind(alike[0]):
                 return [row.select(layer, q[i : i + 1]) for i, row in enumerate(alike)]
             return select_keys(alike, layer, q)
@@ -323,24 +325,25 @@ class PQCache(SelectiveAttention):
         """Tokens that are neither sinks nor in the window."""
         return self.store[layer].n_seen - self.plan.n_sink - self.store[layer].n_window
 
-    def select(self, layer: int, q: Tensor) -> Tensor | None:
+    def select(self, layer: int, q: Tensor) -> Selection | None:
         plan, h_kv, n = self.plan, self.trace.shape.h_kv, self.candidates(layer)
         if n <= 0 or plan.k == 0:
             return None
         if self.lane is None:
-            quantiser = self.searched(layer, n)
+            quantiser = self.with_codes(layer, n)
+            cost = self.cost(quantiser, n)
             resident, codes = quantiser.resident, quantiser.codes
         else:
-            coded = self.coded(layer)
+            coded, cost = self.coded(layer)
             resident, codes = coded.centroids, coded.codes
             if coded.home is not None:
                 pq_tables_triton(q, self.store[layer].newest[0], [coded])
         if n <= plan.k:
             every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
-            return every.expand(1, h_kv, n)
+            return Selection(every.expand(1, h_kv, n), cost)
         scale, merge = self.trace.scales[layer], self.params.group_merge
         idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, scale, merge)
-        return (idx + plan.n_sink).unsqueeze(0)
+        return Selection((idx + plan.n_sink).unsqueeze(0), cost)
 
     # A feed.
 
@@ -348,45 +351,34 @@ class PQCache(SelectiveAttention):
         """While there are more candidates than are fetched, and the quantiser stays."""
         return not self.params.rebuild_every and (self.plan.k == 0 or self.candidates(layer) >= self.plan.k)
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
         plan, merge = self.plan, self.params.group_merge
         if plan.k == 0:
-            return None
+            return FeedSelection()
         counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
         quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
-        self.store[layer].meter.count_index(quantiser.resident.numel() * ELEMENT_BYTES)
         found = [
             pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, feed.scale, merge)
             for q, n in zip(feed.queries.split(1), counts, strict=True)
         ]
-        books = [self.read_and_released(quantiser, n) for n in counts]
-        return Selected(torch.stack(found) + plan.n_sink, counts={name: [x[name] for x in books] for name in books[0]})
+        return FeedSelection(torch.stack(found) + plan.n_sink, [self.cost(quantiser, n) for n in counts])
 
-    def searched(self, layer: int, n: int) -> Quantiser:
-        """The layer's quantiser with codes of `n` candidates; what searching them costs goes into the books."""
-        meter = self.store[layer].meter
-        quantiser = self.with_codes(layer, n)
-        meter.count_index(quantiser.resident.numel() * ELEMENT_BYTES)
-        for name, amount in self.read_and_released(quantiser, n).items():
-            meter.count(name, amount)
-        return quantiser
-
-    def read_and_released(self, quantiser: Quantiser, n: int) -> dict[str, int]:
-        """Bytes of the codes of `n` candidates, and of the newest one's, which was coded when it left the window."""
-        plan, h_kv = self.plan, self.trace.shape.h_kv
+    def cost(self, quantiser: Quantiser, n: int) -> Cost:
+        """Centroids stay and are read; the codes of `n` candidates move, and the newest one's went to the host."""
+        plan, h_kv, index_bytes = self.plan, self.trace.shape.h_kv, quantiser.resident.numel() * ELEMENT_BYTES
         one = counted_bytes(h_kv, plan.m, plan.b, 1) if n > quantiser.n_fit else 0
-        return {"moved_meta_bytes": counted_bytes(h_kv, plan.m, plan.b, n), "released_bytes": one}
+        return Cost(index_bytes, counted_bytes(h_kv, plan.m, plan.b, n), index_bytes, released_bytes=one)
 
-    def coded(self, layer: int) -> Coded:
+    def coded(self, layer: int) -> tuple[Coded, Cost]:
         """What a GPU searches, and where it stores the newest token's code if that will be asked for."""
         n = self.candidates(layer)
-        quantiser = self.searched(layer, n)
-        codes = self.bring(layer, n)
+        quantiser = self.with_codes(layer, n)
+        cost, codes = self.cost(quantiser, n), self.bring(layer, n)
         home, at = quantiser.codes, self.store[layer].n_seen - 1 - self.plan.n_sink
         if at != home.n or at >= home.capacity:
-            return Coded(quantiser.resident, codes, n, self.plan.n_sink)
+            return Coded(quantiser.resident, codes, n, self.plan.n_sink), cost
         home.n += 1
-        return Coded(quantiser.resident, codes, n, self.plan.n_sink, home, at)
+        return Coded(quantiser.resident, codes, n, self.plan.n_sink, home, at), cost
 
     def with_codes(self, layer: int, n: int, n_seen: int | None = None) -> Quantiser:
         """The layer's quantiser with codes of `n` candidates; waits for it at the first step.
@@ -419,7 +411,7 @@ class PQCache(SelectiveAttention):
         stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
         keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
-        self.store.ledger.count_rebuilt(keys.numel() * ELEMENT_BYTES)
+        self.store.spend(layer, Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
         return quantiser
 
     def bring(self, layer: int, n: int) -> PackedCodes:
@@ -434,7 +426,7 @@ class PQCache(SelectiveAttention):
             self.lane.request(above, ready.codes, self.trace.device_of(above))
         return here
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> None:
         """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
         every = self.params.rebuild_every
         if every and self.plan.k and self.store[layer].can_fetch:
@@ -445,7 +437,6 @@ class PQCache(SelectiveAttention):
                 old = self.with_codes(layer, 0)
                 self.pending[layer] = self.start(layer, n - self.plan.n_sink, old)
                 self.n_rebuilds += 1
-        return out
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)
@@ -515,9 +506,10 @@ def centroid_tokens(b: int) -> int:
     return ceil((1 << b) / 2)
 
 
-def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Tensor | None]:
+def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     """The best tokens of rows with quantisers of one shape, on a GPU: positions in the lower halves."""
     coded, newest = [row.coded(layer) for row in rows], [row.store[layer].newest[0] for row in rows]
-    keys = newest[0] if len(rows) == 1 else torch.cat(newest)
-    found = top_keys(pq_keys_triton(q, keys, coded, rows[0].trace.scales[layer]), max(row.plan.k for row in rows))
-    return [found[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]
+    keys, codes = newest[0] if len(rows) == 1 else torch.cat(newest), [each for each, _ in coded]
+    found = top_keys(pq_keys_triton(q, keys, codes, rows[0].trace.scales[layer]), max(row.plan.k for row in rows))
+    ranked = zip(rows, coded, strict=True)
+    return [Selection(found[i : i + 1, :, : row.plan.k], cost) for i, (row, (_, cost)) in enumerate(ranked)]

@@ -39,8 +39,10 @@ from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
+from engine.placement import Offloaded, Release
+from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
@@ -181,21 +183,20 @@ class Quest(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
-        trace, store, page_len = self.trace, self.store, self.plan.page_len
-        if not self.params.page_generated:
-            store.offload(layer, 0, 0)
-        elif self.keeps_current:
-            started = trace.s_prompt % page_len
-            store.offload(layer, 0, started, min(page_len, started + store.n_new))
-        else:
-            store.offload(layer, 0, 0, capacity=0)  # the current token has to be selected, too
+    def arrange(self, layer: int) -> Offloaded:
+        trace, page_len, n_new = self.trace, self.plan.page_len, self.store.n_new
         shared = trace.once(
             ("Quest's bounds", layer, page_len),
             lambda: Bounds(*(x if x.is_cuda else x.float() for x in page_bounds(trace.keys(layer), page_len))),
         )
-        most = ceil((trace.s_prompt + store.n_new) / page_len)
+        most = ceil((trace.s_prompt + n_new) / page_len)
         self.bounds[layer] = shared.longer(most) if self.params.page_generated else shared
+        if not self.params.page_generated:
+            return Offloaded(0, 0)
+        started = trace.s_prompt % page_len
+        if self.keeps_current:
+            return Offloaded(0, started, min(page_len, started + n_new))
+        return Offloaded(0, 0, capacity=0)  # the current token has to be selected, too
 
     @property
     def keeps_current(self) -> bool:
@@ -213,26 +214,28 @@ class Quest(SelectiveAttention):
         return ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1) if self.keeps_current else (n, k)
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same pages score them in one product."""
         quests = cast("Sequence[Quest]", rows)
         for row in quests:
             if row.params.page_generated:
                 row.take_in(layer)
 
-        def select(alike: Sequence[Quest], q: Tensor) -> list[Tensor | None]:
+        def select(alike: Sequence[Quest], q: Tensor) -> list[Found]:
             first = alike[0]
             n, bounds, page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
             n_pages = ceil(n / page_len)
-            counts = [row.n_chosen(layer, n_pages, n) for row in alike]
+            counts, costs = [row.n_chosen(layer, n_pages) for row in alike], [row.cost(layer, n_pages) for row in alike]
             if not q.is_cuda:
                 scores = scores_of_rows(q, bounds, n_pages)
-                return [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(alike)]
-            if max(counts) == 0:
-                return [None] * len(alike)
-            keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
-            tokens = expand_keys_triton(top_keys(keys, max(counts)), 0, page_len, n)
-            return [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
+                chosen = [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(alike)]
+            elif max(counts) == 0:
+                chosen = [None] * len(alike)
+            else:
+                keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
+                tokens = expand_keys_triton(top_keys(keys, max(counts)), 0, page_len, n)
+                chosen = [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
+            return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
 
         def alike(row: Quest) -> Hashable:
             return id(row.bounds[layer].kmin), row.candidates(layer)[0], row.params.agg
@@ -242,12 +245,12 @@ class Quest(SelectiveAttention):
     def selects_feeds(self, layer: int) -> bool:
         return not self.params.page_generated
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected | None:
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
         n = self.candidates(layer)[0]
         n_pages = ceil(n / self.plan.page_len)
-        k = self.n_chosen(layer, n_pages, n)
-        tokens = self.choose(scores_of_rows(feed.queries, self.bounds[layer], n_pages), k, n)
-        return None if tokens is None else Selected(tokens)
+        scores = scores_of_rows(feed.queries, self.bounds[layer], n_pages)
+        tokens = self.choose(scores, self.n_chosen(layer, n_pages), n)
+        return FeedSelection(tokens, [self.cost(layer, n_pages)] * len(feed.moments))
 
     def take_in(self, layer: int) -> None:
         """Widen the current page by the current token."""
@@ -255,16 +258,17 @@ class Quest(SelectiveAttention):
         key = self.store[layer].newest[0].to(bounds.kmin)
         page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
         bounds.take_in(key, page, place == 0)
-        self.store.ledger.count_rebuilt(key_bytes(self.trace.shape, 1))
 
-    def n_chosen(self, layer: int, n_pages: int, n: int) -> int:
-        """How many of `n_pages` pages of the first `n` tokens are fetched; their bounds go into the books."""
-        shape = self.trace.shape
-        of_page = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES  # bounds
-        paged = self.store[layer].n_seen if self.params.page_generated else n
-        self.store[layer].meter.count("resident_meta_bytes", of_page * ceil(paged / self.plan.page_len))
-        self.store[layer].meter.count("moved_meta_bytes", of_page * n_pages)
+    def n_chosen(self, layer: int, n_pages: int) -> int:
+        """How many of `n_pages` pages are fetched."""
         return min(self.candidates(layer)[1], n_pages)
+
+    def cost(self, layer: int, n_pages: int) -> Cost:
+        """The bounds of `n_pages` pages are read; where generated tokens are paged, the current one is taken in."""
+        shape, paged = self.trace.shape, self.params.page_generated
+        of_page = 2 * key_bytes(shape, 1)  # bounds
+        n_held = ceil(self.store[layer].n_seen / self.plan.page_len) if paged else n_pages
+        return Cost(of_page * n_held, of_page * n_pages, rebuilt_bytes=paged * key_bytes(shape, 1))
 
     def choose(self, scores: Tensor, k: int, n: int) -> Tensor | None:
         """Tokens of the `k` best pages by scores (n, h_kv, g, n_pages), of the first `n` tokens."""
@@ -272,12 +276,10 @@ class Quest(SelectiveAttention):
             return None
         return tokens_of(select_pages(scores, k, self.params.agg), self.plan.page_len, n)
 
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Release | None:
         """A full page leaves the window, and competes with the others from now on."""
-        paged = self.params.page_generated and self.keeps_current
-        if paged and self.store[layer].can_fetch and self.store[layer].n_seen % self.plan.page_len == 0:
-            self.store[layer].release()
-        return out
+        paged, at = self.params.page_generated and self.keeps_current, self.store[layer]
+        return Release() if paged and at.can_fetch and at.n_seen % self.plan.page_len == 0 else None
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)

@@ -46,6 +46,8 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, key_
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.passes.beside import Beside
+from engine.placement import Offloaded, Release
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.clusters import (
     cluster_order,
@@ -217,7 +219,6 @@ class RetroInfer(SelectiveAttention):
     pending: dict[int, Future[Index]]
     indexes: dict[int, Index]  # by layer, once its clusters were waited for
     zones: dict[int, Zones]
-    estimates: list[Part]  # of the present step and layer
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -280,16 +281,15 @@ class RetroInfer(SelectiveAttention):
         return held(budget, shape, plan.n_sink + plan.window, shape.h_kv * plan.n_clusters * of_cluster, plan.k)
 
     def setup(self) -> None:
-        self.pending, self.indexes, self.zones, self.estimates = {}, {}, {}, []
+        self.pending, self.indexes, self.zones = {}, {}, {}
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         plan, trace, period = self.plan, self.trace, self.params.update
         n_new, n_updates = self.store.n_new, self.plan.n_updates
         # Tokens that `comm` makes no clusters of stay.
         most = period if n_updates is None else max(period, n_new - period * n_updates)
-        self.store.offload(layer, plan.n_sink, plan.window, plan.window + min(n_new, most))
         key = ("RetroInfer", layer, plan.n_sink, plan.window, plan.n_clusters, plan.n_segments, self.params.iterations)
         middle = slice(plan.n_sink, trace.s_prompt - plan.window)
 
@@ -304,10 +304,8 @@ class RetroInfer(SelectiveAttention):
 
         self.pending[layer] = trace.once(key, start)
         self.zones[layer] = Zones(plan.n_retrieved, plan.n_estimated, plan.k)
-        self.count_members(layer, keys.shape[0] * keys.shape[1])
-
-    def count_members(self, layer: int, n: int) -> None:
-        self.store[layer].meter.hold_on_host(MEMBER_BYTES * n)
+        index_bytes = MEMBER_BYTES * keys.shape[0] * keys.shape[1]
+        return Offloaded(plan.n_sink, plan.window, plan.window + min(n_new, most), index_bytes=index_bytes)
 
     # A decode step.
 
@@ -319,17 +317,17 @@ class RetroInfer(SelectiveAttention):
         return self.indexes[layer]
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same clusters rank them in one product."""
 
-        def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Tensor | None]:
+        def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Found]:
             index = alike[0].index(layer)
             order = cluster_ranking(q, index, alike[0].trace.scales[layer])
             return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(alike)]
 
         return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.index(layer)), select)
 
-    def choose(self, layer: int, order: Tensor) -> Tensor | None:
+    def choose(self, layer: int, order: Tensor) -> Selection:
         """The tokens of the best clusters in order (1, h_kv, c), (1, h_kv, k); the next clusters are estimated."""
         index, zones, n_sink = self.index(layer), self.zones[layer], self.plan.n_sink
         if self.params.fill == "exact":
@@ -341,49 +339,49 @@ class RetroInfer(SelectiveAttention):
             ranks = n_retrieved.unsqueeze(-1) + torch.arange(zones.n_estimated, device=order.device)
             ids = order.gather(-1, ranks.clamp(max=index.n_clusters - 1))
             chosen, bias = stand_ins(ids, index.sizes)
-            self.estimate(layer, chosen.where(ranks < index.n_clusters, -1), bias)
+            estimated = chosen.where(ranks < index.n_clusters, -1), bias
         else:
             n, ne = zones.n_retrieved, zones.n_estimated
             tokens = tokens_of(order[..., :n], index, index.largest[n], n_sink)
-            self.estimate(layer, *stand_ins(order[..., n : n + ne], index.sizes))
-        return tokens if tokens.shape[-1] else None
+            estimated = stand_ins(order[..., n : n + ne], index.sizes)
+        cost, parts = self.estimate(index, *estimated)
+        return Selection(tokens if tokens.shape[-1] else None, cost, stand_ins=parts)
 
-    def estimate(self, layer: int, ids: Tensor, bias: Tensor) -> None:
+    def estimate(self, index: Index, ids: Tensor, bias: Tensor) -> tuple[Cost, list[Part]]:
         """Clusters `ids` (1, h_kv, ne) stand in attention as a token each, -1 for none, with these log-sizes."""
-        index, meter, shape = self.index(layer), self.store[layer].meter, self.trace.shape
+        shape = self.trace.shape
         n_estimated, of_vector = ids.shape[-1], 2 * shape.d_h
         c = index.n_clusters
-        meter.count("resident_meta_bytes", shape.h_kv * c * (2 * of_vector + SIZE_BYTES + OFFSET_BYTES))
-        meter.count("moved_meta_bytes", shape.h_kv * (c * of_vector + n_estimated * (of_vector + SIZE_BYTES)))
-        meter.count("pseudo_tokens", shape.h * n_estimated)
+        cost = Cost(
+            shape.h_kv * c * (2 * of_vector + SIZE_BYTES + OFFSET_BYTES),
+            shape.h_kv * (c * of_vector + n_estimated * (of_vector + SIZE_BYTES)),
+        )
+        if n_estimated == 0:
+            return cost, []
         mask = None if ids.is_cuda else ids >= 0  # a GPU reads -1
         keys, values = index.centroids.unsqueeze(0), index.values.unsqueeze(0)
-        self.estimates = [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)] if n_estimated else []
+        return cost, [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)]
 
-    def stand_ins(self, layer: int) -> list[Part]:
-        return self.estimates
-
-    def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
+    def behind(self, layer: int, weights: Tensor | None) -> Release | None:
         """Once `update` tokens have come, the oldest of the window become clusters and leave the device."""
         at, plan, n = self.store[layer], self.plan, self.params.update
         if not at.can_fetch or at.n_window != plan.window + n:
-            return out
+            return None
         zones, share = self.zones[layer], self.params.estimated_share
         if plan.n_updates is not None and zones.n_updates >= plan.n_updates:
-            return out
+            return None
         window = at.kept_and_window()[1]
         late = build_index(window.k[0, :, :n], window.v[0, :, :n], plan.n_update, 1, self.params.iterations)
         index = self.indexes[layer] = append_index(self.index(layer), late)
-        self.store.ledger.count_rebuilt(n * token_bytes(self.trace.shape))
         retrieved = share_of(plan.n_update, plan.n_retrieved / plan.n_clusters)
         zones.n_updates += 1
         zones.n_retrieved += retrieved
         zones.n_estimated += share_of(plan.n_update, share) if share else 0
         zones.n_estimated = min(zones.n_estimated, index.n_clusters - zones.n_retrieved)
         zones.k += retrieved * n // plan.n_update
-        self.count_members(layer, index.tokens.numel())
-        at.release(n)
-        return out
+        return Release(
+            n, MEMBER_BYTES * index.tokens.numel(), cost=Cost(rebuilt_bytes=n * token_bytes(self.trace.shape))
+        )
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)

@@ -36,11 +36,13 @@ import torch
 from torch import Tensor
 
 from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
+from engine.placement import Searched
 from engine.prefill import Trace
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from kernels.pages import page_bounds
@@ -206,12 +208,12 @@ class RocketKV(SelectiveAttention):
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LastQueries(params.window),)
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Searched:
         plan, trace, chosen = self.plan, self.trace, self.kept(layer)
-        self.store.keep_searchable(layer, chosen, on_device=self.params.tier == "device")
         most = ceil((min(plan.n_kept, trace.s_prompt) + self.store.n_new) / plan.chunk)
         keys = trace.keys(layer) if chosen is None else gather_tokens(trace.keys(layer), chosen)
         self.bounds[layer] = chunk_bounds(keys, plan.chunk, most)
+        return Searched(chosen, on_device=self.params.tier == "device")
 
     def kept(self, layer: int) -> Tensor | None:
         """The first stage's positions, (1, h_kv, n_kept) ascending; None: all."""
@@ -224,39 +226,38 @@ class RocketKV(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU all rows are searched in one launch."""
         rockets = cast("Sequence[RocketKV]", rows)
         if not q.is_cuda:
             return [row.search(layer, q[i : i + 1]) for i, row in enumerate(rockets)]
         counts = [row.counted(layer) for row in rockets]
         searched = [
-            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r) in zip(rockets, counts, strict=True)
+            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r, _) in zip(rockets, counts, strict=True)
         ]
         newest = [row.store[layer].newest[0] for row in rockets]
         keys = newest[0] if len(newest) == 1 else torch.cat(newest)
         found = chunk_keys(q, keys, searched, rockets[0].trace.scales[layer])
-        best = top_keys(found, max(k for _, k, _ in counts))
-        return [best[i : i + 1, :, :k] for i, (_, k, _) in enumerate(counts)]
+        best = top_keys(found, max(k for _, k, _, _ in counts))
+        return [Selection(best[i : i + 1, :, :k], cost) for i, (_, k, _, cost) in enumerate(counts)]
 
-    def search(self, layer: int, q: Tensor) -> Tensor:
+    def search(self, layer: int, q: Tensor) -> Selection:
         """The places of the tokens to attend to, (1, h_kv, k)."""
-        n, k, r = self.counted(layer)
+        n, k, r, cost = self.counted(layer)
         take_in(self.bounds[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
         sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=q.device)
         sizes[-1] = n - (len(sizes) - 1) * self.plan.chunk
         scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.scales[layer])
-        return top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0)
+        return Selection(top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0), cost)
 
-    def counted(self, layer: int) -> tuple[int, int, int]:
-        """Tokens that are searched, how many are selected, by how many channels; the search goes into the books."""
+    def counted(self, layer: int) -> tuple[int, int, int, Cost]:
+        """Tokens that are searched, how many are selected, by how many channels, and what the search costs."""
         at, plan, shape = self.store[layer], self.plan, self.trace.shape
         n, t = at.n_host, at.n_seen - self.trace.s_prompt
         n_chunks = ceil(n / plan.chunk)
         r = plan.channels(n_chunks)
-        at.meter.count("resident_meta_bytes", 2 * shape.h_kv * n_chunks * shape.d_h * ELEMENT_BYTES)
-        at.meter.count("moved_meta_bytes", shape.h_kv * n_chunks * r * ELEMENT_BYTES)
-        return n, min(plan.k + t * plan.grows, n), r
+        cost = Cost(2 * key_bytes(shape, n_chunks), shape.h_kv * n_chunks * r * ELEMENT_BYTES)
+        return n, min(plan.k + t * plan.grows, n), r, cost
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

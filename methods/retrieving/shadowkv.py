@@ -46,6 +46,8 @@ from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
 from engine.checks import one_of, whole_numbers
 from engine.errors import ConfigError
+from engine.placement import OffloadedValues
+from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.rows.landmarks import Chunks, make_rows
 from kernels.topk import top_stable
@@ -185,7 +187,6 @@ class ShadowKV(SelectiveAttention):
     plan: Plan
     factors: dict[int, Factors]
     landmarks: dict[int, Landmarks]
-    made: Tensor | None  # keys of the tokens that were just selected, where a GPU makes them at once
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -269,11 +270,11 @@ class ShadowKV(SelectiveAttention):
         return (fewer, plan) if plan.is_workable else None
 
     def setup(self) -> None:
-        self.factors, self.landmarks, self.made = {}, {}, None
+        self.factors, self.landmarks = {}, {}
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> OffloadedValues:
         plan, trace = self.plan, self.trace
         keys = trace.keys(layer)[0, :, : plan.n_chunks * plan.chunk]
         with span("factor", layer):
@@ -283,7 +284,7 @@ class ShadowKV(SelectiveAttention):
             lambda: landmarks_of(keys, plan.chunk, plan.n_outliers),
         )
         kept = tokens_of(self.landmarks[layer].outliers, plan.chunk)
-        self.store.offload_values(layer, kept, plan.n_local(trace.s_prompt))
+        return OffloadedValues(kept, plan.n_local(trace.s_prompt))
 
     def factor(self, layer: int) -> Factors:
         """The factors of the layer's keys, turned back to where they had no position."""
@@ -297,15 +298,13 @@ class ShadowKV(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU all rows' chunks are found, and their keys made, at once."""
         mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
         if not q.is_cuda or not mine[0].turns_pairs(layer):
             return super().select_rows(rows, layer, q)
         found = make_rows(q, [row.chunks(layer) for row in mine], trace.rotation(layer), trace.scales[layer])
-        for row, (_, row.made) in zip(mine, found, strict=True):
-            row.count(layer)
-        return [idx for idx, _ in found]
+        return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(mine, found, strict=True)]
 
     def turns_pairs(self, layer: int) -> bool:
         return self.trace.turn is None or self.trace.rotation(layer) is not None
@@ -315,31 +314,27 @@ class ShadowKV(SelectiveAttention):
         landmarks, factors, plan = self.landmarks[layer], self.factors[layer], self.plan
         return Chunks(landmarks.means, landmarks.outliers, factors.rows, factors.basis, plan.chunk, plan.n_selected)
 
-    def count(self, layer: int) -> None:
-        """What selecting costs goes into the books."""
+    def cost(self) -> Cost:
+        """Factors and landmarks stay, landmarks are read, and keys are made of factors."""
         plan, shape = self.plan, self.trace.shape
         factor_bytes, landmark_bytes = plan.meta_bytes(self.trace.s_prompt, shape)
-        meter = self.store[layer].meter
-        meter.count("resident_meta_bytes", factor_bytes + landmark_bytes)
-        meter.count("moved_meta_bytes", landmark_bytes)
-        meter.count("made_kv_bytes", plan.n_selected * plan.chunk * key_bytes(shape, 1))
+        made_bytes = plan.n_selected * plan.chunk * key_bytes(shape, 1)
+        return Cost(factor_bytes + landmark_bytes, landmark_bytes, made_bytes=made_bytes)
 
-    def select(self, layer: int, q: Tensor) -> Tensor:
+    def select(self, layer: int, q: Tensor) -> Selection:
         """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
         landmarks, plan = self.landmarks[layer], self.plan
-        self.count(layer)
         scores = landmark_scores(q, landmarks.means, self.trace.scales[layer])[0]
         ranks = top_stable(scores, plan.n_selected)  # (h_kv, n_selected)
-        return tokens_of(landmarks.numbers(ranks), plan.chunk)
+        idx = tokens_of(landmarks.numbers(ranks), plan.chunk)
+        return Selection(idx, self.cost(), keys=self.made_keys(layer, idx))
 
     def made_keys(self, layer: int, idx: Tensor) -> Tensor:
-        if self.made is not None:
-            made, self.made = self.made, None
-            return made
+        """Keys (1, h_kv, k, d_h) of these tokens, of which the host has the values alone."""
         keys, turn = self.factors[layer].keys(idx[0]), self.trace.turn
         if turn is not None:
             keys = turn[layer](keys.unsqueeze(1), idx[0]).squeeze(1)  # every head has positions of its own
-        return keys.to(self.store[layer].k.dtype).unsqueeze(0)
+        return keys.to(self.store[layer].newest[0].dtype).unsqueeze(0)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)

@@ -39,9 +39,11 @@ from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
+from engine.placement import Change, Offloaded
 from engine.prefill import Trace
+from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
-from engine.turns.feed import Feed, Selected
+from engine.turns.feed import Feed
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
@@ -154,11 +156,10 @@ class SparQ(SelectiveAttention):
 
     # While the prompt is read.
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Offloaded:
         trace, store, plan = self.trace, self.store, self.plan
         n_past = min(plan.n_window - 1, trace.s_prompt - plan.n_sink)
         slides = self.params.generated == "inside"
-        store.offload(layer, plan.n_sink, n_past, plan.n_window if slides else None)
         columns = prompt_columns(trace, layer) if self.params.layout == "columns" else None
         if columns is not None and not trace.keys(layer).is_cuda:  # a GPU reads generated tokens by rows
             self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
@@ -169,6 +170,7 @@ class SparQ(SelectiveAttention):
             )
             if self.means[layer].is_cuda:  # where it is added to in place
                 self.means[layer] = self.means[layer].clone()
+        return Offloaded(plan.n_sink, n_past, plan.n_window if slides else None)
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer, self.plan.n_sink)
@@ -186,7 +188,7 @@ class SparQ(SelectiveAttention):
             self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with as many components read their columns together."""
         sparqs = cast("Sequence[SparQ]", rows)
         if q.is_cuda:
@@ -194,7 +196,7 @@ class SparQ(SelectiveAttention):
         for row in sparqs:
             row.take_in(layer)
 
-        def select(alike: Sequence[SparQ], q: Tensor) -> list[Tensor]:
+        def select(alike: Sequence[SparQ], q: Tensor) -> list[Found]:
             plan, params, trace = alike[0].plan, alike[0].params, alike[0].trace
             components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
             read = read_columns if params.layout == "columns" else read_rows
@@ -202,7 +204,8 @@ class SparQ(SelectiveAttention):
             weights = query_weights(q, components, trace.scales[layer])
             scores = (weights.sum(2, keepdim=True) @ keys).split(1)  # n of (1, h_kv, 1, s)
             logits = (weights @ keys).split(1) if params.reallocate else [None] * len(alike)  # n of (1, h_kv, g, s)
-            return [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
+            found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
+            return [Selection(idx, row.cost(layer)) for row, idx in zip(alike, found, strict=True)]
 
         return select_alike(sparqs, q, kind_of, select)
 
@@ -218,11 +221,14 @@ class SparQ(SelectiveAttention):
         return idx
 
     def candidates(self, layer: int) -> tuple[int, int]:
-        """The first position that may be fetched, and that behind the last one; reading them goes into the books."""
-        shape, start, stop = self.trace.shape, self.plan.n_sink, self.store[layer].n_seen - self.store[layer].n_window
+        """The first position that may be fetched, and that behind the last one."""
+        return self.plan.n_sink, self.store[layer].n_seen - self.store[layer].n_window
+
+    def cost(self, layer: int) -> Cost:
+        """Components of all candidates' keys are read."""
+        shape, (start, stop) = self.trace.shape, self.candidates(layer)
         line = self.plan.r if self.params.layout == "columns" else shape.d_h
-        self.store[layer].meter.count("moved_meta_bytes", shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
-        return start, stop
+        return Cost(moved_bytes=shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
 
     # A feed.
 
@@ -231,7 +237,7 @@ class SparQ(SelectiveAttention):
         at = self.store[layer]
         return self.params.layout == "columns" and self.params.generated == "on_top" and at.n_window < at.capacity
 
-    def select_feed(self, layer: int, feed: Feed) -> Selected:
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
         """The tokens' own columns stand behind the others, and are hidden from those before them."""
         trace, m, s = self.trace, len(feed.moments), self.trace.s_prompt
         t, q = self.store[layer].n_seen - s, feed.queries
@@ -245,7 +251,8 @@ class SparQ(SelectiveAttention):
             logits = weights @ keys
             coming = torch.ones(m, m, dtype=torch.bool).triu(1).view(m, 1, 1, m)
             logits[..., s + t :].masked_fill_(coming, -torch.inf)
-        return Selected(self.choose(layer, (weights.sum(2, keepdim=True) @ keys).squeeze(2), logits))
+        idx = self.choose(layer, (weights.sum(2, keepdim=True) @ keys).squeeze(2), logits)
+        return FeedSelection(idx, [self.cost(layer)] * m)
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
         if layer not in self.means or not self.store[layer].can_fetch:
@@ -262,7 +269,7 @@ class SparQ(SelectiveAttention):
     @classmethod
     def after_rows_on_gpu(
         cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> None:
+    ) -> Sequence[Change | None]:
         sparqs = cast("Sequence[SparQ]", rows)
         for i, row in enumerate(sparqs):
             lacking = row.lacking
@@ -273,6 +280,7 @@ class SparQ(SelectiveAttention):
                     for other in sparqs[i : i + n]
                 ), "rows that were searched together lie apart"
                 blend(out[i : i + n], lacking.covered, lacking.table, row.trace.shape.h_kv)
+        return ()
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The mean of V takes the place of what was not attended to."""
@@ -310,12 +318,11 @@ def kind_of(row: SparQ) -> Hashable:
     return row.plan.r, row.params.layout, row.params.reallocate
 
 
-def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Tensor | None]:
+def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows of one kind, on a GPU: positions in the lower halves."""
     searched, newest = [], [row.store[layer].newest[1] for row in rows]
     for row in rows:
         at, (start, stop) = row.store[layer], row.candidates(layer)
-        assert at.host is not None
         by_columns = row.params.layout == "columns"
         prompt = prompt_columns(row.trace, layer) if by_columns else at.host.k[0].mT
         k = max(0, min(row.plan.k, stop - start))
@@ -328,7 +335,8 @@ def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Tensor | N
     covered = cover(best, logits, lses, found[2]) if rows[0].params.reallocate else None
     for i, row in enumerate(rows):
         row.lacking = None if covered is None else Lacking(covered, found[2], i)
-    return [best[i : i + 1, :, : at.k] for i, at in enumerate(searched)]
+    ranked = zip(rows, searched, strict=True)
+    return [Selection(best[i : i + 1, :, : at.k], row.cost(layer)) for i, (row, at) in enumerate(ranked)]
 
 
 def prompt_columns(trace: Trace, layer: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from engine.books.ledger import Entry
 from engine.books.meter import COUNTS, Access, Meter, distinct_tokens
 from engine.caches.blocks import BlockCache, BlockCacheSpec
+from engine.selection import Cost
 from engine.shapes import ModelShape
 
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
@@ -23,8 +24,8 @@ def test_every_count_is_a_column_of_the_ledger() -> None:
 
 def test_a_meter_counts_from_one_close_to_the_next() -> None:
     meter = Meter(SHAPE)
-    meter.count("moved_meta_bytes", 5)
-    meter.count("moved_meta_bytes", 7)
+    meter.spend(Cost(moved_bytes=5))
+    meter.spend(Cost(moved_bytes=7))
     meter.count_released(3)
     first = meter.close(1, 0, n_seen=20, n_resident=6, n_host=14)
     second = meter.close(2, 0, n_seen=21, n_resident=7, n_host=14)
@@ -39,11 +40,6 @@ def test_hidden_and_spare_tokens_are_taken_off() -> None:
     entry = Meter(SHAPE).close(1, 0, n_seen=20, n_resident=6, n_host=0, n_hidden=5, n_spare=2)
     assert entry.attended == 6 * 4 - 5
     assert entry.resident_kv_bytes == (6 * 2 - 2) * PER_TOKEN
-
-
-def test_what_is_no_count_is_refused() -> None:
-    with pytest.raises(AssertionError, match="resident_kv_bytes is not counted per step"):
-        Meter(SHAPE).count("resident_kv_bytes", 1)
 
 
 @pytest.mark.parametrize("has_cache", [False, True])

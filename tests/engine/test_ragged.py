@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.attend import attend
 from engine.books.strip import attended_bins
+from engine.placement import Ragged, Rolls
 from engine.softmax import Softmax
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, token
@@ -33,7 +34,7 @@ def step(store: Store, position: int, t: int) -> None:
     store.close(0, t)
     entry, n = store.ledger.entries[-1], sum(map(len, expected))
     assert entry.attended == n * H // H_KV
-    assert entry.resident_kv_bytes == n * store.token_bytes
+    assert entry.resident_kv_bytes == n * store[0].meter.token_bytes
 
 
 @given(st.data())
@@ -42,7 +43,7 @@ def test_heads_keep_what_was_chosen_and_the_books_count_true_tokens(data: st.Dat
     s, n_new = data.draw(st.integers(2, 30)), data.draw(st.integers(1, 5))
     chosen = [data.draw(st.sets(st.integers(0, s - 1), min_size=int(head == 0))) for head in range(H_KV)]
     store = Store(counting_trace(s), n_new)
-    store.keep_ragged(0, [torch.tensor(sorted(each), dtype=torch.int64) for each in chosen])
+    store.place(0, Ragged([torch.tensor(sorted(each), dtype=torch.int64) for each in chosen]))
     for t in range(1, n_new + 1):
         step(store, s + t - 1, t)
         assert held(store) == [[*sorted(each), *range(s, s + t)] for each in chosen]
@@ -58,8 +59,8 @@ def test_heads_that_roll_hold_their_latest_tokens(data: st.DataObject) -> None:
     rolls = [data.draw(st.booleans()) for _ in range(H_KV)]
     store = Store(counting_trace(s), n_new)
     recent_first = torch.tensor([*range(s - n_recent, s), *range(n_sink)])
-    store.keep_ragged(0, [recent_first if each else torch.arange(s) for each in rolls])
-    store[0].roll([n_recent if each else -1 for each in rolls], [0] * H_KV)
+    latest = Rolls([n_recent if each else -1 for each in rolls], [0] * H_KV)
+    store.place(0, Ragged([recent_first if each else torch.arange(s) for each in rolls], latest))
     for t in range(1, n_new + 1):
         last = s + t - 1
         step(store, last, t)
@@ -80,9 +81,9 @@ def test_heads_that_are_not_full_yet_grow_before_they_roll(data: st.DataObject) 
     n_first = min(n_sink, s)
     n_latest = min(n_recent, s - n_first)
     rows = torch.tensor([*range(s - n_latest, s), *range(n_first)])
-    store.keep_ragged(0, [rows if each else torch.arange(s) for each in rolls])
     room = max(0, n_sink + n_recent - s)
-    store[0].roll([n_latest if each else -1 for each in rolls], [room] * H_KV, max(0, n_sink - s))
+    latest = Rolls([n_latest if each else -1 for each in rolls], [room] * H_KV, max(0, n_sink - s))
+    store.place(0, Ragged([rows if each else torch.arange(s) for each in rolls], latest))
     for t in range(1, n_new + 1):
         last = s + t - 1
         step(store, last, t)
@@ -93,7 +94,7 @@ def test_heads_that_are_not_full_yet_grow_before_they_roll(data: st.DataObject) 
 
 def test_the_strip_counts_what_each_head_attends_to() -> None:
     store = Store(counting_trace(10), 2)
-    store.keep_ragged(0, [torch.arange(10), torch.tensor([0, 9])])
+    store.place(0, Ragged([torch.arange(10), torch.tensor([0, 9])]))
     step(store, 10, 1)
     assert attended_bins(store.layers.values(), 10) == [1.0, *[0.5] * 8, 1.0]
 
@@ -101,7 +102,7 @@ def test_the_strip_counts_what_each_head_attends_to() -> None:
 def test_attention_reads_no_spare_row() -> None:
     """A head that keeps nothing attends to generated tokens alone."""
     store = Store(counting_trace(8), 2)
-    store.keep_ragged(0, [torch.arange(8), torch.tensor([], dtype=torch.int64)])
+    store.place(0, Ragged([torch.arange(8), torch.tensor([], dtype=torch.int64)]))
     store[0].append(token(8), -token(8))
     out = attend(torch.ones(1, H, 1, D), store[0].resident(), Softmax(0.1))
     assert torch.equal(out[0, H // 2 :], -token(8)[0, 1:].expand(H // 2, 1, D))

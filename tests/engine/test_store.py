@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.caches.blocks import BlockCacheSpec
+from engine.placement import Kept, Offloaded, Searched, Whole
 from engine.prefill import Trace
 from engine.store import Store
 from kernels.gather import gather_tokens
@@ -40,7 +41,7 @@ def feed(store: Store, n: int, start: int) -> None:
 def test_keeping_all_copies_nothing() -> None:
     trace = counting_trace(10)
     store = Store(trace, 3)
-    store.keep_all(0)
+    store.place(0, Whole())
     store[0].append(token(10), -token(10))
     prompt, rest = store[0].resident()
     assert prompt.k.data_ptr() == trace.keys(0).data_ptr()
@@ -49,7 +50,7 @@ def test_keeping_all_copies_nothing() -> None:
 
 def test_kept_tokens_may_differ_between_heads() -> None:
     store = Store(counting_trace(20), 4)
-    store.keep(0, torch.tensor([[[1, 5, 9], [2, 6, 19]]]))
+    store.place(0, Kept(torch.tensor([[[1, 5, 9], [2, 6, 19]]])))
     feed(store, 2, 20)
     (part,) = store[0].resident()
     assert positions(part, 0) == [1, 5, 9, 20, 21]
@@ -60,7 +61,7 @@ def test_kept_tokens_may_differ_between_heads() -> None:
 
 def test_a_window_slides_over_the_oldest_tokens() -> None:
     store = Store(counting_trace(20), 9)
-    store.keep(0, 2, n_window=3, capacity=4)
+    store.place(0, Kept(2, n_window=3, capacity=4))
     for t, expected in enumerate(
         [[17, 18, 19, 20], [18, 19, 20, 21], [19, 20, 21, 22], [20, 21, 22, 23], [21, 22, 23, 24]]
     ):
@@ -80,7 +81,7 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
     slides = data.draw(st.booleans())
     n_new = data.draw(st.integers(1, 12))
     store = Store(counting_trace(s), n_new)
-    store.offload(0, n_sink, n_past, n_past + 1 if slides else None)
+    store.place(0, Offloaded(n_sink, n_past, n_past + 1 if slides else None))
     feed(store, n_new, s)
     on_host = range(n_sink, store[0].n_seen - store[0].n_window)
     if not on_host:
@@ -99,7 +100,7 @@ def test_any_host_token_can_be_fetched_after_any_number_of_steps(data: st.DataOb
 def test_what_is_fetched_stays_where_it_is_without_an_accelerator() -> None:
     trace = counting_trace(20)
     store = Store(trace, 2)
-    store.offload(0, 2, 4)
+    store.place(0, Offloaded(2, 4))
     store[0].append(token(20), -token(20))
     part = store[0].fetch(torch.tensor([[[3, 4], [5, 2]]]))
     assert part.k.data_ptr() == trace.keys(0).data_ptr()
@@ -110,7 +111,7 @@ def test_what_is_fetched_stays_where_it_is_without_an_accelerator() -> None:
 
 def test_padding_is_masked_and_not_counted() -> None:
     store = Store(counting_trace(20), 2)
-    store.offload(0, 2, 4)
+    store.place(0, Offloaded(2, 4))
     store[0].append(token(20), -token(20))
     part = store[0].fetch(torch.tensor([[[3, 4, -1], [5, -1, -1]]]), padded=True)
     assert part.mask is not None
@@ -123,7 +124,7 @@ def test_padding_is_masked_and_not_counted() -> None:
 
 def test_tokens_asked_for_by_several_query_heads_move_once() -> None:
     store = Store(counting_trace(20), 2)
-    store.offload(0, 2, 4)
+    store.place(0, Offloaded(2, 4))
     store[0].append(token(20), -token(20))
     store[0].fetch(torch.tensor([[[3, 4], [4, 5], [7, 8], [7, 8]]]))
     store.close(0, 1)
@@ -135,7 +136,7 @@ def test_tokens_asked_for_by_several_query_heads_move_once() -> None:
 
 def test_bytes_in_are_bytes_resident_plus_bytes_on_the_host() -> None:
     store = Store(counting_trace(20), 6)
-    store.offload(0, 2, 4, capacity=5)
+    store.place(0, Offloaded(2, 4, capacity=5))
     for t in range(6):
         store[0].append(token(20 + t), -token(20 + t))
         store.close(0, t + 1)
@@ -147,7 +148,7 @@ def test_bytes_in_are_bytes_resident_plus_bytes_on_the_host() -> None:
 
 def test_dropped_tokens_are_nowhere() -> None:
     store = Store(counting_trace(20), 2)
-    store.keep(0, torch.tensor([[[1], [2]]]))
+    store.place(0, Kept(torch.tensor([[[1], [2]]])))
     feed(store, 2, 20)
     assert [entry.resident_host_bytes for entry in store.ledger.entries] == [0, 0]
     assert store.ledger.entries[-1].resident_kv_bytes == 3 * H_KV * D * 2 * 2
@@ -156,7 +157,7 @@ def test_dropped_tokens_are_nowhere() -> None:
 
 def test_cached_blocks_are_hits_and_move_nothing() -> None:
     store = Store(counting_trace(40), 4, BlockCacheSpec(8, 4, 2, "lru"))
-    store.offload(0, 2, 6)
+    store.place(0, Offloaded(2, 6))
     idx = torch.tensor([[[2, 3, 10], [2, 4, 11]]])  # middle indices 0, 1, 8 and 0, 2, 9: blocks 0 and 2
     for t in range(2):
         store[0].append(token(40 + t), -token(40 + t))
@@ -172,7 +173,7 @@ def test_cached_blocks_are_hits_and_move_nothing() -> None:
 
 def test_a_cache_takes_its_room_before_it_is_full() -> None:
     store = Store(counting_trace(40), 4, BlockCacheSpec(12, 4, 1, "lru"))
-    store.offload(0, 2, 6)
+    store.place(0, Offloaded(2, 6))
     store[0].append(token(40), -token(40))
     store[0].fetch(torch.tensor([[[2, 3], [2, 4]]]))
     store.close(0, 1)
@@ -183,7 +184,7 @@ def test_a_cache_takes_its_room_before_it_is_full() -> None:
 
 def test_what_query_heads_find_in_the_cache_moves_for_none_of_them() -> None:
     store = Store(counting_trace(40), 4, BlockCacheSpec(8, 4, 2, "lru"))
-    store.offload(0, 2, 6)
+    store.place(0, Offloaded(2, 6))
     heads = [[[2, 3], [3, 10], [2, 20], [10, 11]], [[2, 3], [3, 14], [20, 21], [2, 10]]]
     # Blocks 0 and 2 are taken in: positions 2 to 5 and 10 to 13.
     for t, asked in enumerate(heads):
@@ -200,10 +201,10 @@ def test_a_store_never_writes_to_the_trace() -> None:
     trace = counting_trace(20)
     before = trace.keys(0).clone(), trace.values(0).clone()
     for arrange in (
-        lambda store: store.keep_all(0),
-        lambda store: store.keep(0, 2, 4, 5),
-        lambda store: store.offload(0, 2, 4, 5),
-        lambda store: store.keep(0, torch.tensor([[[1], [2]]])),
+        lambda store: store.place(0, Whole()),
+        lambda store: store.place(0, Kept(2, 4, 5)),
+        lambda store: store.place(0, Offloaded(2, 4, 5)),
+        lambda store: store.place(0, Kept(torch.tensor([[[1], [2]]]))),
     ):
         store = Store(trace, 8)
         arrange(store)
@@ -214,9 +215,9 @@ def test_a_store_never_writes_to_the_trace() -> None:
 
 def test_placing_a_layer_twice_is_our_mistake() -> None:
     store = Store(counting_trace(20), 2)
-    store.keep_all(0)
+    store.place(0, Whole())
     with pytest.raises(AssertionError, match="placed twice"):
-        store.offload(0, 1, 1)
+        store.place(0, Offloaded(1, 1))
 
 
 @pytest.mark.parametrize("heads", [H_KV, H])
@@ -230,7 +231,7 @@ def test_gathered_rows_are_those_of_their_head(heads: int) -> None:
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_tier_may_hold_some_tokens_alone(on_device: bool) -> None:
     store = Store(counting_trace(20), 3)
-    store.keep_searchable(0, torch.tensor([[[1, 5, 9, 19], [2, 6, 7, 18]]]), on_device)
+    store.place(0, Searched(torch.tensor([[[1, 5, 9, 19], [2, 6, 7, 18]]]), on_device))
     feed(store, 2, 20)
     part = store[0].fetch(torch.tensor([[[3, 0, 5], [4, 1, 2]]]))
     assert [positions(part.gathered(), head) for head in range(H_KV)] == [[19, 1, 21], [20, 6, 7]]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from engine.books.strip import attended_bins
+from engine.placement import Kept
 from engine.store import Store
 from tests.conformance import S, model, ours, watched
 from tests.engine.test_store import counting_trace, token
@@ -27,7 +28,7 @@ def test_a_strip_is_what_the_pictures_of_all_layers_say(name: str) -> None:
 
 def test_a_prompt_shorter_than_the_strip_has_a_part_for_each_token() -> None:
     store = Store(counting_trace(6), 2)
-    store.keep(0, torch.tensor([[[1, 3], [1, 2]]]), n_window=1)
+    store.place(0, Kept(torch.tensor([[[1, 3], [1, 2]]]), n_window=1))
     store[0].append(token(6), -token(6))
     assert attended_bins(store.layers.values()) == [0.0, 1.0, 0.5, 0.5, 0.0, 1.0]
 

@@ -14,22 +14,22 @@ SELECTS = (
     HEAD.format(drops=False)
     + """
     def arrange(self, layer):
-        self.store.offload(layer, 0, 4)
+        return Offloaded(0, 4)
     def select(self, layer, q):
         idx = torch.arange({first}, {first} + 20)
         {change}
-        return idx.expand(1, self.trace.shape.h_kv, -1)
+        return Selection(idx.expand(1, self.trace.shape.h_kv, -1), Cost(moved_bytes={moved}))
 """
 )
 LEAVES = {
-    "while selecting": SELECTS.format(first=0, change="import sys; sys.exit(0)"),
+    "while selecting": SELECTS.format(first=0, change="import sys; sys.exit(0)", moved=0),
     "in a plan": HEAD.format(drops=True)
     + """
     @classmethod
     def plan_for(cls, params, budget, shape):
         raise SystemExit
     def arrange(self, layer):
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
 """,
     "in a label": HEAD.format(drops=True)
     + """
@@ -37,7 +37,7 @@ LEAVES = {
     def label(cls, params, request):
         quit()
     def arrange(self, layer):
-        self.store.keep(layer, self.budget.tokens)
+        return Kept(self.budget.tokens)
 """,
 }
 
@@ -94,7 +94,7 @@ def test_a_selection_of_what_is_not_there_stops_the_run(
 def test_what_is_kept_is_checked_as_well(
     chosen: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = HEAD.format(drops=True) + f"\n    def arrange(self, layer):\n        self.store.keep(layer, {chosen})\n"
+    body = HEAD.format(drops=True) + f"\n    def arrange(self, layer):\n        return Kept({chosen})\n"
     with pytest.raises(SystemExit) as left:
         run(body, model, tmp_path)
     assert left.value.code == 1
@@ -126,6 +126,6 @@ def test_a_method_that_skips_every_layer_is_refused(
 
 
 def test_an_honest_method_is_not_marked(model: Path, tmp_path: Path) -> None:
-    honest = SELECTS.format(first=0, change="self.store[layer].meter.count('moved_meta_bytes', 10)")
+    honest = SELECTS.format(first=0, change="", moved=10)
     _, (result,) = run(honest, model, tmp_path)
     assert result.within_budget is True and not any("tensors" in note for note in result.notes)

@@ -54,11 +54,11 @@ def words_of(folder: Path) -> list[str]:
 
 
 def breaks_at(step: int) -> Any:
-    """`step_rows` of a method whose values are NaN from that step of any prompt on, in its first layer."""
-    step_rows = StreamingLLM.step_rows.__func__  # type: ignore[attr-defined]
+    """`resident_rows` of a method whose values are NaN from that step of any prompt on, in its first layer."""
+    resident_rows = StreamingLLM.resident_rows.__func__  # type: ignore[attr-defined]
 
-    def broken(cls: Any, rows: Sequence[Any], layer: int, *qkv: torch.Tensor) -> list[list[Part]]:
-        parts = step_rows(cls, rows, layer, *qkv)
+    def broken(cls: Any, rows: Sequence[Any], layer: int, q: torch.Tensor) -> list[list[Part]]:
+        parts = resident_rows(cls, rows, layer, q)
         for row, own in zip(rows, parts, strict=True):
             if layer == 0 and row.store[layer].n_seen - row.trace.s_prompt >= step:
                 own[0].v = own[0].v * float("nan")
@@ -118,7 +118,7 @@ def test_a_row_of_nan_stops_and_its_neighbours_answer_as_ever(
     step: int, asked: Sequence[str], model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = sweep([*asked, *model], VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "step_rows", breaks_at(step))
+    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(step))
     found = sweep([*asked, *model], VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2] and {row.status for _, rows in right for row in rows} == {"ok"}
     assert [result.status for result, _ in found] == ["ok", "ok", "failed"]
@@ -132,7 +132,7 @@ def test_a_row_of_nan_is_compared_with_nothing_and_the_others_are(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = sweep([*FIDELITY, *model], VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "step_rows", breaks_at(3))
+    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(3))
     found = sweep([*FIDELITY, *model], VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2]
     assert (found[2][0].status, found[2][0].score) == ("failed", None)
@@ -157,7 +157,7 @@ def test_a_turn_of_nan_is_lost_and_neighbours_answer_as_ever(
 ) -> None:
     asked = (*NEEDLE, "task.questions=2", f"task.mode={mode}", "limit=1", *model)
     right = sweep(asked, VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "step_rows", breaks_at(2))
+    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(2))
     found = sweep(asked, VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2]
     lost, rows = found[2]

@@ -1,6 +1,7 @@
 """A method in a file outside the repository runs like ours, and what is wrong with the file is said in a sentence."""
 
 import pickle
+import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -17,8 +18,11 @@ from results import read_runs
 from run import main
 from tests.tiny_run import CONF, example_file, save_tiny
 
-HEAD = "from dataclasses import dataclass, field\nfrom methods.base import SelectiveAttention\n"
-BODY = "    title, drops = 'Mine', True\n    def arrange(self, layer):\n        self.store.keep_all(layer)\n"
+HEAD = (
+    "from dataclasses import dataclass, field\nfrom engine.placement import Whole\n"
+    "from methods.base import SelectiveAttention\n"
+)
+BODY = "    title, drops = 'Mine', True\n    def arrange(self, layer):\n        return Whole()\n"
 TASK = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
 
 
@@ -200,3 +204,31 @@ def test_what_a_file_defines_decides_its_comm_whichever_file_it_is(base: str, co
 def test_our_own_methods_keep_the_comm_that_they_had(name: str) -> None:
     wanted = 0 if name in ("rkv", "triattention", "full_stopped") else Fraction(1, 64)
     assert composed(f"method={name}", "budget=100").budget.comm == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("self.store.keep(layer, 3)", r"arrange returns where the tokens go now: Kept\(positions, n_window\)"),
+        ("self.store.offload(layer, 0, 4)", r"returns Offloaded\(n_sink, n_window\) now"),
+        ("self.store[layer].evict(slots)", r"behind\(layer, weights\) returns Evict\(slots\)"),
+        ("self.store[layer].meter.count('moved_meta_bytes', 3)", r"Selection\(positions, Cost\(moved_bytes=n\)\) now"),
+    ],
+)
+def test_a_file_that_was_written_for_verbs_is_told_which_value_to_return(tmp_path: Path, line: str, now: str) -> None:
+    body = f"    title, drops = 'Mine', True\n    def arrange(self, layer):\n        {line}\n"
+    assert re.search(
+        now, refused(f"method={write(tmp_path, HEAD + 'class Mine(SelectiveAttention):' + chr(10) + body)}")
+    )
+
+
+def test_a_method_that_places_nothing_is_told_what_to_return(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "    title, drops = 'Mine', True\n    def arrange(self, layer):\n        pass\n"
+    path, out = write(tmp_path, HEAD + "class Mine(SelectiveAttention):\n" + body), tmp_path / "out"
+    words = [*TASK, "model=any", f"model.id={model}", "ratio=0.3", "dtype=float32", "device=cpu", f"out={out}"]
+    with pytest.raises(SystemExit) as left:
+        main([f"method={path}", *words])
+    assert left.value.code == 2
+    assert "Mine.arrange says nothing of layer 0; return where its tokens go, such as Kept" in said(capsys)

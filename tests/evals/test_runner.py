@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 
 from engine.budget import Budget
 from engine.errors import ConfigError
+from engine.placement import Offloaded
 from engine.prefill import Trace
 from evals import answer, models, prepare, runner
 from evals.prepare import SHOWN
@@ -230,10 +231,10 @@ def out_of_memory_when(condition: Any) -> Any:
     """An `arrange` that fails where the condition on the trace holds."""
     arrange = Oracle.arrange
 
-    def failing(self: Oracle, layer: int) -> None:
+    def failing(self: Oracle, layer: int) -> Offloaded:
         if layer == 1 and condition(self.trace):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GiB")
-        arrange(self, layer)
+        return arrange(self, layer)
 
     return failing
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.budget import BudgetRequest, resolve
+from engine.placement import Made
+from engine.selection import Found, selection
 from engine.shapes import ModelShape
 from methods.alike import select_alike
 from methods.base import SelectiveAttention
@@ -28,11 +30,9 @@ class Halving(SelectiveAttention):
     class Params:
         pass
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Made:
         everything = torch.arange(self.trace.s_prompt).expand(1, self.trace.shape.h_kv, -1)
-        self.store.keep(layer, everything)
-        (part,) = self.store[layer].resident()
-        part.v.mul_(0.5)
+        return Made(self.trace.keys(layer), self.trace.values(layer) * 0.5, everything)
 
 
 def variant(tokens: int, n_answer: int | None = None, method: type[SelectiveAttention] = Halving) -> Variant:
@@ -70,12 +70,13 @@ def test_rows_with_equal_keys_are_selected_for_together_and_answered_in_their_or
     rows = [variant(tokens).row(trace, 4) for tokens in (50, 40, 50, 40)]
     together: list[list[int]] = []
 
-    def select(alike: Sequence[SelectiveAttention], queries: Tensor) -> list[Tensor | None]:
+    def select(alike: Sequence[SelectiveAttention], queries: Tensor) -> list[Found]:
         together.append([row.budget.tokens for row in alike])
         return [None if q[0, 0, 0] == 3 else q[0, 0, 0] for q in queries]
 
     selections = select_alike(rows, q, lambda row: row.budget.tokens, select)
     assert together == [[50, 50], [40, 40]]
-    assert [None if idx is None else idx.item() for idx in selections] == [0, 1, 2, None]
+    found = [selection(each).idx for each in selections]
+    assert [None if idx is None else idx.item() for idx in found] == [0, 1, 2, None]
     assert len(select_alike(rows, q, lambda row: 0, select)) == 4
     assert together[2:] == [[50, 40, 50, 40]]

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.recent import RecentTokens
+from engine.placement import Offloaded, Release
 from engine.store import Store
 from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
 
@@ -30,8 +31,7 @@ def test_hits_are_tokens_that_one_of_the_last_selections_had(data: st.DataObject
 
 def test_the_store_moves_only_what_is_not_held() -> None:
     store = Store(counting_trace(20), 8)
-    store.offload(0, 2, 0)
-    store.keep_recent(0, 1)
+    store.place(0, Offloaded(2, 0, n_steps=1))
     per_token = D * 4
     expected = [([5, 6, 7], 0), ([6, 7, 8], 2), ([9, 10, 11], 0), ([9, 10, 11], 3), ([5, 6, 7], 0)]
     for t, (tokens, hits) in enumerate(expected):
@@ -49,17 +49,16 @@ def test_the_store_moves_only_what_is_not_held() -> None:
 
 def test_a_layer_has_one_cache_only() -> None:
     store = Store(counting_trace(20), 8, BlockCacheSpec(8, 4, 1, "lfu"))
-    store.offload(0, 2, 0)
     with pytest.raises(AssertionError, match="a block cache"):
-        store.keep_recent(0, 1)
+        store.place(0, Offloaded(2, 0, n_steps=1))
 
 
 def test_a_released_window_is_on_the_host_from_the_next_token_on() -> None:
     store = Store(counting_trace(10), 8)
-    store.offload(0, 2, 0, capacity=3)
+    store.place(0, Offloaded(2, 0, capacity=3))
     feed(store, 2, 10)
     store[0].append(token(12), -token(12))
-    store[0].release()
+    store.change(0, Release())
     assert store.attended(0)[0].nonzero().flatten().tolist() == [0, 1, 10, 11, 12]
     assert store[0].n_window == 3
     store.close(0, 3)

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from engine.budget import BudgetRequest
 from engine.errors import ConfigError
+from engine.placement import Stay
 from methods.decoding.cutting import CuttingMethod, best_first
 from methods.decoding.h2o_decode import H2ODecode
 from methods.decoding.rkv import RKV, window_importance
@@ -76,9 +78,9 @@ def check_kvpress(meta: dict[str, Any], x: dict[str, np.ndarray], q: Tensor, k: 
 
         n_cuts = 0
 
-        def after_step(self) -> None:
+        def after_step(self) -> Iterator[tuple[int, Stay]]:
             self.plan = replace(self.plan, target=kvpress_target(meta, self.n_seen()))
-            super().after_step()
+            return super().after_step()
 
         def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
             scores = torch.from_numpy(x["score"][self.n_cuts][:, : keys.shape[2]]).unsqueeze(0)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.observe import Known
+from engine.placement import Stay
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
+from engine.step import cut
 from methods.calibration.known import Calibrated
 from methods.calibration.queries import Queries, as_complex
 from methods.decoding.triattention import TriAttention, key_scores, offsets_of, standardised, statistics
@@ -55,7 +57,7 @@ def take(row: Any, p: int, k: Tensor) -> None:
     for layer in range(len(k)):
         new = k[layer : layer + 1, :, p : p + 1]
         step(row, q, new, new, p + 1 - row.trace.s_prompt, layer)
-    row.after_step()
+    cut(row)
 
 
 def held(row: Any) -> np.ndarray:
@@ -102,8 +104,8 @@ def check_cut(
     for p in range(meta["prompt"], n):
         if p == n - 1:  # what earlier cuts took
             row.plan = replace(row.plan, interval=meta["n"] - meta["budget"])
-            for layer in row.store.layers.values():
-                layer.rest(positions[:-1].expand(1, meta["Hk"], -1), 1)
+            for layer in [*row.store.layers]:
+                row.store.change_between(layer, Stay(positions[:-1].expand(1, meta["Hk"], -1), 1))
         take(row, p, spread)
     theirs = {"global": lambda y: y[None, None], "per_head": lambda y: y[None], "per_layer_head": lambda y: y}
     expected = np.broadcast_to(theirs[meta["mode"]](x["keep"]), (len(k), meta["Hk"], meta["budget"]))

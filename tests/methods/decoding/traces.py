@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.observe import ColumnSums, LastQueries
 from engine.prefill import Trace
+from engine.step import cut
 from methods.decoding.cutting import CuttingMethod
 from methods.decoding.schedule import Schedule
 from tests.vectors import built, differs, first, request, step, trace_of
@@ -50,7 +51,7 @@ def on(
 def take(row: Any, p: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The step of the token at position `p`, cut included: (1, h, 1, d_h)."""
     out = step(row, q[:, :, p : p + 1], k[:, :, p : p + 1], v[:, :, p : p + 1], p + 1 - row.trace.s_prompt)
-    row.after_step()
+    cut(row)
     return out
 
 

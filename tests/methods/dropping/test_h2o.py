@@ -169,7 +169,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
         row.store[0].append(nothing[:, :, :1], nothing[:, :, :1])
         slots = row.store[0].positions()[0].repeat_interleave(g, 0)  # (h, n)
         weights = logits.gather(-1, slots).softmax(-1)
-        row.after_attention(0, torch.zeros(1, h, 1, 8), weights.unsqueeze(0))
+        row.store.change(0, row.behind(0, weights.unsqueeze(0)))
         n, in_order = s + t + 1, torch.zeros(h, s + t + 1)
         attended = row.store.attended(0)[::g]
         problem = problem or first(

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.checkpoints.load import load as load_model
 from engine.decode import decode
 from engine.errors import ConfigError
+from engine.placement import Kept
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
@@ -206,10 +207,10 @@ class RandomTokens(SelectiveAttention):
 
     title, drops = "Random tokens", True
 
-    def arrange(self, layer: int) -> None:
+    def arrange(self, layer: int) -> Kept:
         draw = torch.Generator().manual_seed(layer)
         drawn = torch.rand(1, self.trace.shape.h_kv, self.trace.s_prompt, generator=draw)
-        self.store.keep(layer, drawn.topk(self.budget.tokens).indices)
+        return Kept(drawn.topk(self.budget.tokens).indices)
 
 
 class Predictions:

@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
+from engine.step import step_rows
 from kernels.clusters import cluster_tokens
 from kernels.kmeans import draw_points, kmeans, nearest
 from methods.full import Full
@@ -458,7 +459,7 @@ def test_rows_in_one_batch_select_what_they_select_alone() -> None:
     together = [row(on=on, **setting) for setting in settings]
     queries = torch.cat([q[:, :, S:].roll(i, -1) for i in range(4)])
     news = [x[:, :, S:].expand(4, -1, -1, -1) for x in (k, v)]
-    ClusterKV.step_rows(together, 0, queries, *news)
+    step_rows(ClusterKV, together, 0, queries, *news)
     for i, setting in enumerate(settings):
         alone = row(on=trace(), **setting)
         step(alone, queries[i : i + 1], k[:, :, S:], v[:, :, S:])

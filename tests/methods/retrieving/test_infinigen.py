@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.errors import ConfigError
 from engine.model import Call, Model
 from engine.observe import ChannelSums
 from engine.prefill import Trace, prefill
+from engine.selection import Found
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.full import Full
@@ -201,7 +203,7 @@ class Noting(InfiniGen):
         self.true: list[Tensor] = []
 
     @classmethod
-    def select_rows(cls, rows: Any, layer: int, q: Tensor) -> list[Tensor | None]:
+    def select_rows(cls, rows: Any, layer: int, q: Tensor) -> Sequence[Found]:
         for i, row in enumerate(rows):
             row.true.append(q[i : i + 1])
             if row.wants_lookahead:
@@ -615,7 +617,7 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
     for i, row in enumerate(rows()):
         alone = InfiniGen.select_rows([row], 0, asked[i : i + 1])[0]
         assert alone is not None and together[i] is not None
-        assert torch.equal(together[i].sort(-1).values, alone.sort(-1).values)  # type: ignore[union-attr]
+        assert torch.equal(together[i].idx.sort(-1).values, alone.idx.sort(-1).values)  # type: ignore[union-attr]
 
 
 def test_bfloat16_keys_are_taken_as_the_cache_holds_them() -> None:

@@ -124,9 +124,9 @@ def test_sums_over_samples_have_the_expectation_of_sums_over_all_keys() -> None:
     for seed in range(n_seeds):
         row = made(q, k, v, 60, 40, bits=4, tables=12, n_sink=4, window=10, seed=seed)
         row.store[0].append(k[:, :, 60:], v[:, :, 60:])
-        idx = row.select(0, q[:, :, 60:])
+        idx, _, bias, *_ = row.select(0, q[:, :, 60:])
         weights = torch.zeros(4, 62)
-        weights.scatter_(1, idx[0].where(idx[0] >= 0, 61), row.weights[0].exp())
+        weights.scatter_(1, idx[0].where(idx[0] >= 0, 61), bias[0].exp())
         logits = (k.repeat_interleave(2, 1)[0] @ q[0, :, 60:].mT)[..., 0] / 4
         found = (weights[:, :61] * logits.exp())[:, middle]  # (h, m)
         denominators.append(found.sum(-1))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.selection import selection
 from engine.shapes import ModelShape
 from methods.retrieving.retroinfer import (
     RetroInfer,
@@ -58,13 +59,16 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         differs("centroids", index.centroids, x["centroids"], 1e-5),
         differs("sums of values", sums, x["value_sum"], 1e-4),
     )
+    chosen, choose = [], row.choose
+    row.choose = lambda *asked: chosen.append(choose(*asked)) or chosen[-1]
     for t in range(meta["steps"]):
         at = slice(s + t, s + t + 1)
         out = step(row, q[:, :, t : t + 1], k[:, :, at], v[:, :, at], t + 1)
         fetched = row.store[0].fetched()[0][0]
         retrieved = [sorted({int(labels[a, i - n_sink]) for i in mine if i >= 0}) for a, mine in enumerate(fetched)]
         expected = sorted_ids(torch.from_numpy(x["retrieved"][:, t]), index.sizes)
-        estimated = row.estimates[0].idx[0] if row.estimates else torch.empty(n_kv, 0, dtype=torch.int64)
+        parts = chosen[-1].stand_ins
+        estimated = parts[0].idx[0] if parts else torch.empty(n_kv, 0, dtype=torch.int64)
         supposed = sorted_ids(torch.from_numpy(x["estimated"][:, t]), index.sizes)
         attended = row.store.attended(0).sum(-1).view(n_kv, -1)[:, 0]
         problem = first(
@@ -305,9 +309,9 @@ def test_rows_with_other_budgets_are_searched_together() -> None:
     for row in rows:
         row.store[0].append(k[:, :, s:], v[:, :, s:])
     together = RetroInfer.select_rows(rows, 0, q[:, :, s:].expand(3, -1, -1, -1))
-    for row, tokens in zip(rows, together, strict=True):
-        (alone,) = RetroInfer.select_rows([row], 0, q[:, :, s:])
-        assert tokens is not None and alone is not None and torch.equal(tokens, alone)
+    for row, found in zip(rows, map(selection, together), strict=True):
+        alone = selection(RetroInfer.select_rows([row], 0, q[:, :, s:])[0])
+        assert found.idx is not None and alone.idx is not None and torch.equal(found.idx, alone.idx)
 
 
 # --- Integers and refusals --------------------------------------------------------------------

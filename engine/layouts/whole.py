@@ -1,0 +1,137 @@
+"""A prompt that stays as a view of the trace, with slots for the window alone; and one of which each KV head keeps as
+many tokens as it likes.
+
+Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
+`spans` says where. Heads that roll hold their first and latest tokens alone, while the others of the layer grow.
+
+Not here: slots for all that is kept (`engine/layouts/slots.py`).
+"""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.ledger import Entry
+from engine.caches.rolling import Rolling
+from engine.layouts.home import Home
+from engine.layouts.layer import Layer
+from engine.layouts.memory import Memory
+from engine.layouts.slots import Slots
+from engine.placement import Change, Ragged, Stay, Whole
+from kernels.gather import gather_tokens, move_both
+from kernels.select_attend import Spans
+
+OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts; of its latest ones
+
+
+class View(Slots):
+    """The prompt as it lies in the trace, and slots for generated tokens. Once tokens leave it, it is `Slots`."""
+
+    def __init__(self, home: Home, view: Part, memory: Memory, capacity: int, positions: Tensor | None) -> None:
+        super().__init__(home, memory, view.n_tokens(), 0, capacity, positions)
+        self.home, self.view = home, view
+
+    @classmethod
+    def of(cls, home: Home, placement: Whole) -> Layer:
+        view = Part(*home.view())
+        reached = home.trace.positions.get(home.layer)
+        positions = None if reached is None else reached.expand(1, home.trace.shape.h_kv, -1)
+        capacity = placement.size(home.s_prompt, home.n_new).capacity
+        return cls(home, view, home.memory([home.latest(0)], capacity), capacity, positions)
+
+    @property
+    def n_front(self) -> int:
+        return 0
+
+    def resident(self) -> list[Part]:
+        return [self.view, self.memory.part(0, self.n_window)]
+
+    def kept_and_window(self) -> tuple[Part, Part]:
+        kept, window = self.resident()
+        return kept, window
+
+    def change(self, change: Change) -> Layer:
+        if not isinstance(change, Stay):
+            raise AssertionError(f"layer {self.index} holds its prompt as a view: say which slots stay")
+        room = self.capacity - self.n_window if change.room is None else change.room
+        positions = self.leave_all_but(change.slots)
+        tokens = move_both(lambda x: gather_tokens(x, change.slots), *self.tokens())
+        left = Slots(self.home, self.home.memory([tokens], room), 0, 0, 0)
+        left.n_seen, left.newest, left.evictions, left.queries = (
+            self.n_seen, self.newest, self.evictions, self.queries,
+        )  # fmt: skip
+        left.kept_from_now_on(positions)
+        return left
+
+    def allocated_bytes(self) -> int:
+        return super().allocated_bytes() + self.view.k.nbytes + self.view.v.nbytes
+
+
+class RaggedView(View):
+    """Of each KV head tokens of its own number."""
+
+    def __init__(self, home: Home, view: Part, memory: Memory, capacity: int, positions: Tensor) -> None:
+        super().__init__(home, view, memory, capacity, positions)
+        assert view.spans is not None
+        self.spans = view.spans
+        self.rolling: Rolling | None = None
+        self.n_spare = int((self.n_kept - self.spans.counts).sum())
+        self.n_hidden = self.meter.shape.g * self.n_spare
+
+    @classmethod
+    def ragged(cls, home: Home, placement: Ragged) -> Layer:
+        chosen, heads, s = placement.chosen, home.trace.shape.h_kv, home.s_prompt
+        assert len(chosen) == heads, (len(chosen), heads)
+        rows = torch.cat([positions + head * s for head, positions in enumerate(chosen)])
+        k, v = move_both(lambda x: x.reshape(heads * s, -1)[rows].view(1, 1, len(rows), -1), *home.prompt())
+        counts = [len(positions) for positions in chosen]
+        starts = [0, *accumulate(counts)][:-1]
+        spans = Spans(torch.tensor(starts, device=k.device), torch.tensor(counts, device=k.device), max(counts))
+        positions = torch.nn.utils.rnn.pad_sequence([*chosen], batch_first=True, padding_value=-1).unsqueeze(0)
+        capacity = placement.size(s, home.n_new).capacity
+        layer = cls(home, Part(k, v, spans=spans), home.memory([home.latest(0)], capacity), capacity, positions)
+        if placement.rolls is not None:
+            n_recent, room, n_late = placement.rolls
+            recent, rooms = (torch.tensor([*x], device=k.device) for x in (n_recent, room))
+            rolling = tuple(more for n, more in zip(n_recent, room, strict=True) if n >= 0)
+            layer.rolling, layer.takes_feeds = Rolling(recent, rooms, rolling, n_late), False
+        return layer
+
+    def slide_heads(self) -> None:
+        """Heads that roll lose their oldest token."""
+        if self.rolling is not None:
+            n_losing = self.rolling.n_losing(self.n_window)
+            self.n_spare += n_losing
+            self.n_hidden += n_losing * self.meter.shape.g
+
+    def advance(self, k_new: Tensor, v_new: Tensor) -> int:
+        place = super().advance(k_new, v_new)
+        self.slide_heads()
+        return place
+
+    def resident(self) -> list[Part]:
+        view, window = super().resident()
+        if self.rolling is None:
+            return [view, window]
+        kept, late, window.spans = self.rolling.spans(self.spans, self.n_window)
+        first = [] if late is None else [Part(window.k, window.v, spans=late)]
+        return [replace(view, spans=kept), *first, window]
+
+    def positions(self) -> Tensor:
+        kept, window = self.positions_kept(), self.positions_window()
+        return torch.cat([kept, window] if self.rolling is None else self.rolling.left(kept, window), -1)
+
+    def kept_counts(self) -> list[int]:
+        return self.spans.counts.tolist()
+
+    def change(self, change: Change) -> Layer:
+        raise AssertionError(f"layer {self.index} has heads with different counts: {type(change).__name__}")
+
+    def close(self, step: int) -> Entry:
+        shape = self.meter.shape
+        n_offsets = shape.h_kv + 1 + (0 if self.rolling is None else shape.h_kv)
+        self.meter.hold(OFFSET_BYTES * n_offsets)
+        return super().close(step)

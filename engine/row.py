@@ -1,0 +1,81 @@
+"""`Row`: a method's variant on one sample as an engine sees it, which is all that an engine knows of methods.
+
+`methods/base.py` is the one class that has this interface; its docstrings say what each of these means.
+
+Not here: what a row says of its tokens (`engine/placement.py`, `engine/selection.py`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.budget import Budget
+from engine.placement import Change, Placement, Stay
+from engine.prefill import Trace
+from engine.sampling.cues import Interruption
+from engine.selection import FeedSelection, Found
+from engine.turns.feed import Feed
+
+
+class Variant(Protocol):
+    """A method with its parameters, its budget and its integers for prompts of one length."""
+
+    @property
+    def method(self) -> "type[Row]": ...
+    @property
+    def budget(self) -> Budget: ...
+    @property
+    def is_full(self) -> bool: ...
+
+
+class Row(Protocol):
+    """The variant on one sample."""
+
+    title: ClassVar[Any]
+    drops: ClassVar[Any]
+    pads: ClassVar[Any]
+    of_answers: ClassVar[Any]
+    rolls_back: ClassVar[Any]
+    wants_weights: bool
+    wants_lookahead: bool
+    q_ahead: Tensor
+    variant: Any
+    params: Any
+    plan: Any
+    budget: Budget
+    trace: Trace
+    store: Any
+
+    # The prompt.
+
+    def arrange(self, layer: int) -> Placement | None: ...
+    def arrange_rest(self) -> Mapping[int, Placement]: ...
+    def skipped_layers(self) -> Sequence[int]: ...
+
+    # A step.
+
+    @classmethod
+    def resident_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> list[list[Part]]: ...
+    @classmethod
+    def select_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]: ...
+    @classmethod
+    def after_rows(
+        cls, rows: Sequence[Any], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> Sequence[Change | None]: ...
+    @classmethod
+    def after_rows_on_gpu(
+        cls, rows: Sequence[Any], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> Sequence[Change | None]: ...
+    def after_step(self) -> Iterable[tuple[int, Change]]: ...
+    def interruption(self) -> Interruption | None: ...
+
+    # A feed.
+
+    def at_once(self, layer: int, m: int) -> int: ...
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection: ...
+    def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor: ...
+    def read_feed(self, layer: int, feed: Feed) -> Tensor: ...
+    def extend(self, layer: int, q: Tensor, grown: Any) -> Stay | None: ...
+    def fork(self) -> Any: ...

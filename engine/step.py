@@ -1,0 +1,71 @@
+"""A step of one layer for rows of one class: the current token is taken in, what else is attended to is found and
+fetched, and behind attention tokens leave as each row says.
+
+Not here: which tokens (`methods`), the loop over steps (`engine/decode.py`), all rows' memory at once
+(`engine/rows.py`).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.spans import span
+from engine.row import Row
+from engine.rows import append_rows, fetch_rows
+from engine.selection import Selection, selection
+
+
+def step_rows(
+    kind: type[Row], rows: Sequence[Row], layer: int,
+    q: Tensor, k_new: Tensor, v_new: Tensor,
+) -> list[list[Part]]:  # fmt: skip
+    """Append the current token of every row, select, fetch: the parts that each row attends to."""
+    with span("append", layer):
+        append_rows([row.store[layer] for row in rows], k_new, v_new)
+    parts = kind.resident_rows(rows, layer, q)
+    fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
+    if not fetching:
+        return parts
+    with span("search", layer):
+        queries = q if len(fetching) == len(rows) else q[fetching]
+        found = [selection(each) for each in kind.select_rows([rows[i] for i in fetching], layer, queries)]
+    for i, chosen in zip(fetching, found, strict=True):
+        rows[i].store.spend(layer, chosen.cost)
+    asking = [(i, chosen, chosen.idx) for i, chosen in zip(fetching, found, strict=True) if chosen.idx is not None]
+    if asking:
+        with span("fetch", layer):
+            fetched = fetch_rows([rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.pads)
+        for (i, chosen, _), part in zip(asking, fetched, strict=True):
+            parts[i] = [*parts[i], as_chosen(part, chosen)]
+    for i, chosen in zip(fetching, found, strict=True):
+        if chosen.stand_ins:
+            parts[i] = [*parts[i], *chosen.stand_ins]
+            h, meter = rows[i].trace.shape.h, rows[i].store[layer].meter
+            meter.count_pseudo(sum(part.n_tokens() for part in chosen.stand_ins) * h)
+    return parts
+
+
+def as_chosen(part: Part, chosen: Selection) -> Part:
+    """What was fetched, as its row wants to attend to it."""
+    if chosen.keys is not None:
+        part.k = chosen.keys
+    part.bias = chosen.bias
+    return part if chosen.turned is None else chosen.turned(part)
+
+
+def behind_rows(
+    kind: type[Row], rows: Sequence[Row], layer: int,
+    out: Tensor, weights: Sequence[Tensor | None], on_gpu: bool = False,
+) -> None:  # fmt: skip
+    """Behind attention: outputs (n, h, 1, d_h) are corrected in place, and tokens leave."""
+    after = kind.after_rows_on_gpu if on_gpu else kind.after_rows
+    for row, change in zip(rows, after(rows, layer, out, weights), strict=False):
+        if change is not None:
+            row.store.change(layer, change)
+
+
+def cut(row: Row) -> None:
+    """Between two steps, once all layers are through: tokens leave as the row says, layer by layer."""
+    for layer, change in row.after_step():
+        row.store.change(layer, change)
