@@ -44,7 +44,7 @@ from engine.placement import (
 from engine.prefill import Trace
 from engine.selection import Cost
 
-Layouts = Mapping[type[Placement], Callable[[Home, Any], Layer]]
+Layouts = Mapping[type[Placement], Callable[[Any, Any], Layer]]
 LAYOUTS: Layouts = {
     Whole: View.of,
     Kept: Slots.of,

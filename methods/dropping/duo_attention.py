@@ -40,7 +40,7 @@ from engine.placement import Placement, Ragged, Rolls, Whole
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
 
-TABLES = Path(__file__).resolve().parents[3] / "conf" / "heads"
+TABLES = Path(__file__).resolve().parents[2] / "conf" / "heads"
 MAKE = "python -m methods.calibrate heads model=… makes one"
 
 

@@ -459,7 +459,8 @@ def test_rows_in_one_batch_select_what_they_select_alone() -> None:
     together = [row(on=on, **setting) for setting in settings]
     queries = torch.cat([q[:, :, S:].roll(i, -1) for i in range(4)])
     news = [x[:, :, S:].expand(4, -1, -1, -1) for x in (k, v)]
-    step_rows(ClusterKV, together, 0, queries, *news)
+    kind: Any = ClusterKV
+    step_rows(kind, together, 0, queries, *news)
     for i, setting in enumerate(settings):
         alone = row(on=trace(), **setting)
         step(alone, queries[i : i + 1], k[:, :, S:], v[:, :, S:])
