@@ -61,7 +61,7 @@ def ranked(title: str, grid: Grid) -> Picture:
     ratios = grid.ratios if len(grid.ratios) <= PANELS else [grid.ratios[i] for i in (0, len(grid.ratios) // 2, -1)]
     lines = grid.lines(lambda ratio, cell: ratio, grid.methods)
     picture = Canvas().new(
-        title, grid.about, (), style.PAGE, 0.6 + ROW * len(lines), ncols=len(ratios), squeeze=False, sharex=True
+        title, grid.about, (), style.PAGE, 1.2 + ROW * len(lines), ncols=len(ratios), squeeze=False, sharex=True
     )
     scale, better = grid.measure.scale, grid.measure.better
     for ax, ratio in zip(picture.axes[0], ratios, strict=True):

@@ -53,7 +53,7 @@ def score_chart(scale: Literal["linear", "log"] = "linear") -> dict[str, Any]:
         alt.Tooltip("interval:N", title="95 %"),
         alt.Tooltip("n:Q", title="n"),
         alt.Tooltip("cost:Q", title="cost", format=",.4~g"),
-        alt.Tooltip("against_full:N", title="against Full"),
+        alt.Tooltip("against_full:N", title="Δ vs full attention"),
         alt.Tooltip("p:N", title="p (Holm)"),
     ]
     full = (
@@ -67,14 +67,16 @@ def score_chart(scale: Literal["linear", "log"] = "linear") -> dict[str, Any]:
         .encode(x=x, y=y, order="cost:Q")
     )
     points = alt.Chart(alt.NamedData("points"))
-    lines = points.mark_line(strokeWidth=1.6, opacity=0.8, aria=False).encode(
+    lines = points.mark_line(strokeWidth=1.6, aria=False).encode(
+        opacity=faint(0.8),
         x=x, y=y, order="cost:Q", detail="series:N", color=colour(),
         strokeDash=alt.StrokeDash("method:N", scale=by_method("@dashes"), legend=None),
     )  # fmt: skip
-    bars = points.mark_rule(strokeWidth=1.2, opacity=0.45, aria=False).encode(
-        x=x, y=alt.Y("low:Q", title=SCORE), y2="high:Q", color=colour()
+    bars = points.mark_rule(strokeWidth=1.6, aria=False).encode(
+        opacity=faint(0.75), x=x, y=alt.Y("low:Q", title=SCORE), y2="high:Q", color=colour()
     )
-    marks = points.mark_point(size=85, cursor="pointer", strokeWidth=2, opacity=1).encode(
+    marks = points.mark_point(size=85, cursor="pointer", strokeWidth=2).encode(
+        opacity=faint(1),
         x=x, y=y, stroke=alt.Stroke("method:N", scale=by_method("@colours"), legend=None),
         fill=alt.when("datum.hollow").then(alt.value("@surface")).otherwise(
             alt.Fill("method:N", scale=by_method("@colours"), legend=None)
@@ -90,6 +92,11 @@ def colour() -> alt.Color:
     return alt.Color("method:N", scale=by_method("@colours"), legend=None)
 
 
+def faint(usual: float) -> Any:
+    """Beside a method that stands out all others are faint."""
+    return alt.when("datum.faint").then(alt.value(0.12)).otherwise(alt.value(usual))
+
+
 def by_method(values: str) -> alt.Scale:
     return alt.Scale(domain=["@methods"], range=[values])
 
@@ -102,13 +109,13 @@ def heatmap_chart() -> dict[str, Any]:
         .encode(
             x=alt.X("length:O", title="prompt in tokens", sort=["@lengths"], axis=alt.Axis(labelAngle=-45)),
             y=alt.Y("depth:O", title="depth in %"),
-            color=alt.Color("score:Q", title="score", scale=alt.Scale(domain=[0, 1], scheme="cividis")),
+            color=alt.Color("score:Q", title="score", scale=alt.Scale(domain=[0, 100], scheme="cividis")),
             tooltip=[
                 alt.Tooltip("variant:N", title="variant"),
                 alt.Tooltip("tokens:Q", title="tokens, mean", format=",.0f"),
                 alt.Tooltip("asked:O", title="length asked"),
                 alt.Tooltip("depth:O", title="depth"),
-                alt.Tooltip("score:Q", title="score", format=".3~f"),
+                alt.Tooltip("score:Q", title="score", format=".1f"),
                 alt.Tooltip("n:Q", title="n"),
             ],
         )

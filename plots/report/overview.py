@@ -56,7 +56,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
         looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
     return {
         "runs": described,
-        "metrics": {name: m.better for name, m in METRICS.items()},
+        "metrics": {name: {"better": m.better, "scale": m.scale} for name, m in METRICS.items()},
         "looks": looks,
         "few": few_words(described),
     }

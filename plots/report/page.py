@@ -30,11 +30,12 @@ from plots.report.charts import heatmap_chart, score_chart, vega_script
 from plots.report.origin import provenance
 from plots.report.overview import full_once, overview
 from plots.report.samples import compact, in_columns, iter_pieces, pack_samples, packed, short
+from results import METRICS
 
 ASSETS = Path(__file__).resolve().parent
 # In the order in which they need each other; all of them are one script.
 SCRIPTS = (
-    *("dom", "state", "theme", "filters", "card", "downloads", "charts", "results", "matrix", "needle"),
+    *("dom", "state", "theme", "filters", "card", "downloads", "charts", "sheet", "results", "matrix", "needle"),
     *("words", "samples", "budgets", "origins", "main"),
 )
 
@@ -99,9 +100,26 @@ def page(runs: Sequence[Run], root: Path) -> str:
     return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
+def in_page_units(part: dict[str, Any]) -> dict[str, Any]:
+    """A part whose scores are percent where they are shares."""
+    by = METRICS[part["metric"]].scale
+
+    def times(value: Any) -> Any:
+        return [times(one) for one in value] if isinstance(value, list) else None if value is None else by * value
+
+    pair = part["paired"]
+    if pair and not pair["unit"]:
+        pair = pair | {"mean": times(pair["mean"]), "ci": times(pair["ci"])}
+    heat = part["heat"] and [[length, depth, by * score, *rest] for length, depth, score, *rest in part["heat"]]
+    return part | {"score": times(part["score"]), "ci": times(part["ci"]), "paired": pair, "heat": heat}
+
+
 def as_page_reads(told: dict[str, Any], starts: Sequence[int]) -> dict[str, Any]:
-    """The overview with numbers rounded, objects in columns, and the first runs of the pieces of samples."""
-    runs = [run | {"n_parts": len(run["parts"])} for run in told["runs"]]
+    """The overview in the page's units, rounded, objects in columns, and the first runs of the pieces of samples."""
+    runs = [
+        run | {"n_parts": len(run["parts"]), "parts": [in_page_units(part) for part in run["parts"]]}
+        for run in told["runs"]
+    ]
     parts = [part | {"paired": None, "of": part.get("of")} for run in runs for part in run["parts"]]
     pairs = [part["paired"] for run in runs for part in run["parts"]]
     found = [pair for pair in pairs if pair]

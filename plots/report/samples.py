@@ -15,7 +15,7 @@ from math import fsum
 from typing import Any
 
 from plots.read import Run
-from results import SampleRow
+from results import METRICS, SampleRow
 
 LARGEST = 17_000_000  # bytes that the samples may take on a page of 20 MB
 PIECE = 1_500_000  # characters of JSON that are unpacked at a time
@@ -162,12 +162,18 @@ def middles(text: str, n: int) -> str:
     )
 
 
+def in_percent(row: SampleRow) -> float | None:
+    """A sample's score as the page shows it: percent, where it is a share."""
+    scale = METRICS[str(row.fields.get("metric", "score"))].scale
+    return None if row.score is None else scale * row.score
+
+
 def columns(run: Run, asked: Asked, detail: Detail) -> dict[str, Any]:
     """The samples of a run, a list per column; a column that is null everywhere is left out."""
     rows = run.rows[: detail.rows]
     found: dict[str, list[Any]] = {
         "at": [asked.place(run, row) for row in rows],
-        "score": [rounded(row.score) for row in rows],
+        "score": [rounded(in_percent(row)) for row in rows],
         "prediction": [cut(row.prediction, detail.characters) for row in rows],
         "generated": [row.generated_tokens for row in rows],
         "error": [row.error for row in rows],

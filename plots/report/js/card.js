@@ -7,9 +7,12 @@ function verdict(part) {
   const test = `p ${number(holm)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
   if (sign) return `${sign > 0 ? "higher" : "lower"} than full attention (${test})`;
   const why = few[`${n}|${family}`];
-  return `no difference to full attention shown (${test}${why ? `; ${why}` : ""})`;
+  return `no significant difference to full attention (${test}${why ? `; ${why}` : ""})`;
 }
-const difference = ({ mean, ci, unit }) => `${signed(mean)}${unit ? ` ${unit}` : ""}${ci ? ` (${signed(ci[0])} to ${signed(ci[1])})` : ""}`;
+function difference({ metric, paired: { mean, ci, unit } }) {
+  const n = unit ? 3 : digits(metric);
+  return `${signed(mean, n)}${unit ? ` ${unit}` : ""}${ci ? ` (${signed(ci[0], n)} to ${signed(ci[1], n)})` : ""}`;
+}
 const STANDINGS = {
   bold: "best under this budget, by the corrected test",
   tie: "not shown to be worse than the best under this budget: a tie",
@@ -19,10 +22,10 @@ const STANDINGS = {
 function facts(run, part) {
   const pair = part.paired;
   return [
-    ["score", `${number(part.score)} ${part.metric === "score" ? "" : part.metric}`],
-    ["95 %", part.ci ? range(part.ci) : part.n === 1 ? "none: one sample says nothing of the spread" : "-"],
+    ["score", `${number(part.score, digits(part.metric))} ${part.metric === "score" ? "" : part.metric}`],
+    ["95 %", part.ci ? range(part.ci, digits(part.metric)) : part.n === 1 ? "none: one sample says nothing of the spread" : "-"],
     ["samples", part.of ? `${part.n}, of ${part.of.length} datasets that count alike` : String(part.n)],
-    ["against Full", pair ? difference(pair) : run.full ? null : "no sample with the same prompt"],
+    ["Δ vs full attention", pair ? difference(part) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
     ["uncorrected", pair ? `p ${number(pair.p)}` : null],
     ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
@@ -31,8 +34,8 @@ function facts(run, part) {
     ["device", `${scaled(part.cost.device, 1e6, 2)} MB`],
     ["moved", `${scaled(part.cost.moved, 1e3)} KB per step`],
     ["budget", part.over ? "! exceeded" : null],
-    ["layers", run.whole_layers ? `the first ${run.whole_layers} stay whole, outside the budget` : null],
-    ["search", run.unpriced ? "reads all keys at no price: no method to deploy, and part of no front" : null],
+    ["layers", run.whole_layers ? `the first ${run.whole_layers} are not compressed and lie outside the budget` : null],
+    ["search", run.unpriced ? "reads all keys, outside every budget: a reference, on no front" : null],
     ["memory", run.n_oom ? `${run.n_oom} samples ran out of memory` : null],
   ].filter(([, value]) => value);
 }
@@ -69,9 +72,9 @@ function scoreCell(run, part) {
   const strong = part.standing === "bold" ? "strong" : "span";
   const signs = [part.over ? el("span", { class: "flag", title: "over budget" }, "! ") : null,
     part.standing === "tie" ? el("span", { class: "tie", title: STANDINGS.tie }, "≈ ") : null];
-  const lines = [el("span", {}, signs, el(strong, { class: "score" }, number(part.score))),
-    el("small", {}, part.ci ? `${range(part.ci)}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
-  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part.paired)}, p ${number(part.paired.holm)}`));
+  const lines = [el("span", {}, signs, el(strong, { class: "score" }, number(part.score, digits(part.metric)))),
+    el("small", {}, part.ci ? `${range(part.ci, digits(part.metric))}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
+  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${number(part.paired.holm)}`));
   if (run.n_oom) lines.push(el("small", { class: "flag" }, `${run.n_oom} out of memory`));
   const open = (event) => openCard(run, part, event.currentTarget);
   return el("td", { class: `cell ${tone(part) && `${tone(part)}-bg`}`, tabindex: 0, "aria-haspopup": "dialog",

@@ -35,7 +35,7 @@ function formatted(value, digits) {
 const number = (value, digits = 3) => (is(value) ? formatted(value, digits) : "-");
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
-const range = (ci) => (ci ? `${number(ci[0])} to ${number(ci[1])}` : "");
+const range = (ci, digits) => (ci ? `${number(ci[0], digits)} to ${number(ci[1], digits)}` : "");
 const natural = new Intl.Collator("en", { numeric: true }).compare; // 2 before 10
 
 async function unpack(id) {

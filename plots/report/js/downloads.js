@@ -62,4 +62,4 @@ function scoresCsv(list) {
   return csv([Object.keys(COLUMNS), ...rows]);
 }
 // What a cell says in a table on paper.
-const texCell = (part) => (part ? `${part.over ? "! " : ""}${part.standing === "tie" ? "≈ " : ""}${number(part.score)}` : "-");
+const texCell = (part) => (part ? `${part.over ? "! " : ""}${part.standing === "tie" ? "≈ " : ""}${number(part.score, digits(part.metric))}` : "-");

@@ -21,7 +21,11 @@ async function readOverview() {
   });
 }
 
-const lower = (metric) => metrics[metric] === "lower";
+const lower = (metric) => metrics[metric].better === "lower";
+const isPercent = (metric) => metrics[metric].scale === 100;
+const digits = (metric) => (isPercent(metric) ? 1 : 3);
+// A metric with its unit, and which direction is better where that is not plain.
+const inUnit = (metric) => `${metric}${isPercent(metric) ? ", %" : ""}${lower(metric) ? ", lower is better" : ""}`;
 const byKey = (key) => runs.find((run) => run.key === key);
 const fullFor = (run) => runs.find((one) => one.full && one.group === run.group && one.task === run.task && one !== run);
 // Full attention first, then by name, and budgets in their order.
@@ -35,14 +39,16 @@ const nameIn = (run, list) => (severalGroups(list) ? `${run.variant} · ${run.gr
 const FILTERS = { task: "Task", method: "Method", model: "Model", budget: "Budget", comm: "Comm" };
 const OF_COMPRESSED = ["budget", "comm"]; // full attention has neither, so these filters leave it in
 const hidden = Object.fromEntries(Object.keys(FILTERS).map((key) => [key, new Set()]));
-const shows = (run) =>
+const wanted = () => (state.get("q") || "").trim().toLowerCase();
+const shows = (run) => (run.full || `${run.label} ${run.method}`.toLowerCase().includes(wanted())) &&
   Object.keys(FILTERS).every((key) => (run.full && OF_COMPRESSED.includes(key)) || !hidden[key].has(run[key]));
 const shown = () => runs.filter(shows);
 
 function readFilters() {
   for (const key of Object.keys(FILTERS)) hidden[key] = new Set(fromList(state.get(`hide.${key}`)));
-  for (const box of $("filters").querySelectorAll("input")) box.checked = !hidden[box.dataset.filter].has(box.value);
+  for (const box of $("filters").querySelectorAll("[type=checkbox]")) box.checked = !hidden[box.dataset.filter].has(box.value);
   for (const summary of $("filters").querySelectorAll("summary")) nameFilter(summary);
+  if ($("q").value !== (state.get("q") || "")) $("q").value = state.get("q") || "";
 }
 
 function nameFilter(summary) {
@@ -75,7 +81,9 @@ function buildFilters() {
     const all = button("all / none", () => hide(key, hidden[key].size ? [] : values));
     form.append(el("details", {}, el("summary", { "data-filter": key }), el("div", { class: "menu" }, all, boxes)));
   }
-  form.append(button("reset", () => go({ ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })));
+  form.append(el("input", { id: "q", type: "search", placeholder: "find a method", "aria-label": "find a method",
+    oninput: (event) => { setState({ q: event.target.value }); update(); } }));
+  form.append(button("reset", () => go({ q: null, lit: null, ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })));
   form.append(el("output", { id: "count" }));
   form.addEventListener("submit", (event) => event.preventDefault());
   const close = (but) => form.querySelectorAll("details[open]").forEach((menu) => menu !== but && (menu.open = false));

@@ -33,55 +33,26 @@ function rowsOfMatrix(members) {
   return [...rows.values()].sort((a, b) => inOrder(a.run, b.run));
 }
 
-function sortRows(rows, key, direction) {
-  if (key === "variant") return direction > 0 ? rows : [...rows].reverse();
-  const score = (row) => (row.cells.has(key) ? row.cells.get(key)[1].score : null);
-  return [...rows].sort((a, b) => {
-    const [x, y] = [score(a), score(b)];
-    return is(x) && is(y) ? direction * (x - y) : Number(!is(x)) - Number(!is(y));
-  });
-}
-
 function drawMatrix(list) {
   const open = new Set(fromList(state.get("open")));
-  const [by, direction] = sortedBy("sort", "variant");
+  const redraw = () => drawMatrix(list);
   const sections = [];
   for (const [group, members] of byGroup(list)) {
+    const flip = (task) => { if (!open.delete(task)) open.add(task); setState({ open: asList(open) }); redraw(); };
     const columns = columnsOf(members, open);
-    const rows = sortRows(rowsOfMatrix(members), by, direction);
-    const flip = (task) => { if (!open.delete(task)) open.add(task); setState({ open: asList(open) }); drawMatrix(list); };
-    const head = el("tr", {}, sortHead("variant", "variant", by, direction, () => drawMatrix(list)), columns.map((column) =>
-      sortHead(column.key, column.key, by, direction, () => drawMatrix(list),
-        el("span", { class: "sub" }, column.metric + (lower(column.metric) ? ", lower is better" : "")),
-        column.more ? button(open.has(column.task) ? "fold datasets" : `${column.more} datasets`, () => flip(column.task), { class: "fold", "aria-expanded": String(open.has(column.task)) }) : null)));
-    const body = lazily(el("tbody", {}), rows, ({ run, cells }) => el("tr", {}, el("th", { scope: "row" }, run.variant),
-      columns.map(({ key }) => scoreCell(...(cells.get(key) || [null, null])))), sections.length === 0);
+    const fold = (column) => button(open.has(column.task) ? "fold datasets" : `${column.more} datasets`, () => flip(column.task),
+      { class: "fold", "aria-expanded": String(open.has(column.task)) });
+    const more = (column) => [el("span", { class: "sub" }, inUnit(column.metric)), column.more ? fold(column) : null];
+    const rows = rowsOfMatrix(members);
+    const drawn = sheet("sort", group, [
+      { key: "variant", title: "variant", cell: ({ run }) => el("th", { scope: "row" }, run.variant) },
+      ...columns.map((column) => ({ key: column.key, title: column.key, more: more(column),
+        value: ({ cells }) => (cells.has(column.key) ? cells.get(column.key)[1].score : null),
+        cell: ({ cells }) => scoreCell(...(cells.get(column.key) || [null, null])) })),
+    ], rows.map((row) => ({ ...row, method: row.run.method })), redraw, sections.length === 0);
     const asTex = (event) => copy(texTable(["variant", ...columns.map(({ key }) => key)],
       rows.map(({ run, cells }) => [run.variant, ...columns.map(({ key }) => texCell((cells.get(key) || [])[1]))]), group, "scores"), event.currentTarget);
-    sections.push(el("div", { class: "titled" }, el("h3", {}, group), button("copy TeX", asTex)), table(head, body, group));
+    sections.push(el("div", { class: "titled" }, el("h3", {}, group), button("copy TeX", asTex)), drawn);
   }
   $("matrix").replaceChildren(...(sections.length ? sections : [none("No run passes the filters.")]));
-}
-
-// --- headings that sort, with what is sorted by in the address ---
-
-function sortedBy(name, usual) {
-  const [, sign, key] = /^(-?)(.*)$/s.exec(state.get(name) || usual);
-  return [key, sign ? -1 : 1];
-}
-
-function sortHead(key, text, by, direction, redraw, ...more) {
-  return sortable("sort", key, text, by, direction, redraw, more);
-}
-
-function sortable(name, key, text, by, direction, redraw, more) {
-  const sort = button(text, (event) => {
-    const i = [...event.currentTarget.closest("tr").children].indexOf(event.currentTarget.closest("th"));
-    const place = event.currentTarget.closest("section").id;
-    setState({ [name]: by === key && direction > 0 ? `-${key}` : key });
-    redraw();
-    const again = document.querySelector(`#${place} thead tr`).children[i];
-    if (again) again.querySelector("button").focus();
-  });
-  return el("th", { scope: "col", "aria-sort": key === by ? (direction > 0 ? "ascending" : "descending") : null }, sort, more);
 }

@@ -52,16 +52,17 @@ function drawDifferences(view, rows) {
     series.set(run.series, cells);
     if (!cells.has(run.budget)) cells.set(run.budget, [run, part]);
   }
-  const title = (name) => (name === "full" ? "all tokens" : name);
-  const head = el("tr", {}, el("th", { scope: "col" }, "method"), columns.map((name) => el("th", { scope: "col" }, title(name))));
-  const body = lazily(el("tbody", {}), [...series], ([name, cells]) => {
-    const method = [...cells.values()][0][0].method;
-    return el("tr", {}, el("th", { scope: "row" }, mark(method), " ", name), columns.map((budget) => scoreCell(...(cells.get(budget) || [null, null]))));
-  });
-  $("differences").replaceChildren(table(head, body, "Differences to full attention"));
+  const title = (name) => (name === "full" ? "full attention" : name);
+  const lines = [...series].map(([name, cells]) => ({ name, cells, method: [...cells.values()][0][0].method }));
+  $("differences").replaceChildren(sheet("by", "Differences to full attention", [
+    { key: "method", title: "method", cell: ({ method, name }) => nameCell(method, name) },
+    ...columns.map((budget) => ({ key: budget, title: title(budget),
+      value: ({ cells }) => (cells.has(budget) ? cells.get(budget)[1].score : null),
+      cell: ({ cells }) => scoreCell(...(cells.get(budget) || [null, null])) })),
+  ], lines, update));
   $("differences-tex").onclick = (event) => copy(texTable(["method", ...columns.map(title)],
     [...series].map(([name, cells]) => [name, ...columns.map((budget) => texCell((cells.get(budget) || [])[1]))]),
-    `${view.task}, ${view.dataset}: ${view.metric} by budget. ${view.group}. ≈ marks what is not shown to be worse than the best.`,
+    `${view.task}, ${view.dataset}: ${inUnit(view.metric)} by budget. ${view.group}. ≈ marks what is not shown to be worse than the best.`,
     `${view.task}-${view.dataset}`), event.currentTarget);
   $("results-csv").onclick = () => save("kvbench-results.csv", "text/csv", csv([Object.keys(COLUMNS), ...rows.map(([run, part]) => Object.values(COLUMNS).map((of) => of(run, part)))]));
 }
@@ -86,9 +87,9 @@ function notes(view, rows) {
   const single = rows.length && rows.every(([, part]) => part.n === 1);
   return [
     single ? "One sample each: no interval, and no difference can be shown." : null,
-    hollow ? `Hollow marks are no budget that was kept: ${hollow}. The axes count what was measured.` : null,
-    unpriced ? `${unpriced}: its search reads all keys, which nobody prices. It cannot be deployed and is part of no front; it is what exact weights choose layer by layer, not the best score that a budget allows.` : null,
-    view && view.task.split(" ")[0] === "fidelity" ? "Fidelity compares with full attention's own tokens; its scores are no answers' quality." : null,
+    hollow ? `Hollow marks did not keep their budget: ${hollow}. The axes show what was measured.` : null,
+    unpriced ? `${unpriced}: reads all keys to find its tokens, outside every budget, so it is a reference and on no front. It shows what exact attention weights choose layer by layer, not the best score that a budget allows.` : null,
+    view && view.task.split(" ")[0] === "fidelity" ? "Fidelity is the agreement with full attention's own tokens; it says nothing of whether answers are right." : null,
   ].filter(Boolean);
 }
 
@@ -97,9 +98,10 @@ function points(rows, axis) {
     const cost = costOf(run, part, axis);
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
-      hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci) : "none", fronts: part.front,
-      p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part.paired) : "-",
-      description: `${run.variant}: ${number(part.score)} at ${number(cost, 0)}` };
+      hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci, digits(part.metric)) : "none", fronts: part.front,
+      p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part) : "-",
+      digits: digits(part.metric), faint: Boolean(lit()) && !isLit(run.method),
+      description: `${run.variant}: ${number(part.score, digits(part.metric))} at ${number(cost, 0)}` };
   });
 }
 
@@ -115,7 +117,7 @@ async function drawScores({ view, rows }) {
     const isWide = Math.min(...costs) > 0 && Math.max(...costs) / Math.min(...costs) > 12;
     const chart = await draw(id, specs[isWide ? "log" : "linear"], {
       "@format": { tokens: ",d", share: "~g", memory: "~g", tpot: "~g" }[axis] || "~s",
-      "@score": `${view.metric}, ${lower(view.metric) ? "lower" : "higher"} is better`, "@cost": COSTS[axis],
+      "@score": inUnit(view.metric), "@cost": COSTS[axis],
     }, { points: found, front: front.length > 1 ? front : [], full: found.filter((one) => one.full).slice(0, 1) });
     chart.addEventListener("click", (event, item) => {
       const run = item && item.datum && runs[item.datum.run];
@@ -126,8 +128,12 @@ async function drawScores({ view, rows }) {
 
 function drawPointTable(found, front, cost) {
   const best = new Set(front.map((point) => point.run));
-  const body = lazily(el("tbody", {}), found, (point) => el("tr", {}, el("th", { scope: "row" }, link(toSamples(runs[point.run], null), point.variant)),
-    el("td", {}, number(point.score)), el("td", {}, point.interval), el("td", {}, number(point.cost, point.cost < 10 ? 3 : 0)), el("td", {}, best.has(point.run) ? "front" : "")));
-  const head = el("tr", {}, ["variant", "score", "95 %", cost, ""].map((name) => el("th", { scope: "col" }, name)));
-  $("points").replaceChildren(table(head, body, "Points of the chart"));
+  const td = (of) => (point) => el("td", {}, of(point));
+  $("points").replaceChildren(sheet("order", "Points of the chart", [
+    { key: "variant", title: "variant", cell: (point) => el("th", { scope: "row" }, link(toSamples(runs[point.run], null), point.variant)) },
+    { key: "score", title: "score", value: (point) => point.score, cell: td((point) => number(point.score, point.digits)) },
+    { key: "interval", title: "95 %", value: (point) => point.high - point.low, cell: td((point) => point.interval) },
+    { key: "cost", title: cost, value: (point) => point.cost, cell: td((point) => number(point.cost, point.cost < 10 ? 3 : 0)) },
+    { key: "front", title: "front", value: (point) => Number(best.has(point.run)), cell: td((point) => (best.has(point.run) ? "front" : "")) },
+  ], found, update));
 }

@@ -85,7 +85,7 @@ async function drawSamples() {
   $("samples-count").textContent = both.length ? `${kept.length} of ${both.length} samples that A and B were both asked`
     : "A and B were asked no sample in common; choose two runs of one task and model.";
   const buttons = kept.slice(0, limit).map((sample) => el("button", { type: "button", "data-at": sample.at, onclick: () => pick(sample.at, true), onkeydown: walk },
-    el("span", {}, texts[sample.at].id), el("span", {}, `${number(sample.score, 2)} | ${number(two.get(sample.at).score, 2)}`)));
+    el("span", {}, texts[sample.at].id), el("span", {}, `${number(sample.score, 1)} | ${number(two.get(sample.at).score, 1)}`)));
   if (kept.length > limit) buttons.push(button(`${kept.length - limit} more`, () => { limit += PAGE; drawSamples(); }));
   $("sample-list").replaceChildren(...buttons);
 
@@ -119,7 +119,7 @@ function detail(about, ...sides) {
     ...(about.references.length ? about.references.map((text) => el("pre", {}, text)) : [none("none")]),
     el("div", { class: "sides" }, sides.map(([run, one], i) => el("div", { class: "side" },
       el("h4", {}, `${"AB"[i]}: ${run.variant}`),
-      el("p", { class: "hint" }, one.score === null && one.error ? `out of memory: ${one.error}` : `score ${number(one.score)} · ${one.generated} tokens generated`),
+      el("p", { class: "hint" }, one.score === null && one.error ? `out of memory: ${one.error}` : `score ${number(one.score, 1)} · ${one.generated} tokens generated`),
       strip(one.strip, run), marked(one.prediction, sides[1 - i][1].prediction),
       more("Ledger", one.ledger), more("Task's columns", one.fields), more("Method's report", one.report)))),
   ];
