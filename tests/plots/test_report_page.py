@@ -11,6 +11,7 @@ import pytest
 
 from plots.looks import look
 from plots.report.page import main
+from tests.plots import colour_vision
 from tests.plots.many_runs import write_many
 from tests.plots.report_runs import write_run
 from tests.plots.test_report import HOSTILE
@@ -149,10 +150,10 @@ def test_the_page_loads_without_errors_and_runs_no_text(page: Page) -> None:
 def test_the_page_opens_on_scores_over_budgets_and_costs_and_differences(page: Page) -> None:
     assert page.get("document.querySelector('main section').id") == "results"
     assert page.count("#budget-chart svg") == page.count("#cost-chart svg") == page.count("#needle-chart svg") == 1
-    assert page.texts("#differences thead th") == ["method", "all tokens", "ratio 1/5", "ratio 1/2"]
+    assert page.texts("#differences thead th") == ["method", "full attention", "ratio 1/5", "ratio 1/2"]
     assert page.texts("#differences tbody th") == [" Full", " Oracle", " Pqcache", " Snapkv"]
     assert page.texts("#differences small.bad") == [
-        "-1.000, p 0.008", "-0.100, p 0.008",
+        "-100.0, p 0.008", "-10.0, p 0.008",
     ]  # fmt: skip
     assert page.count("#differences .bad-bg") == 2
 
@@ -167,8 +168,8 @@ def test_the_front_is_of_what_could_be_deployed(page: Page) -> None:
     assert rows and sorted(on_front) == ["Snapkv · ratio 1/2", "Snapkv · ratio 1/5"], "none that left its budget"
     notes = " ".join(page.texts("#notes li"))
     assert (
-        "Hollow marks are no budget that was kept: Pqcache · ratio 1/2 over its budget" in notes
-        and "Oracle: its search" in notes
+        "Hollow marks did not keep their budget: Pqcache · ratio 1/2 over its budget" in notes
+        and "Oracle: reads all keys" in notes
     )
 
 
@@ -195,12 +196,12 @@ def test_filters_are_in_the_address_and_the_address_is_enough(page: Page) -> Non
 
 def test_a_heading_sorts_and_the_address_says_by_what(page: Page) -> None:
     page.click("#audit thead th:nth-child(3) button")
-    assert page.get("location.hash") == "#audit=tokens+attended"
+    assert page.get("location.hash") == "#audit=attended%2C+tokens"
     assert page.get("document.querySelector('#audit th[aria-sort]').getAttribute('aria-sort')") == "ascending"
     assert page.get("document.activeElement.closest('th') === document.querySelector('#audit th[aria-sort]')")
     first = page.texts("#audit tbody th")
     page.click("#audit thead th:nth-child(3) button")
-    assert page.get("location.hash") == "#audit=-tokens+attended" and page.texts("#audit tbody th") != first
+    assert page.get("location.hash") == "#audit=-attended%2C+tokens" and page.texts("#audit tbody th") != first
 
 
 def test_datasets_open_beside_their_average(page: Page) -> None:
@@ -254,7 +255,7 @@ def test_a_tap_on_a_phone_shows_the_interval_and_the_p(page: Page) -> None:
         page.until("!document.getElementById('card').hidden")
         card = page.texts("#card")[0]
         assert "lower than full attention (p 0.0" in card and "after Holm over 4" in card
-        assert "against Full-1.000" in card and "95 %0.000 to 0.278" in card
+        assert "Δ vs full attention-100.0" in card and "95 %0.0 to 27.8" in card
         inside = page.get("(() => { const r = document.getElementById('card').getBoundingClientRect();"
                           "return r.left >= 0 && r.right <= 360 && r.bottom <= innerHeight; })()")  # fmt: skip
         assert inside
@@ -370,3 +371,83 @@ def test_five_thousand_runs_open_in_two_seconds_and_twenty_megabytes(driver: Any
     assert "texts are cut after" in page.texts("#cut")[0]
     page.open("#hide.task=longbench")
     assert page.count("#audit tbody tr") <= 200, "long tables are drawn as they are scrolled"
+
+
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+DESK = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+COVERED = """
+const covered = [];
+const digits = "#differences tbody .score, #differences tbody small, #matrix tbody .score";
+for (const cell of document.querySelectorAll(digits)) {
+  cell.scrollIntoView({block: "center", inline: "nearest"});
+  for (const r of cell.getClientRects()) {
+    for (const x of [r.left + 1, (r.left + r.right) / 2, r.right - 1]) {
+      const top = document.elementFromPoint(x, (r.top + r.bottom) / 2);
+      if (!top || !(cell.contains(top) || top.contains(cell))) covered.push(cell.textContent);
+    }
+  }
+}
+return covered;
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("screen", [PHONE, DESK], ids=["phone", "desk"])
+def test_no_digit_is_covered_and_every_mark_is_seen(page: Page, screen: dict[str, Any], theme: str) -> None:
+    """A sticky column hid the first digits of what was scrolled below it; faint bars vanished on the dark page."""
+    page.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    )
+    page.set_size(screen)
+    try:
+        page.open()
+        page.until(f"innerWidth === {screen['width']}")
+        assert page.get("document.documentElement.scrollWidth") <= screen["width"]
+        assert page.run(COVERED) == []
+        surface = {"light": "#FFFFFF", "dark": "#1B1F24"}[theme]
+        seen = page.run(
+            "return [...document.querySelectorAll('#cost-chart .mark-rule path, #cost-chart .mark-rule line')]"
+            ".map((e) => [e.getAttribute('stroke'), Number(e.getAttribute('opacity') || 1)])"
+        )
+        assert seen
+        for stroke, opacity in seen:
+            if opacity > 0.7:  # not full attention's level
+                assert colour_vision.contrast(stroke.upper(), surface) >= 3
+        assert sum(opacity > 0.7 for _, opacity in seen) >= 4, "the intervals' bars"
+    finally:
+        page.set_size(None)
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_rows_are_cards_on_a_phone_and_sort_there_too(page: Page) -> None:
+    page.set_size(PHONE)
+    try:
+        page.open()
+        page.until("innerWidth === 390")
+        rows = page.run(
+            "return [...document.querySelectorAll('#differences tbody tr')]"
+            ".map((r) => [r.getBoundingClientRect().width, getComputedStyle(r).display])"
+        )
+        assert all(display == "block" and width > 300 for width, display in rows)
+        page.click("#differences thead th:nth-child(3) button")
+        page.click("#differences thead th:nth-child(3) button")
+        assert page.get("location.hash") == "#by=-ratio+1%2F5"
+        assert page.texts("#differences tbody th")[0] == " Oracle"
+    finally:
+        page.set_size(None)
+
+
+def test_one_method_stands_out_and_a_search_leaves_it_beside_full_attention(page: Page) -> None:
+    before = page.drawn()
+    page.click("#differences tbody tr:last-child .name")
+    page.redrawn(before)
+    assert page.get("location.hash") == "#lit=snapkv" and page.count("#differences tr.lit") == 1
+    opacities = page.run(
+        "return [...document.querySelectorAll('#cost-chart .mark-symbol path')]"
+        ".map((e) => Number(e.getAttribute('opacity')))"
+    )
+    assert sorted(opacities)[0] < 0.2 and opacities.count(1) == 2
+    page.run("const q = document.getElementById('q'); q.value = 'snap'; q.dispatchEvent(new Event('input'))")
+    assert page.texts("#differences tbody th") == [" Full", " Snapkv"]
+    page.open("#q=pqc")
+    assert page.texts("#differences tbody th") == [" Full", " Pqcache"]

@@ -68,7 +68,7 @@ function closeCard() {
 
 // A table cell with a score, what it is worth, and its card.
 function scoreCell(run, part) {
-  if (!part) return el("td", {}, "-");
+  if (!part) return el("td", { class: "absent" }, "-");
   const strong = part.standing === "bold" ? "strong" : "span";
   const signs = [part.over ? el("span", { class: "flag", title: "over budget" }, "! ") : null,
     part.standing === "tie" ? el("span", { class: "tie", title: STANDINGS.tie }, "≈ ") : null];

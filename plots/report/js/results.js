@@ -1,11 +1,11 @@
 // The view that the page opens on: scores over budgets and over costs as they were measured, and differences to Full.
 const COSTS = {
-  tokens: "tokens attended per step and head, measured",
-  share: "share of the tokens attended, measured",
-  device: "K, V and metadata on the device, bytes",
-  moved: "moved per step to attend and to find, bytes",
-  resident: "K, V and metadata on device and host, bytes",
-  memory: "share of the full cache's bytes on the device, measured",
+  tokens: "tokens attended per step and head",
+  share: "share of the tokens attended",
+  device: "keys, values and index on the device, bytes",
+  moved: "moved and searched per step, bytes",
+  resident: "keys, values and index, device and host, bytes",
+  memory: "share of the full cache's bytes on the device",
   reads: "on the device and moved per step, bytes",
   tpot: "seconds per output token (of a shared batch)",
 };
