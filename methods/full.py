@@ -1,5 +1,6 @@
 """Full attention: nothing is dropped, nothing is moved. What every method is compared with.
 
+Paper     none: full attention
 Per step  moved: nothing; resident: K and V of all tokens.
 Differs   ratio, budget, comm and cache have no meaning here: it has no budget, and runs once per sweep.
 Fails     never; it is what the others approximate.

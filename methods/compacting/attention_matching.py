@@ -4,6 +4,7 @@ Of the prompt's keys few stay, with the rotation they have. Each gets a bias, so
 few is that over all keys, and a new value, so that the attention output is too: both for reference queries, both by
 least squares, per KV head. The bias is what lets the compacted prompt hold its own against generated tokens.
 
+Paper     arXiv:2602.16284, 2026; Zweiger, Adam; Fast KV Compaction via Attention Matching
 Symbols   paper C1, beta, C2 = kept keys, `bias`, new values; T, t = prompt tokens, kept keys; n = reference queries.
 Per step  moved: nothing; resident: h_kv * t * (4 * d_h + 2) bytes, a bias of 2 bytes beside K and V, and generated
           tokens on top, whose bias is 0.

@@ -4,6 +4,7 @@ The cache stays whole, and the answer is cut short where it has cost as many ent
 would have: then the marker that ends a thought and the beginning of an answer are put in its mouth, and it answers. One
 length per prompt follows from the budget, never from the question.
 
+Paper     none: full attention with a limit on its answer
 Symbols   B, R' of the page = `target`, `stopping_length`.
 Per step  moved: nothing; resident: K and V of all tokens.
 Differs   the length of the answers that it is compared with is `answer_tokens`, as measured, or the task's allowance.

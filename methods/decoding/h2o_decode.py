@@ -4,6 +4,8 @@ Every step adds the weights that it gave to each token, summed over the query he
 its own, and the prompt with its column sums. A cut keeps the latest half of the target, and of the others those with
 the largest sums.
 
+Paper     arXiv:2306.14048, 2023; Zhang, Zhenyu; H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
+          Language Models
 Symbols   B = `target`, rc = `n_recent`, hh = the rest.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and a sum of 4 bytes for each. Weights
           must leave the attention at every step, which costs time.

@@ -4,6 +4,7 @@ Every `interval` steps the cache is cut back to the budget. A token is worth wha
 much its key resembles the other keys in the cache. Of near duplicates the latest is spared, and the last tokens stay
 whatever they are worth.
 
+Paper     arXiv:2505.24133, 2025; Cai, Zefan; R-KV: Redundancy-aware KV Cache Compression for Reasoning Models
 Symbols   paper B_budget, B_buffer, alpha, lambda = `target`, `interval`, `window`, `mix`; authors' code kv_budget,
           divide_length, window_size, kernel_size, mix_lambda. I, R = `importance`, `redundancy`.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the last `window` queries, 2 * window

@@ -1,5 +1,6 @@
 """SnapKV while decoding, as R-KV's authors compare it: keep what the last queries look at, again every few steps.
 
+Paper     arXiv:2404.14469, 2024; Li, Yuhong; SnapKV: LLM Knows What You are Looking for Before Generation
 Symbols   theirs kv_budget, divide_length, window_size, kernel_size = `target`, `interval`, `window`, `kernel`.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the last `window` queries.
 Differs   - it is R-KV without redundancy, and not the SnapKV of `methods/dropping/snapkv.py`: a group's logits become

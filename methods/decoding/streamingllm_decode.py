@@ -1,5 +1,6 @@
 """StreamingLLM while decoding: the first tokens of the prompt and the latest of all, cut every few steps.
 
+Paper     arXiv:2309.17453, 2023; Xiao, Guangxuan; Efficient Streaming Language Models with Attention Sinks
 Symbols   R-KV's baseline first_tokens, kv_budget = `n_sink`, `target`; it has no window of its own.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, all heads and layers alike; no metadata.
 Differs   with `interval=1` it is the rolling form of `methods/dropping/streamingllm.py`.

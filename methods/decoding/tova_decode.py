@@ -3,6 +3,7 @@
 The weights of the step's own query, over all tokens that the layer holds and averaged over its query heads, say which
 tokens stay. There is no window, there are no sinks, and no score outlives its step.
 
+Paper     arXiv:2401.06104, 2024; Oren, Matanel; Transformers are Multi-State RNNs
 Symbols   paper: multi-state size = `target`.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the query of the step. Its weights
           are made once more at a cut alone, so that attention need not write them down.

@@ -4,6 +4,7 @@ Before rotary embedding a head's queries lie around a centre, measured once per 
 key is then a known sum of cosines of their distance. A key's score is its mean over distances 1, 2, 4 … into the
 future, plus a term for how far queries stray from the centre. The prompt is never dropped.
 
+Paper     arXiv:2604.04921, 2026; Mao, Weian; TriAttention: Efficient Long Reasoning with Trigonometric KV Compression
 Symbols   paper mu, nu = the centre and the mean of absolute values, per frequency; omega = `speeds`; B, N = `target`,
           `interval`; `kc` of the page = `n_free`.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and 4 bytes of position for each in every

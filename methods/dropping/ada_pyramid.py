@@ -3,6 +3,8 @@
 Most tokens are for the first layer and fewest for the last (`methods/dropping/pyramidkv.py`); the heads of a layer
 share its part (`methods/dropping/adakv.py`).
 
+Paper     arXiv:2407.11550, 2024; Feng, Yuan; Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
+          Efficient LLM Inference
 Symbols   as in PyramidKV and Ada-KV; base of layer l = `counts`.
 Per step  as Ada-KV.
 Differs   as PyramidKV and Ada-KV: the schedule is the steepest whose mean is within the budget, and heads' shares are

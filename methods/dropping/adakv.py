@@ -3,6 +3,8 @@
 All heads' scores are put into one list; what a head has among the best is its share, mixed with an equal one so that
 no head starves. Which tokens a head keeps with its share is SnapKV's business (`methods/dropping/snapkv.py`).
 
+Paper     arXiv:2407.11550, 2024; Feng, Yuan; Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
+          Efficient LLM Inference
 Symbols   paper alpha, budget of head i = `alpha`, a layer's part of `counts`; authors' `floor_alpha` = `alpha`,
           `base_capacity` = `cap` (window included), `head_capacity` = `of_heads`.
 Per step  moved: nothing; resident: the counts of all heads, 4 * d_h bytes a token, and 4 * (h_kv + 1) bytes of offsets;

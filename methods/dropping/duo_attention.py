@@ -3,6 +3,8 @@
 Heads are told apart once per model: "retrieval" heads need the whole prompt, "streaming" heads look at its first and
 latest tokens alone. What a prompt says changes nothing.
 
+Paper     arXiv:2410.10819, 2024; Xiao, Guangxuan; DuoAttention: Efficient Long-Context LLM Inference with Retrieval
+          and Streaming Heads
 Symbols   paper retrieval and streaming heads = `full` and the others of `Plan`; alpha = a table's `scores`; sink and
           recent size = `n_sink`, `recent`; the share of streaming heads = `sparsity`.
 Per step  moved: nothing; resident: F full heads of s + t tokens and the others' sinks and recent tokens, which stay

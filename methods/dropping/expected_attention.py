@@ -5,6 +5,8 @@ by the average rotation of the next positions, and give each token's expected ex
 prompt makes it a probability, the norm of the token's value weighs it. The question at the prompt's end has no special
 part, so the method can compress a text before it is asked about.
 
+Paper     arXiv:2510.00636, 2025; Devoto, Alessio; Expected Attention: KV Cache Compression by Estimating Attention
+          from Future Queries Distribution
 Symbols   paper or code mu, Sigma, Rbar, F, epsilon = mean, covariance, `average_rotation`, `n_future`, `eps`; ns, N =
           `plan.n_sink`, `plan.cap`; alpha_safeguard = `alpha`.
 Budget    `cap` tokens per KV head, mean over a layer: the best `alpha * cap` are each head's own, the others the

@@ -4,6 +4,8 @@ Every token's score is the attention that it got from all queries since it is th
 of a cache of fixed size is for them, half for recent tokens. At each step the newest token comes in, and the lowest
 score among those that are not recent goes.
 
+Paper     arXiv:2306.14048, 2023; Zhang, Zhenyu; H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
+          Language Models
 Symbols   paper: heavy budget, recent budget, accumulated score = `n_heavy`, `n_recent`, `sums`; M = `tokens`.
 Per step  moved: nothing; resident: h_kv * (M + 1) tokens, the current one included, and 4 * h_kv * (M + 1) bytes of
           scores. It attends to M + 1 tokens however long the answer is, fewer than methods that keep what is generated.

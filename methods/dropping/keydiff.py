@@ -4,6 +4,8 @@ Keys that point where most others point are taken to be redundant. Every key is 
 all is the anchor, and a token's score is minus the cosine of its key to the anchor. The paper reads a prompt block by
 block under a hard limit of memory; after each block only the best tokens stay.
 
+Paper     arXiv:2504.15364, 2025; Park, Junyoung; KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM
+          Inference in Resource-Constrained Environments
 Symbols   paper: cache budget N, block size B, anchor = `tokens`, `block_len`, `anchor`.
 Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t, with `evict: always` h_kv * (tokens + 1); no
           metadata. Reading the prompt costs (s - tokens) / block_len rounds over tokens + block_len keys.

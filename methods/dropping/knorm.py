@@ -3,6 +3,8 @@
 Tokens with keys of low norm tend to get much attention, in most layers and heads of most models. So a token's score is
 minus the norm of its key, and nothing else is looked at: the cheapest scorer that there is, and a control for others.
 
+Paper     arXiv:2406.11430, 2024; Devoto, Alessio; A Simple and Effective L2 Norm-Based Strategy for KV Cache
+          Compression
 Symbols   paper: skipped layers = the first `full_layers`; kept share, prune_after = the budget's, `prune_after`.
 Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t, in the first `full_layers` layers all; no
           metadata.

@@ -4,6 +4,8 @@ Once the context is read, the model is asked to repeat it, chunk by chunk, and i
 a token gets at most from any of these queries is its score, for every KV head. One order over all layers and heads
 decides. The context is compressed before there is a question, and serves any number of them.
 
+Paper     arXiv:2505.23416, 2025; Kim, Jang-Hyun; KVzip: Query-Agnostic KV Cache Compression with Context
+          Reconstruction
 Symbols   paper or code s0, n, R_i, chunk size, r = `frame.n_prefix`, context tokens, ids of a `Pass`, `chunk`, the
           budget's ratio.
 Budget    `n_free` context tokens per head, mean over all heads and layers, and in every head what the chat template and

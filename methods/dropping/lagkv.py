@@ -5,6 +5,8 @@ the range that the next partition has there; tokens whose rescaled channels then
 partition. The last partition has no successor and stays whole, with the remainder behind it. As published it goes on
 while decoding: whenever a further partition is complete, the one before it is compressed.
 
+Paper     arXiv:2504.04704, 2025; Liang, Manlai; LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
+          Are Important
 Symbols   paper: sink size S, lag L, share r of a partition = `n_sink`, `lag`, `m` tokens; lambda = `value_weight`.
 Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t; no metadata. With `evict: always` it rises to
           sinks, what is compressed, and two partitions, and then falls by lag - m: `attended_max` of `method_report`.

@@ -4,6 +4,8 @@ After a layer the last tokens of the prompt ("recent") vote with their attention
 with more weight. The context tokens with the fewest votes go no further: layers above never compute them. So the
 prefill is cheaper, and it is approximate: the first generated token may already differ from full attention's.
 
+Paper     arXiv:2405.12532, 2024; Yang, Dongjie; PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM
+          Inference
 Symbols   paper recent ratio, decay ratio, ensemble weight = `recent_ratio`, `decay`, `votes`; n_i = `Course.lengths()`;
           the protected tail is 1 + rec tokens = `tail`.
 Per step  moved: nothing; resident: h_kv * (n_i + t) tokens in layer i at step t, the current one included.

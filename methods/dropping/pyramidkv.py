@@ -3,6 +3,8 @@
 Attention is spread widely in low layers and narrows to a few tokens in high ones ("information funneling"), so the
 budget falls linearly over the layers. Which tokens a layer keeps is SnapKV's business (`methods/dropping/snapkv.py`).
 
+Paper     arXiv:2406.02069, 2024; Cai, Zefan; PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
+          Funneling
 Symbols   paper alpha, beta = `window`, `beta`; its k^l, without the window, = `counts`; C = `cap - window`.
 Per step  moved: nothing; resident: h_kv * (counts[layer] + window + t) tokens at step t, the current one included.
 Differs   the authors round the slope down once, so their mean lies up to (n_layers - 2) / 2 tokens above `cap`: here

@@ -4,6 +4,7 @@ The last queries of the prompt ("observation window") vote with their attention 
 votes are smoothed along the sequence, so that a winner's neighbours win with it. Every KV head keeps its winners and
 the window; nothing is dropped while decoding.
 
+Paper     arXiv:2404.14469, 2024; Li, Yuhong; SnapKV: LLM Knows What You are Looking for Before Generation
 Symbols   paper L_obs, kernel size, max_capacity_prompt = `window`, `kernel`, `cap` (window included).
 Per step  moved: nothing; resident: h_kv * (cap + t) tokens at step t, the current one included.
 Differs   K and V are not repeated to the query heads first, which costs the authors g times the memory: a KV head keeps

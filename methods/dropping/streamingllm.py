@@ -3,6 +3,7 @@
 The first tokens soak up attention that has nowhere to go ("sinks"); with them a window of recent tokens keeps a model
 fluent for ever, but whatever lies between is forgotten.
 
+Paper     arXiv:2309.17453, 2023; Xiao, Guangxuan; Efficient Streaming Language Models with Attention Sinks
 Symbols   paper: attention sinks, recent tokens = `n_sink`, `n_recent` (current token included).
 Per step  moved: nothing; resident: h_kv * (n_sink + n_recent) tokens, all heads and layers alike.
 Differs   keys keep their positions (`position: original`), the only form that equals full attention at ratio 1. The

@@ -4,6 +4,7 @@ At the prompt's end the last query's weights, averaged over all query heads of t
 decoding, every step attends to what is there and to its own token; then its weights say who leaves, which may be the
 newest. There is no window, there are no sinks, and no score outlives its step.
 
+Paper     arXiv:2401.06104, 2024; Oren, Matanel; Transformers are Multi-State RNNs
 Symbols   paper: multi-state size = `tokens`; weights of the latest query, their mean over heads = `scores`.
 Per step  moved: nothing; resident: h_kv * (tokens + 1) tokens, the current one included, and no metadata. It attends to
           tokens + 1 however long the answer is. Its price is that a step's weights must be written down, h of them per

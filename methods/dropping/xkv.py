@@ -4,6 +4,8 @@ The prompt's last queries score all earlier tokens. A layer's retention is the s
 hold, and layers differ: some put everything on a few tokens, others spread it. Taking the largest normalised scores of
 all layers together keeps the most retention for the tokens that there are. No code of the authors is public.
 
+Paper     arXiv:2412.05896, 2024; Li, Weizhuo; XKV: Personalized KV Cache Memory Reduction for Long-Context LLM
+          Inference
 Symbols   paper w_i, n_i, N, R_i, R_avg, M, ps = a layer of `weights`, `counted`, `total`, `retention`, `r_avg`,
           `n_past`, `kernel`; l, t = number of layers, `s_prompt`; ows is `ows`, and `plan.ows` where a short budget
           shrinks it.

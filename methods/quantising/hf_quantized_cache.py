@@ -3,6 +3,7 @@
 The whole prompt is packed at once, keys as well as values per token. Generated tokens stay exact until `residual` of
 them are there; then everything, the prompt's rebuilt tokens included, is packed anew.
 
+Paper     none: the quantised cache of transformers (Hugging Face)
 Symbols   nbits, q_group_size, residual_length = `bits`, `group`, `residual`.
 Per step  moved: nothing; resident: 2 * h_kv * d_h * (n * (b / 8 + 4 / g) + 2 * r) bytes, with r exact tokens, 0 behind
           the prompt and at most `residual` - 1.

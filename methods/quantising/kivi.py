@@ -4,6 +4,7 @@ A few channels of the keys are large for all tokens, so a group of keys is conse
 range is narrow. Values have no such channels, and a group is consecutive channels of one token. Keys wait at full
 precision until `residual` of them can be packed at once; the last `residual` values are always exact.
 
+Paper     arXiv:2402.02750, 2024; Liu, Zirui; KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache
 Symbols   paper: B, G, R = `key_bits` and `value_bits`, `group`, `residual`; lo, scale = zeros, scales.
 Per step  moved: nothing; resident: h_kv * d_h * (nK * (bK / 8 + 4 / g) + 2 * rK + nV * (bV / 8 + 4 / g) + 2 * rV)
           bytes, with nK + rK = nV + rV = tokens so far; all of it is read.

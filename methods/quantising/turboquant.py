@@ -4,6 +4,8 @@ A vector divided by its norm and rotated has coordinates of one known distributi
 it is near-optimal: nothing is calibrated, and there are no scales of groups, only a norm per vector. Every token is
 packed as it comes, the current one before it is attended to.
 
+Paper     arXiv:2504.19874, 2025; Zandieh, Amir; TurboQuant: Online Vector Quantization with Near-optimal Distortion
+          Rate
 Symbols   paper: Pi, S, b, gamma = rotation, Gaussian matrix, bits, length of the residual.
 Per step  moved: nothing; resident: h_kv * tokens * (key bytes + value bytes), with keys ceil(d_h * b / 8) + 2 and
           values ceil(d_h * b / 8) + 4; layers that stay whole at 4 * h_kv * d_h a token.

@@ -3,6 +3,8 @@
 A row's squared length stands for its leverage, its share in what the matrix of all keys, or values, spans. Each is
 taken as a share of its window of neighbours, and those of key and value are multiplied. No query is asked.
 
+Paper     arXiv:2509.15038, 2025; Sengupta, Ayan; Value-Guided KV Compression for LLMs via Approximated CUR
+          Decomposition
 Symbols   paper K, V, leverage l = keys, values, `energy`; kvpress' leverage_type, use_local_approximation and
           local_window_size, num_sinks, use_random_leverage = `leverage`, `window`, `n_sink`, `sketch`.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each.

@@ -4,6 +4,7 @@ Every token gets a number by lot, and the highest stay. A number follows from th
 layer and the KV head alone, so it is the same on every device and in every company, and does not change with what comes
 behind it in the prompt.
 
+Paper     none: a reference of this harness
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each.
 Differs   - kvpress' RandomPress makes its generator anew in each call: all layers keep the same tokens, and so do all
             prompts of one length. `draws: kvpress` is that, with torch's CPU generator and a seed; without a seed

@@ -5,6 +5,8 @@ a query head ranks the clusters by the inner product with their mean keys and fe
 until the budget is used up; the last cluster gives its first tokens. Generated tokens are always attended to, until
 `decode_period` of them have come: these become clusters of their own and leave the device.
 
+Paper     arXiv:2412.03213, 2024; Liu, Guangda; ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable
+          Compression
 Symbols   paper B, C0, C+, m = budget, `n_clusters`, `n_decode_clusters`, `decode_period`; L, R = `s_prompt`,
           `cache_steps`.
 Per step  moved: K and V of the chosen k = B - n_sink tokens per query head that the last R steps did not bring,

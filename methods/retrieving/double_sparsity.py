@@ -4,6 +4,7 @@ Channels that matter are the same for all texts. They are chosen once per model,
 in these few, its label, are kept apart. At a step query and labels give approximate logits, and K and V of the tokens
 with the largest are read in full. As SparQ, with channels that do not depend on the query and so can lie together.
 
+Paper     arXiv:2408.07092, 2024; Yang, Shuo; Post-Training Sparse Attention with Double Sparsity
 Symbols   paper r, N or `heavy_const`, b = labels of a head, `k`, `label_bits`; B = budget; `group_factor` = d_h / r.
 Per step  read to find: labels of s_prompt keys, 2 bytes each of those that a group's heads read between them, resident;
           with b < 16 of each head r * b / 8 + 4 bytes; fetched: K and V of k tokens per query head, 4 * d_h bytes each,

@@ -4,6 +4,8 @@ The inputs of neighbouring layers are alike, so a layer's own projection of the 
 and its keys can be on their way before it runs. That query meets a few channels of every key: a rotation A, made from
 the prompt's queries, first turns most of their energy into few channels.
 
+Paper     arXiv:2406.19707, 2024; Lee, Wonbeom; InfiniGen: Efficient Generative Inference of Large Language Models
+          with Dynamic KV Cache Management
 Symbols   paper A, alpha, K = `basis`, `alpha`, tokens per head; r, d', T = `partial_ratio`, `n_channels`, `k_most`; x =
           input of a layer's attention, behind its norm; q~ = `q_ahead`; S = tokens that compete, D = `d_model`.
 Per step  moved: K and V of K tokens per query head, 4 * d_h bytes each, a token of a KV head once, nothing of it left

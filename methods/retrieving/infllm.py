@@ -4,6 +4,8 @@ A block's representatives are the tokens that were attended to most while they w
 its query with the mean of each block's representatives, fetches the best blocks, and attends to them beside the sinks,
 the latest tokens and those that do not fill a block yet.
 
+Paper     arXiv:2402.04617, 2024; Xiao, Chaojun; InfLLM: Training-Free Long-Context Extrapolation for LLMs with an
+          Efficient Context Memory
 Symbols   paper: initial tokens, l_L, l_bs, r_k = `n_sink`, `n_local` (current token included), `block_len`, `n_repr`;
           blocks per step = `k`, blocks that there are = n_blocks.
 Per step  moved: K and V of k blocks, 4 * h_kv * k * block_len * d_h bytes; read in order to find them: representatives,

@@ -4,6 +4,7 @@ Keys lie near a space of few dimensions. Its axes are fitted once per model, lay
 and queries are turned to them, tokens are scored by the first components alone, and K and V of those with the largest
 scores are read in full. Nothing is dropped.
 
+Paper     arXiv:2406.02542, 2024; Singhania, Prajwal; Loki: Low-rank Keys for Efficient Sparse Attention
 Symbols   paper d, D, P, k = `r`, `d_h`, components (rows by falling variance), `k`; B = budget.
 Per step  read to find: r components of s_prompt keys, 2 * h_kv * r * s_prompt bytes, resident; fetched: K and V of k
           tokens per query head, 4 * d_h bytes each, a token of a KV head once; resident besides: generated tokens.

@@ -5,6 +5,7 @@ tables. Hyperplanes find a key the more often the smaller its angle to the query
 key's logit is lowered by the logarithm of that chance, and the softmax over the sample estimates that over all keys.
 Nothing is dropped.
 
+Paper     arXiv:2410.16179, 2024; Chen, Zhuoming; MagicPIG: LSH Sampling for Efficient LLM Generation
 Symbols   paper K, L, w = `bits`, `tables`, hyperplanes; u = `chance`; m = the prompt's tokens between sinks and window.
 Per step  read to find: the query's bucket in each table, 4 bytes an entry, and 8 bytes for its bounds; moved: K and V
           of each query head's sample, 4 * d_h bytes each, a token of a KV head once; resident: sinks, window, generated

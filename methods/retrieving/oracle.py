@@ -3,6 +3,7 @@
 PQCache's and SparQ's authors each use one. It reads all keys at every step, so no budget prices its search; what it
 attends to is within the budget like everybody's.
 
+Paper     none: a reference of this harness
 Symbols   paper a, c, k = `n_sink`, `n_window` (current token included), `k`; S, n = `s_prompt`, tokens so far.
 Per step  moved: K and V of k tokens, 4 * h_kv * k * d_h bytes; searched, unpriced: 2 * h_kv * n * d_h; resident: sinks
           and window.

@@ -4,6 +4,8 @@ Every key is cut into `m` parts, and each part is replaced by the nearest of 2^b
 layer, KV head and part, while the prefill goes on. At a step inner products of the query with all centroids are looked
 up by the tokens' codes and added up; K and V of the tokens with the largest sums are fetched. Nothing is dropped.
 
+Paper     arXiv:2407.12820, 2024; Zhang, Hailin; PQCache: Product Quantization-based KVCache for Long Context LLM
+          Inference
 Symbols   paper m, b, h, d_h, s, k, T = `m`, `b`, `h_kv`, `d_h`, `s_prompt`, `k`, `iterations`; candidates = tokens that
           are neither sink nor in the window, n of them.
 Per step  moved to find: ceil(h_kv * m * n * b / 8) bytes of codes; fetched: K and V of k tokens per KV head,

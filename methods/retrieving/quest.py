@@ -4,6 +4,7 @@ Consecutive tokens form pages of one length. Of each page the smallest and the l
 keys are kept, and with them no key of the page can score higher than the sum of max(q * kmin, q * kmax) over channels.
 Every query head attends to all tokens of the pages with the highest bounds.
 
+Paper     arXiv:2406.10774, 2024; Tang, Jiaming; Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference
 Symbols   paper p, K, P = `page_len`, `k`, `n_pages`; B = budget.
 Per step  read to find: bounds of the P pages, 4 * h_kv * P * d_h bytes, resident; moved: K and V of k * page_len tokens
           per query head, 4 * d_h bytes each, a token of a KV head once; resident besides: generated tokens.

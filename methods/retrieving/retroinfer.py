@@ -6,6 +6,8 @@ tokens. Retrieved: the tokens of the best clusters. Estimated: each of the next 
 pseudo-token with its mean key, its mean value and the logarithm of its size beside the logit. All share one softmax,
 and what lies outside the zones has no weight. Generated tokens become clusters when `update` of them have come.
 
+Paper     arXiv:2505.02922, 2025; Chen, Yaoqi; RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM
+          Inference
 Symbols   paper wave index = `Index`; spec C, s, nr, ne = `n_clusters`, `n_segments`, `n_retrieved`, `n_estimated`;
           ns, w = `n_sink`, `window`; t = tokens to a cluster.
 Per step  read to find: every centroid, 2 * h_kv * C * d_h bytes, and of the estimated clusters the value and the size,

@@ -4,6 +4,8 @@ The first stage drops: the prompt's last queries vote, and every KV head keeps t
 the compression. The second stage retrieves: kept tokens form chunks, a step bounds each chunk's logits from above by
 the maxima of the few channels that the query weighs most, and attends to the tokens of the best chunks.
 
+Paper     arXiv:2502.14051, 2025; Behnam, Payman; RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV
+          Cache Compression
 Symbols   paper token budget, chunk size, head-dimension subset = budget, `chunk`, `r` channels; P = `n_kept`,
           n = kept and generated tokens, c2 = compression of the second stage, k = `k`, generated tokens on top.
 Per step  read to find: r of 2 * d_h columns of maxima and minima, 2 * h_kv * ceil(n / chunk) * r bytes; resident: all

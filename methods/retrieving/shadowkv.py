@@ -5,6 +5,8 @@ go to the host. The mean of a chunk's rotated keys is its landmark. A few chunks
 stay on the device as they are, and so do the prompt's last tokens. At each step landmarks say which chunks a KV head
 attends to: their values are fetched, their keys are made from the factors and rotated to their own positions.
 
+Paper     arXiv:2410.21465, 2024; Sun, Hanshi; ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM
+          Inference
 Symbols   paper c, r, outliers, local = `chunk`, `rank`, `n_outliers`, `n_local`; A, B = `rows`, `basis`;
           k = `n_selected`, n = `n_chunks`.
 Per step  read to find: 2 * h_kv * (n - n_outliers) * d_h bytes of landmarks, resident; moved: values alone,

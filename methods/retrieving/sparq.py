@@ -4,6 +4,7 @@ At each step the `r` largest components of |q| approximate all logits, reading `
 with the largest approximate logits are fetched; the attention mass that they lack, as approximated, goes to the mean
 of V. K is kept twice for this, by tokens and by components, so that a component is contiguous over tokens.
 
+Paper     arXiv:2312.04985, 2023; Ribar, Luka; SparQ Attention: Bandwidth-Efficient LLM Inference
 Symbols   paper r, k, l = `r`, k + n_window - 1, n_window - 1 (local tokens are inside the paper's k); i, alpha =
           `components`, `covered`; components are one set per KV head.
 Per step  moved to find: r columns of the n tokens that are neither sink nor local, 2 * h_kv * r * n bytes; fetched: K
