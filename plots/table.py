@@ -3,9 +3,9 @@
     python -m plots.table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
                           [--against METHOD] [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
 
-Without --columns they are what varies between the runs. With --against every cell says its value less that method's of
-the same column, with the interval of the paired differences; `--value difference` is the score less Full's. Without
---out one format goes to standard output; with it all three are written, as table.md, table.tex and table.csv.
+Without --columns they are what varies between the runs. With --against every cell says the difference to that method's
+value in the same column, with the interval of the paired differences; `--value difference` is the score's to Full's.
+Without --out one format goes to standard output; with it table.md, table.tex and table.csv are written.
 
 Not here: which runs share a table (`plots/tables/generic.py`), its words (`plots/tables/words.py`), the papers' tables
 (`python -m plots.tables`).
@@ -17,11 +17,21 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots.read import default_root, load
-from plots.tables.generic import Pivot, WrongKey, pivots
+from plots.tables.generic import FOUND, KEYS, Pivot, WrongKey, pivots
 from plots.tables.values import VALUES
 from plots.tables.words import records, sheet_of
 from results.sheet import texts, write
 
+EPILOG = f"""\
+keys of rows, columns and filters: {", ".join([*KEYS, *FOUND])},
+and any parameter: method.NAME, task.NAME
+
+  python -m plots.table runs --format latex > table.tex              methods down, what varies across
+  python -m plots.table runs --columns task,ratio --value difference  differences to full attention
+  python -m plots.table runs --rows method,ratio --columns dataset    a benchmark's datasets side by side
+  python -m plots.table runs --value device                           what the ledgers counted in place of scores
+  python -m methods.cite snapkv,quest >> references.bib               the papers of the methods
+"""
 FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
 
 
@@ -32,7 +42,9 @@ def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m plots.table", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m plots.table", description=about, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
     parser.add_argument("--columns", help="keys, with commas; without, what varies")

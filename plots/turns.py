@@ -111,14 +111,14 @@ def sheet_of(title: str, runs: Sequence[Run]) -> Sheet:
     turns = sorted({turn for run in runs for turn in by_turn(run)})
     full = {run.result.protocol: run for run in runs if run.is_full}
     head = ["method", "budget", "mode", "samples", "score", "95 %", *(f"turn {turn}" for turn in turns)]
-    head += ["turn 1 less Full", "later turns less Full"]
+    head += ["turn 1, Δ vs Full", "later turns, Δ vs Full"]
     lines = []
     for run in runs:
         found, spread = by_turn(run), combined_ci95(run.rows, run.result.metric)
-        ends = "-" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
-        score = "-" if run.result.score is None else f"{run.result.score:.3f}"
+        ends = "-" if spread is None else f"{100 * spread[0]:.1f} to {100 * spread[1]:.1f}"
+        score = "-" if run.result.score is None else f"{100 * run.result.score:.1f}"
         n = len({row.sample_id for row in run.rows})
-        cells = [f"{found[turn][0]:.3f}" if turn in found else "-" for turn in turns]
+        cells = [f"{100 * found[turn][0]:.1f}" if turn in found else "-" for turn in turns]
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
         words += [in_words(less_full(run, full.get(run.result.protocol), is_first)) for is_first in (True, False)]
         lines.append(words)
@@ -129,7 +129,7 @@ def in_words(point: Point | None) -> str:
     if point is None:
         return "-"
     mean, ends = point
-    return f"{mean:+.2f}" + ("" if ends is None else f" ({ends[0]:+.2f} to {ends[1]:+.2f})")
+    return f"{100 * mean:+.1f}" + ("" if ends is None else f" ({100 * ends[0]:+.1f} to {100 * ends[1]:+.1f})")
 
 
 def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]:
@@ -152,15 +152,17 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
                 seen[run.method] += 1
                 look = style.look(run.method, nth)
                 label = f"{run.result.method_label} {budget_of(run) if len(budgets) > 1 else ''}".strip()
-                ax.plot([turn + beside for turn in found], [mean for mean, _ in found.values()], label=label, **look)
+                ax.plot(
+                    [turn + beside for turn in found], [100 * mean for mean, _ in found.values()], label=label, **look
+                )
                 for turn, (_, ends) in found.items():
                     if ends is not None and len(drawn) <= MOST_INTERVALS:
-                        ax.plot([turn + beside] * 2, ends, color=look["color"], linewidth=0.6)
+                        ax.plot([turn + beside] * 2, [100 * end for end in ends], color=look["color"], linewidth=0.6)
             ax.set_title(mode)
             ax.set_xlabel("turn")
             ax.xaxis.get_major_locator().set_params(integer=True)
-            ax.set_ylim(-0.03, 1.03)
-        picture.axes[0][0].set_ylabel("score")
+            ax.set_ylim(-3, 103)
+        picture.axes[0][0].set_ylabel("score, %")
         few = all(sum(run.result.protocol == mode for run in runs) <= MOST_INTERVALS for mode in modes)
         picture.note("Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv")
         return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]

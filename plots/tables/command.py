@@ -11,7 +11,7 @@ table is worded (`plots/tables/paper_words.py`), the table of one command (`eval
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.terminal import say
@@ -34,14 +34,10 @@ def write_table(out: Path, paper_table: PaperTable, tables: Sequence[Table]) -> 
     return write(out, paper_table.name, texts([sheet_of(table) for table in tables], records(tables)))
 
 
-def missing(paper_table: PaperTable, n_runs: int) -> str:
-    """What to run for a table that has nothing to show."""
-    why = "no runs yet" if n_runs == 0 else "no run that answers it"
-    return f"{paper_table.title}: {why}; make some with\n    {paper_table.command}\n    {smoke(paper_table)}"
-
-
-def smoke(paper_table: PaperTable) -> str:
-    return f"python run.py -m experiment={paper_table.name} scale=smoke    (minutes, embedded model and data)"
+def missing(tables: Iterable[PaperTable]) -> str:
+    """What makes the runs of these tables, a line for each."""
+    lines = (f"    python run.py -m experiment={one.name} scale=smoke    # {one.title}" for one in tables)
+    return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
@@ -60,9 +56,15 @@ def main(arguments: list[str]) -> int:
         say(f"What variants cost: {', '.join(str(path) for path in timed)}")
     if scoped:
         say(f"Methods with the question and without it: {', '.join(str(path) for path in scoped)}")
+    absent = [one for one in (*PAPER_TABLES, EFFICIENCY) if not tables[one.name]]
     if not any(tables.values()):
-        for paper_table in (*PAPER_TABLES, EFFICIENCY):
-            say(missing(paper_table, len(runs)), file=sys.stderr)
+        say(
+            f"no run below {options.runs} answers a paper's table; any runs as a table of your own:\n"
+            f"    python -m plots.table {options.runs} --format latex\n"
+            "runs for a paper's table, in minutes with the embedded model and texts; as published without scale=smoke, "
+            f"with data_dir=FOLDER:\n{missing(absent)}",
+            file=sys.stderr,
+        )
         return 2
     for paper_table in (*PAPER_TABLES, EFFICIENCY):
         if tables[paper_table.name]:
@@ -71,8 +73,8 @@ def main(arguments: list[str]) -> int:
             except OSError as error:
                 return cannot_write(options.out, error)
             say(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")
-        else:
-            say(missing(paper_table, len(runs)))
+    if absent:
+        say(f"no run answers the other {len(absent)}; these make some:\n{missing(absent)}")
     return 0
 
 
