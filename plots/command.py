@@ -23,6 +23,7 @@ class Page:
     nothing: str  # what to say then of RUNS, which stands as {}
     out: str = "docs"
     runs: Path | None = None  # where they are usually; None: where all runs are
+    shows: bool = False  # whether the first file is printed too
 
     def main(self, arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
@@ -35,6 +36,8 @@ class Page:
             return self.refuse(str(error))
         if not paths:
             return self.refuse(self.nothing.format(options.runs))
+        if self.shows:
+            say(paths[0].read_text(encoding="utf-8"))
         for path in paths:
             say(path)
         return 0

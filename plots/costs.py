@@ -9,14 +9,13 @@ shortest. The CSV has a line per run, length and batch size, unrounded and with 
 Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/costs.py`).
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.terminal import say
-from plots.read import Run, default_root, load
+from plots.command import Page
+from plots.read import Run
 from plots.run_sets import RunSet, asked, other_setting, run_sets
 from results import SampleRow
 from results.sheet import ABSENT, Sheet, as_csv, markdown
@@ -139,27 +138,10 @@ def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
     return write_texts(folder, NAME, {"md": f"# What variants cost\n\n{text}\n", "csv": as_csv(records(runs))})
 
 
-def main(arguments: Sequence[str]) -> int:
-    about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m plots.costs", description=about)
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
-    parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        paths = write(options.out, load(options.runs))
-    except (ValueError, OSError) as error:
-        say(f"plots.costs: {error}", file=sys.stderr)
-        return 2
-    if not paths:
-        say(
-            f"plots.costs: {options.runs} has no runs of task=latency; make some with\n"
-            "    python run.py -m method=full,snapkv,pqcache task=latency budget=512",
-            file=sys.stderr,
-        )
-        return 2
-    say(paths[0].read_text(encoding="utf-8"))
-    say(", ".join(str(path) for path in paths))
-    return 0
+NOTHING = """{} has no runs of task=latency; make some with
+    python run.py -m method=full,snapkv,pqcache task=latency budget=512"""
+ABOUT = (__doc__ or "").partition("\n")[0]
+main = Page("plots.costs", ABOUT, write, NOTHING, "outputs/tables", shows=True).main
 
 
 if __name__ == "__main__":

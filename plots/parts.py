@@ -10,7 +10,6 @@ in the table alone.
 Not here: scores of whole samples (`plots/figures/scores.py`), turns (`plots/turns.py`).
 """
 
-import argparse
 import csv
 import sys
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ import matplotlib
 
 from engine.errors import ConfigError
 from engine.foreign import read_text, write_csv
-from engine.terminal import say
 from plots import style
-from plots.read import Run, default_root, load
+from plots.command import Page
+from plots.read import Run
 from plots.style import Canvas
 from results import share_interval
 
@@ -138,22 +137,13 @@ def interval(right: float, n: int) -> Sequence[float | str]:
     return ["", ""] if found is None else [found.low, found.high]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.parts", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
-    parser.add_argument("--out", type=Path, default=Path("outputs/parts"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        runs = load(options.runs)
-        if not groups(runs):
-            say(f"plots.parts: no run below {options.runs} has a table of parts ({', '.join(TABLES)})", file=sys.stderr)
-            return 2
-        for path in write(runs, options.out):
-            say(path)
-    except (ValueError, OSError) as error:
-        say(f"plots.parts: {error}", file=sys.stderr)
-        return 2
-    return 0
+def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
+    """parts.csv and figures; nothing without runs with parts."""
+    return write(runs, out) if groups(runs) else []
+
+
+NOTHING = f"no run below {{}} has a table of parts ({', '.join(TABLES)})"
+main = Page("plots.parts", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/parts").main
 
 
 if __name__ == "__main__":

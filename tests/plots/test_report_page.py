@@ -150,7 +150,7 @@ def test_the_page_loads_without_errors_and_runs_no_text(page: Page) -> None:
 def test_the_page_opens_on_scores_over_budgets_and_costs_and_differences(page: Page) -> None:
     assert page.get("document.querySelector('main section').id") == "results"
     assert page.count("#budget-chart svg") == page.count("#cost-chart svg") == page.count("#needle-chart svg") == 1
-    assert page.texts("#differences thead th") == ["method", "full attention", "ratio 1/5", "ratio 1/2"]
+    assert page.texts("#differences thead th") == ["method", "full attention", "ratio 0.2", "ratio 0.5"]
     assert page.texts("#differences tbody th") == [" Full", " Oracle", " Pqcache", " Snapkv"]
     assert page.texts("#differences small.bad") == [
         "-100.0, p 0.008", "-10.0, p 0.008",
@@ -160,15 +160,15 @@ def test_the_page_opens_on_scores_over_budgets_and_costs_and_differences(page: P
 
 def test_the_front_is_of_what_could_be_deployed(page: Page) -> None:
     page.run("document.querySelector('#points').parentNode.open = true")
-    rows = {row.split("1/")[0] + row[-5:] for row in page.texts("#points tbody tr")}
+    rows = {row.split("ratio")[0] + row[-5:] for row in page.texts("#points tbody tr")}
     on_front = page.run(
         "return [...document.querySelectorAll('#points tbody tr')].filter((r) => r.lastChild.textContent === 'front')"
         ".map((r) => r.firstChild.textContent)"
     )
-    assert rows and sorted(on_front) == ["Snapkv · ratio 1/2", "Snapkv · ratio 1/5"], "none that left its budget"
+    assert rows and sorted(on_front) == ["Snapkv · ratio 0.5", "Snapkv · ratio 0.2"], "none that left its budget"
     notes = " ".join(page.texts("#notes li"))
     assert (
-        "Hollow marks did not keep their budget: Pqcache · ratio 1/2 over its budget" in notes
+        "Hollow marks did not keep their budget: Pqcache · ratio 0.5 over its budget" in notes
         and "Oracle: reads all keys" in notes
     )
 
@@ -206,16 +206,16 @@ def test_a_heading_sorts_and_the_address_says_by_what(page: Page) -> None:
 
 def test_datasets_open_beside_their_average(page: Page) -> None:
     heads = "#matrix thead th button:first-child"
-    assert page.texts(heads) == ["variant", "longbench · average", "needle depths=[0, 50] · own"]
+    assert page.texts(heads) == ["variant", "embedded texts · average", "needle depths=[0, 50] · own"]
     page.click("#matrix .fold")
-    assert page.texts(heads)[1:4] == ["longbench · average", "longbench · a", "longbench · b"]
-    assert page.get("location.hash") == "#open=longbench"
+    assert page.texts(heads)[1:4] == ["embedded texts · average", "embedded texts · a", "embedded texts · b"]
+    assert page.get("location.hash") == "#open=embedded+texts"
 
 
 def test_a_cell_leads_to_its_answers_and_back(page: Page) -> None:
     row = "[...document.querySelectorAll('#differences tbody tr')].find((r) => r.textContent.includes('Snapkv'))"
     page.run(f"{row}.querySelector('.cell a').click()")
-    page.until("document.querySelector('#sample .side:last-child h4').textContent === 'B: Snapkv · ratio 1/5'")
+    page.until("document.querySelector('#sample .side:last-child h4').textContent === 'B: Snapkv · ratio 0.2'")
     assert page.texts("#sample .side h4")[0] == "A: Full"
     assert page.texts("#sample .prompt")[0] == "… the end of the contextWhat is it?Answer:"
     assert page.texts("#sample .side mark") == ["right", "wrong"]
@@ -229,7 +229,7 @@ def test_a_cell_leads_to_its_answers_and_back(page: Page) -> None:
     page.driver.back()
     page.until("location.hash === ''")
     page.open(address)
-    assert page.texts("#sample .side h4")[1] == "B: Snapkv · ratio 1/5"
+    assert page.texts("#sample .side h4")[1] == "B: Snapkv · ratio 0.2"
 
 
 def test_arrows_walk_through_the_samples(page: Page) -> None:
@@ -284,11 +284,11 @@ def test_a_click_on_a_mark_shows_its_card(page: Page) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     marks = page.driver.find_elements("css selector", "#cost-chart .mark-symbol.role-mark path")
-    mark = next(m for m in marks if "Snapkv · ratio 1/2" in (m.get_attribute("aria-label") or ""))
+    mark = next(m for m in marks if "Snapkv · ratio 0.5" in (m.get_attribute("aria-label") or ""))
     page.run("arguments[0].scrollIntoView({block: 'center'})", mark)
     ActionChains(page.driver).move_to_element(mark).click().perform()
     page.until("!document.getElementById('card').hidden")
-    assert page.texts("#card h3") == ["Snapkv · ratio 1/2"]
+    assert page.texts("#card h3") == ["Snapkv · ratio 0.5"]
 
 
 def test_colours_are_those_of_the_figures_in_both_themes_and_under_filters(page: Page) -> None:
@@ -315,7 +315,7 @@ def test_a_run_outside_its_budget_is_hollow(page: Page) -> None:
         "return [...document.querySelectorAll('#cost-chart .mark-symbol.role-mark path')]"
         ".filter((m) => m.getAttribute('fill') === surface).map((m) => m.getAttribute('aria-label').split(':')[0])"
     )
-    assert hollow == ["Pqcache · ratio 1/2"]
+    assert hollow == ["Pqcache · ratio 0.5"]
 
 
 def test_maps_name_the_true_lengths_in_their_order(page: Page) -> None:
@@ -323,7 +323,7 @@ def test_maps_name_the_true_lengths_in_their_order(page: Page) -> None:
     lengths = [label for label in labels if label.isdecimal() and int(label) > 100]
     assert set(lengths) == {"339", "340"} and "500" not in labels
     assert page.texts("#needle-chart .mark-text.role-title-text text, #needle-chart .role-column-header text")[:3] == [
-        "Full", "Quest · ratio 1/10", "Quest · ratio 1/5",
+        "Full", "Quest · ratio 0.1", "Quest · ratio 0.2",
     ]  # fmt: skip
 
 
@@ -338,7 +338,7 @@ def test_csv_svg_tex_and_the_command_can_be_taken_away(page: Page) -> None:
     page.click("#differences-tex")
     page.until("window.copied !== undefined")
     tex = page.get("window.copied")
-    assert all(word in tex for word in ("\\toprule", "\\label{tab:longbench-average}", "\\caption{", "Snapkv & "))
+    assert all(word in tex for word in ("\\toprule", "\\label{tab:embedded-texts-average}", "\\caption{", "Snapkv & "))
     page.run("document.querySelector('#origins details').open = true")
     page.until("document.querySelector('#origins .command') !== null")
     page.run("window.copied = undefined; document.querySelector('#origins .titled button').click()")
@@ -369,7 +369,7 @@ def test_five_thousand_runs_open_in_two_seconds_and_twenty_megabytes(driver: Any
         times.append(next(one["value"] for one in found if one["name"] == "TaskDuration"))
     assert min(times) < 2, times
     assert "texts are cut after" in page.texts("#cut")[0]
-    page.open("#hide.task=longbench")
+    page.open("#hide.task=embedded+texts")
     assert page.count("#audit tbody tr") <= 200, "long tables are drawn as they are scrolled"
 
 
@@ -431,7 +431,7 @@ def test_rows_are_cards_on_a_phone_and_sort_there_too(page: Page) -> None:
         assert all(display == "block" and width > 300 for width, display in rows)
         page.click("#differences thead th:nth-child(3) button")
         page.click("#differences thead th:nth-child(3) button")
-        assert page.get("location.hash") == "#by=-ratio+1%2F5"
+        assert page.get("location.hash") == "#by=-ratio+0.2"
         assert page.texts("#differences tbody th")[0] == " Oracle"
     finally:
         page.set_size(None)
