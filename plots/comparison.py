@@ -18,7 +18,8 @@ from plots import style
 from plots.looks import told_apart
 from plots.read import Run, read_one
 from plots.run_sets import asked
-from plots.stats import Corrected, Paired, corrected, paired, scaled
+from plots.scored import Scored, compared
+from plots.stats import Corrected, scaled
 from plots.style import Canvas
 from results import METRICS, RunResult, combined_ci95, few_samples
 from results.names import without_length
@@ -63,15 +64,17 @@ def compare(folders: Sequence[Path]) -> Comparison:
     full = {run.result.shown_task: run for run in runs if run.is_full}
     budgets = {asked(run) for run in runs if not run.is_full}
     by_label: dict[str, dict[str, Run]] = {}
-    pairs: dict[tuple[str, str], Paired] = {}
     for run in runs:
         label, task = run.result.method_label, run.result.shown_task
         if len(budgets) > 1 and not run.is_full:
             label = f"{label} {asked(run)}"
         by_label.setdefault(label, {})[task] = run
-        if not run.is_full and (found := against(run, full[task])):
-            pairs[label, task] = found
-    tested = corrected(pairs, lambda name: name[1])
+    places = {
+        (label, task): Scored(run.rows, by_sample=True) for label, own in by_label.items() for task, run in own.items()
+    }
+    whole = {task: Scored(run.rows, by_sample=True) for task, run in full.items()}
+    variants = {name: place for name, place in places.items() if not by_label[name[0]][name[1]].is_full}
+    tested = compared(variants, lambda name: whole[name[1]], lambda name: name[1])
     rows = []
     for label, own in by_label.items():
         here = {task: found for (name, task), found in tested.items() if name == label}
@@ -88,23 +91,6 @@ def is_comparable(results: Sequence[RunResult]) -> bool:
     with_full = {r.shown_task for r in results if r.method == "full"}
     is_alike = len(shared) == 1 and len(protocols) == len(tasks)
     return is_alike and len(set(variants)) == len(variants) and with_full == tasks
-
-
-def against(run: Run, full: Run) -> Paired | None:
-    """The run's scores against full attention's on the samples that both answered; of several turns their means."""
-    mine, theirs = scores_of_samples(run), scores_of_samples(full)
-    both = [(score, theirs[id]) for id, score in mine.items() if id in theirs]
-    bounds = METRICS[run.result.metric or "score"].bounds
-    return paired([a for a, _ in both], [b for _, b in both], bounds=bounds) if both else None
-
-
-def scores_of_samples(run: Run) -> dict[str, float]:
-    """Each sample's score: turns of one sample are not independent of each other."""
-    scores: dict[str, list[float]] = {}
-    for row in run.rows:
-        if row.score is not None:
-            scores.setdefault(row.sample_id, []).append(row.score)
-    return {id: fsum(each) / len(each) for id, each in scores.items()}
 
 
 def size(run: Run) -> float:

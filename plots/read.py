@@ -310,12 +310,16 @@ def score(row: SampleRow) -> float | None:
     return row.score
 
 
-def per_prompt(rows: Iterable[SampleRow], of: Callable[[SampleRow], float | None] = score) -> dict[str, float]:
+def per_prompt(
+    rows: Iterable[SampleRow],
+    of: Callable[[SampleRow], float | None] = score,
+    key: Callable[[SampleRow], str] = lambda row: row.prompt_sha256,
+) -> dict[str, float]:
     """What `of` says of each prompt, mean over its draws and turns: these are no samples of their own."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if (value := of(row)) is not None:
-            found.setdefault(row.prompt_sha256, []).append(value)
+            found.setdefault(key(row), []).append(value)
     return {prompt: fsum(values) / len(values) for prompt, values in found.items()}
 
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, per_prompt, score
+from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, score
+from plots.scored import Scored
 from plots.stats import front
 from results import METRICS, SampleRow, combined, combined_ci95
 from results.names import shown_task
@@ -205,19 +206,11 @@ def front_of(
     Only methods that could be deployed and kept their budgets can be on it; the others beat nobody either.
     """
     asked = {
-        name: (cost, scores_by_dataset(rows, of))
+        name: (cost, Scored(rows, of).samples)
         for name, (run, rows, cost) in points.items()
         if is_deployable(run) and not over_budget(rows)
     }
     return front(asked, better, family)
-
-
-def scores_by_dataset(rows: Rows, of: Callable[[SampleRow], float | None] = score) -> dict[tuple[str, str], float]:
-    """What `of` says of each prompt, by dataset and prompt."""
-    groups: dict[str, list[SampleRow]] = {}
-    for row in rows:
-        groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
-    return {(name, prompt): value for name, group in groups.items() for prompt, value in per_prompt(group, of).items()}
 
 
 def outside_budget(run: Run, rows: Rows) -> str:

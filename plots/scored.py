@@ -24,6 +24,10 @@ from results.intervals import Bounds, Interval
 Name = TypeVar("Name", bound=Hashable)
 
 
+def sample(row: SampleRow) -> str:
+    return row.sample_id
+
+
 def metric_of(rows: Sequence[SampleRow]) -> str:
     """What the scores of these samples are."""
     return next((str(row.fields["metric"]) for row in rows if "metric" in row.fields), "score")
@@ -36,6 +40,7 @@ class Scored:
     rows: Sequence[SampleRow]
     of: Callable[[SampleRow], float | None] = score
     limits: Bounds | None = None  # of what `of` says; None: the metric's
+    by_sample: bool = False  # turns of one sample count as one with their mean, and all datasets as one
 
     @property
     def metric(self) -> str:
@@ -50,8 +55,9 @@ class Scored:
         """By dataset and prompt, of samples that were answered."""
         groups: dict[str, list[SampleRow]] = {}
         for row in self.rows:
-            groups.setdefault(str(row.fields.get("dataset", "")), []).append(row)
-        found = {dataset: per_prompt(rows, self.of) for dataset, rows in groups.items()}
+            groups.setdefault("" if self.by_sample else str(row.fields.get("dataset", "")), []).append(row)
+        more = {"key": sample} if self.by_sample else {}
+        found = {dataset: per_prompt(rows, self.of, **more) for dataset, rows in groups.items()}
         return {dataset: values for dataset, values in found.items() if values}
 
     @property

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from plots.looks import told_apart
-from plots.read import Run, conditions, key_bytes_per_token, measured, over_budget, per_prompt
+from plots.read import Run, conditions, key_bytes_per_token, measured
 from plots.report.charts import look
 from plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
 from plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
-from plots.stats import macro_interval
-from results import METRICS, SampleRow, combined, combined_ci95
+from plots.scored import Scored
+from results import METRICS, SampleRow
 
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),
@@ -183,33 +183,27 @@ def parts(run: Run, baselines: Baselines, shared: Sequence[str]) -> Iterator[dic
         metrics = {metric_of(run, rows) for rows in ok}
         # Losses and times are no shares of something, and have no mean over datasets.
         if all(ok) and len(metrics) == 1 and METRICS[min(metrics)].is_share:
-            scores = [[*per_prompt(rows).values()] for rows in ok]
-            found = macro_interval(scores, bounds=METRICS[min(metrics)].bounds)
-            score = fsum(fsum(each) / len(each) for each in scores) / len(scores)
-            ci = None if found is None else [found.low, found.high]
-            yield part(run, AVERAGE, min(metrics), ok, score, ci, baselines) | {"of": list(shared)}
+            yield part(run, AVERAGE, min(metrics), ok, baselines) | {"of": list(shared)}
     for name, rows in datasets.items():
-        metric = metric_of(run, rows)
         ok = [row for row in rows if row.score is not None]
-        yield part(run, name, metric, [ok], combined(ok, metric), combined_ci95(ok, metric), baselines)
+        yield part(run, name, metric_of(run, rows), [ok], baselines)
 
 
 def part(
-    run: Run, name: str, metric: str, datasets: Sequence[Sequence[SampleRow]], score: float | None,
-    ci: list[float] | None, baselines: Baselines,
-) -> dict[str, Any]:  # fmt: skip
+    run: Run, name: str, metric: str, datasets: Sequence[Sequence[SampleRow]], baselines: Baselines
+) -> dict[str, Any]:
     rows = [row for each in datasets for row in each]
-    is_reference = run.is_full and run.is_exact
+    place, is_reference = Scored(rows), run.is_full and run.is_exact
     return {
         "dataset": name,
         "metric": metric,
         "n": len(rows),
-        "score": score,
-        "ci": ci,
+        "score": place.mean,
+        "ci": place.interval and [place.interval.low, place.interval.high],
         "paired": None if is_reference else baselines.compare(run, metric, datasets),
         "standing": "",
         "heat": heat(rows) if name != AVERAGE else None,
-        "over": over_budget(rows),
+        "over": place.over,
         "outside": outside_budget(run, rows),
         "cost": {axis: added(rows, keys) for axis, keys in COSTS.items()},
     }
