@@ -97,7 +97,7 @@ def draw_line(ax: Any, line: Line) -> None:
     ax.errorbar(xs, ys, bars, fmt="none", ecolor=looks["color"], elinewidth=0.7, capsize=1.5, capthick=0.7, alpha=0.6)
     marked = [(point.x, point.y.mean) for point in line.points if point.outside]
     if marked:
-        hollow = looks | {"linestyle": "", "markerfacecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
+        hollow = looks | {"linestyle": "", "markerfacecolor": "none", "markeredgewidth": 1.0, "zorder": 3}
         ax.plot(*zip(*marked, strict=True), **hollow)
 
 
