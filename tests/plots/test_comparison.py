@@ -46,7 +46,7 @@ def test_the_table_says_what_so_few_samples_cannot_show(
     shown = capsys.readouterr().out
     snapkv = next(line for line in shown.splitlines() if line.startswith("SnapKV"))
     assert snapkv.split().count("0.0") == 2 and snapkv.count("-100.0 to") == 2 and snapkv.count("*") == 1
-    assert "ratio 1/10" in about(found)
+    assert "ratio 0.1" in about(found)
     assert any(
         line.startswith("embedded texts: with 2 samples no difference can be significant") for line in remarks(found)
     )
