@@ -189,7 +189,7 @@ def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) 
     assert "Open: first 2 layers left whole, outside the budget (ClusterKV)" in picture.notes
     assert "Open: over its budget (H2O (C))" in picture.notes
     assert all(note in picture.caption for note in picture.notes)
-    hollow = [line for line in picture.axes.lines if line.get_markerfacecolor() == "white"]
+    hollow = [line for line in picture.axes.lines if line.get_markerfacecolor() == "none"]
     assert sorted(tuple(line.get_xdata()) for line in hollow) == [(1.0, 2.0), (2.0, 4.0)]
 
 
@@ -246,7 +246,7 @@ def test_bars_of_answers_have_their_methods_colours(tmp_path: Path) -> None:
     (picture,) = answer_time(load(tmp_path), Canvas())
     handles, labels = picture.axes.get_legend_handles_labels()
     colours = {label: to_hex(handle[0].get_facecolor()).upper() for handle, label in zip(handles, labels, strict=True)}
-    for method, label in (("full", "Full"), ("snapkv", "SnapKV (C) ratio 1/5"), ("quest", "Quest ratio 1/5")):
+    for method, label in (("full", "Full"), ("snapkv", "SnapKV (C) ratio 0.2"), ("quest", "Quest ratio 0.2")):
         assert colours[label] == style.look(method)["color"]
 
 

@@ -23,7 +23,9 @@ def rows(error: float, share: float, n: int = 4) -> list[dict[str, Any]]:
     ledger = {"resident_share": share, "moved_bytes_per_step": 1e4 * share, "bytes_resident_device": 1e7 * share}
     ledger["bytes_searched_per_step"] = 0.0
     measures = [{"output_error": error + 2 * i / 1000, "recall": 1 - error} for i in range(n)]
-    return [{"ledger": ledger, "fields": {"dataset": "pydoc", "measures": each}} for each in measures]
+    return [
+        {"ledger": ledger, "fields": {"dataset": "pydoc", "measures": each, "metric": "recall"}} for each in measures
+    ]
 
 
 def make_runs(root: Path) -> None:
