@@ -239,7 +239,7 @@ def attend_groups(
     parts = [part for kind, at in groups for part in step_rows(kind, rows[at], layer, q[at], k[at], v[at])]
     count_parts(rows, layer, parts)
     with span("attention", layer):
-        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows])
+        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
     with span("after", layer):
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:

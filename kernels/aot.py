@@ -337,8 +337,9 @@ class Compiler:
     def compile(self, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
         named = dict(zip(kernel.arg_names, args, strict=True))
         constants = {parameter.name: named[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
-        # Triton compiles anew for integers that are 1, and for those that 16 divides.
-        numbers = {name: (x == 1, x % 16 == 0) for name, x in named.items() if type(x) is int and name not in constants}
+        # Triton compiles anew for integers that are 1, and for those that 16 divides, but for some.
+        fixed = {*constants, *(parameter.name for parameter in kernel.params if parameter.do_not_specialize)}
+        numbers = {name: (x == 1, x % 16 == 0) for name, x in named.items() if type(x) is int and name not in fixed}
         dtypes = " ".join(str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, Tensor))
         key = (kernel.fn.__name__, self.arch, dtypes, *constants.items(), *numbers.items())
         if key in self.found:

@@ -31,7 +31,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
@@ -41,7 +41,7 @@ from torch import Tensor
 from kernels.build import dtypes, library
 from kernels.capped import bend, capped
 from kernels.gather import gather_split, is_within, move_both
-from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton, upload
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, tl, triton, upload
 
 NEVER = 1 << 62  # more rows than any cache has
 
@@ -271,11 +271,18 @@ def check_bias(bias: Tensor, heads: int, n: int) -> None:
 TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
-ITEM = 31  # numbers of a work item, as `attend_items` reads them
+WIDE_HEAD = 256
 # Of heads wider than this, as a latent of 512 and 64 numbers: query heads of a program, tokens at once, warps. Twice as
 # many heads or tokens, or half as many warps, do not fit the registers (`kernels/aot.py`, 128 heads, sm_80 to sm_100).
-WIDE_HEAD = 256
 WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
+MOVING = 5  # numbers of a piece that may be others at the next step,
+COLUMNS = 7  # and all that stand in front of its record, as `find_item` reads them
+ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
+RECORD = 26  # numbers of a record, as `attend_items` reads them
+
+Piece = tuple[int, int, int, int, int, int, int, tuple[int, ...]]
+"""What kernels read of some tokens of one row: how many there are; where chosen ones are, the row of their query or its
+address, where logits go and the stride of these; the kernel, how often it goes over the tokens, and its record."""
 
 
 def select_attend_triton(
@@ -290,146 +297,215 @@ class Others(Protocol):
 
     h_kv: int
 
-    def n_tokens(self) -> int:
-        """Of all rows."""
+    def pieces(self, q: Tensor) -> list[list[Piece]]:
+        """Of each row; their kernels are numbered from 1 on."""
         ...
 
-    def plan(self, q: Tensor, first: int, split: int) -> tuple[list[int], list[list[int]]]:
-        """Numbers for the work list, and each row's items, counted on from `first`."""
+    def launch(self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
+        """Write the sums and log-sum-exps of their items."""
         ...
 
-    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
-        """Write the sums and log-sum-exps of those items; `work` has the numbers."""
-        ...
+
+class Work:
+    """What a layer's kernels read of their pieces, kept on the device: a step sends only what is not there.
+
+    Addresses are absolute, in elements of the cache where they are those of K, V and queries, otherwise in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.columns: list[list[int]] = [[] for _ in range(COLUMNS)]
+        self.records: list[tuple[int, ...]] = []
+        self.ends: list[int] = []  # pieces of the rows so far, 0 in front
+        self.table: Tensor | None = None
+        self.is_even = False
+
+    def hold(self, pieces: Sequence[Piece], ends: list[int], q: Tensor) -> Tensor:
+        """The table on the device: columns one behind the other, where rows end, records."""
+        *columns, records = map(list, zip(*pieces, strict=True)) if pieces else ([] for _ in range(COLUMNS + 1))
+        same = self.table is not None and records == self.records and ends == self.ends
+        if not same or columns[MOVING:] != self.columns[MOVING:]:
+            wide = 16 // q.element_size()
+            own = {record for record, kernel in zip(records, columns[MOVING], strict=True) if kernel == 0}
+            self.is_even = q.shape[3] % wide == 0 and all(is_even(record, wide) for record in own)
+            self.table = upload([*chain(*columns), *ends, *chain(*records)], q.device)
+        elif columns != self.columns:
+            assert self.table is not None
+            n_changed = 1 if columns[1:] == self.columns[1:] else MOVING
+            send([*chain(*columns[:n_changed])], self.table)
+        self.columns, self.records, self.ends = columns, records, ends
+        assert self.table is not None
+        return self.table
+
+
+class Table(NamedTuple):
+    """A launch's pieces and its items, which are the pieces' tokens in splits, piece by piece and row by row."""
+
+    numbers: Tensor  # as `Work` holds them
+    n_pieces: int
+    here: int  # where q lies, in its elements
+    split: int  # tokens of an item
+    n_items: list[int]  # by kernel
+    n_rows: int
+    is_even: bool  # queries, K and V can be read 16 bytes at a time
 
 
 def attend_rows_triton(
     q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = (),
-    others: Others | None = None, cap: float = 0.0,
+    others: Others | None = None, cap: float = 0.0, work: Work | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
-    A part lies anywhere that the GPU can read, pinned host memory included: work items hold distances in memory from q.
-    q may have more rows behind these, for which nothing is written. Where a row has `logits`, (h, tokens of all its
-    parts) float32, its scaled logits are stored there; `others` come on top of a row's parts.
+    A part lies anywhere that the GPU can read, pinned host memory included. q may have more rows behind these, for
+    which nothing is written. Where a row has `logits`, (h, tokens of all its parts) float32, its scaled logits are
+    stored there; `others` come on top of a row's parts. `work` is what these rows had at the last step.
     """
-    n, h, d_h = len(rows), q.shape[1], q.shape[3]
-    d_v = value_width(rows) if any(rows) else d_h
+    n, (_, h, _, d_h) = len(rows), q.shape
     q = q.contiguous()
     heads = [part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row]
     h_kv = min(heads) if others is None else others.h_kv
-    total = sum(part.n_tokens() for row in rows for part in row) + (0 if others is None else others.n_tokens())
-    split = max(SPLIT, TILE * cdiv(total * h_kv, TILE * PROGRAMS))
-    items: list[list[int]] = []
-    own: list[list[int]] = []  # numbers of each row's items
-    for i, parts in enumerate(rows):
-        at, first = 0, len(items)
-        for part in parts:
-            items += work_items(q, i, part, h_kv, split, at, logits[i] if logits else None)
-            at += part.n_tokens()
-        own.append([*range(first, len(items))])
-    more: list[int] = []
+    own = [pieces_of(parts, i, q, h_kv, logits[i] if logits else None) for i, parts in enumerate(rows)]
     if others is not None:
-        more, behind = others.plan(q, len(items), split)
-        own = [[*mine, *theirs] for mine, theirs in zip(own, behind, strict=True)]
-    n_all, ends = sum(map(len, own)), [0, *accumulate(map(len, own))]
-    numbers = [number for item in items for number in item]
-    work = upload([*numbers, *ends, *(item for mine in own for item in mine), *more], q.device)
-    g = h // h_kv
+        own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
+    table = table_of(Work() if work is None else work, own, q, h_kv)
+    g, d_v = h // h_kv, value_width(rows) if any(rows) else d_h
     out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
-    sums = torch.empty(n_all, h, d_v, dtype=torch.float32, device=q.device)
-    lses = torch.empty(n_all, h, dtype=torch.float32, device=q.device)
-    values = power_of_2(d_v, 16)
-    if items:
+    n_items = sum(table.n_items)
+    sums = torch.empty(n_items, h, d_v, dtype=torch.float32, device=q.device)
+    lses = torch.empty(n_items, h, dtype=torch.float32, device=q.device)
+    numbers, most, values = table.numbers, power_of_2(table.n_pieces), power_of_2(d_v, 16)
+    if table.n_items[0]:
         # A wide head's numbers are a power of two and a rest, and its query heads take turns: registers hold no more.
         is_wide = d_h > WIDE_HEAD
         width = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16)
         rest = power_of_2(d_h - width, 16) if d_h > width else 0
-        n_rows = WIDE_ROWS if is_wide else power_of_2(g, 16)
-        attend_items[(cdiv(g, n_rows), len(items), h_kv)](
-            q, work, sums, lses, scale, cap, h_kv, d_h, d_v, g, n_rows, width, rest, values,
-            WIDE_TILE if is_wide else TILE, ITEM, lanes(q, d_v, items), cap > 0, INTERPRETED,
+        n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
+        lanes = 16 // q.element_size() if table.is_even and d_v * q.element_size() % 16 == 0 else 1
+        attend_items[(cdiv(g, n_heads), table.n_items[0], h_kv)](
+            q, numbers, sums, lses, scale, cap, table.n_pieces, n, table.here, table.split, h_kv, d_h, d_v, g, n_heads,
+            width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes, cap > 0, INTERPRETED,
             num_warps=WIDE_WARPS if is_wide else 4,
         )  # fmt: skip
     if others is not None:
-        others.launch(q, work[len(work) - len(more) :], sums, lses, scale, cap)
-    join_items[(n, h)](sums, lses, out, lse, work, len(items), h, d_v, ITEM, values)
+        others.launch(q, table, sums, lses, scale, cap)
+    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, h, d_v, values, most)
     return out, lse
 
 
-def work_items(
-    q: Tensor, row: int, part: Tokens, h_kv: int, split: int, at: int, logits: Tensor | None
-) -> list[list[int]]:
-    """The items of one part of a row: one per split of its tokens, and per query head where these chose their own."""
-    h, g = q.shape[1], q.shape[1] // h_kv
-    own_q = q[row] if part.q is None else part.q
-    d_h = q.shape[3]
-    v_row, stretch = part.v.stride(2), stretches(part)
-    for k, v in stretch if part.near is None else [*stretch, part.near[:2]]:
-        assert k.stride()[2:] == (d_h, 1) and v.stride()[2:] == (v_row, 1), (k.stride(), v.stride())
-        assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
-        assert k.stride(1) * v_row == v.stride(1) * d_h or k.shape[1] == 1, (k.stride(), v.stride())
-    assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
-    away = partial(distance, start=q)
-    heads = part.n_heads()
-    n, own_heads = part.n_tokens(), heads != h_kv  # query heads with tokens of their own
-    k, v, kv_heads = part.k, part.v, part.k.shape[1] // h_kv
-    k_late, v_late, behind = k, v, NEVER
-    if part.late is not None:
-        (k_late, v_late), behind = part.late, k.shape[2]
-    near = [0] * 5
-    if part.near is not None:
-        k_near, v_near, slots = part.near
-        assert slots.dtype == torch.int32, slots.dtype
-        near = [away(k_near), away(v_near), k_near.stride(1), slots.data_ptr(), slots.stride(0) * (len(slots) > 1)]
-    spans = [0] * 2
-    if part.spans is not None:
-        starts, counts, _ = part.spans
-        assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
-        spans = [starts.data_ptr(), counts.data_ptr()]
-    bias_stride = 0
-    if part.bias is not None:
-        check_bias(part.bias, heads, n)
-        bias_stride = part.bias.stride(1)
-    mask_at = mask_kv = mask_q = 0
-    if part.mask is not None and part.idx is None:
-        mask_at = part.mask.data_ptr()
-        mask_kv = part.mask.stride(1) * (part.mask.shape[1] // h_kv)
-        mask_q = part.mask.stride(1) if part.mask.shape[1] == h else 0
-    found = []
-    for j in range(g if own_heads else 1):
-        # KV heads may be repeated, one per query head: then the j-th of each group is read.
-        kv = j if kv_heads > 1 else 0
-        idx_at = idx_stride = 0
+def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int) -> Table:
+    """The pieces of all rows, and how they are split."""
+    pieces = [*chain(*rows)]
+    split = max(SPLIT, TILE * cdiv(sum(piece[0] for piece in pieces) * h_kv, TILE * PROGRAMS))
+    n_items = [0] * (1 + max((piece[5] for piece in pieces), default=0))
+    for n, _, _, _, _, kernel, reps, _ in pieces:
+        n_items[kernel] += -(-n // split) * reps
+    numbers, wide = work.hold(pieces, [0, *accumulate(map(len, rows))], q), 16 // q.element_size()
+    is_even = work.is_even and q.data_ptr() % 16 == 0 and not any(p[2] % wide for p in pieces if p[2] >= ROWS_AT_MOST)
+    return Table(numbers, len(pieces), elements(q), split, n_items, len(rows), is_even)
+
+
+def elements(x: Tensor) -> int:
+    """Its address, in its elements."""
+    return x.data_ptr() // x.element_size()
+
+
+def is_even(record: tuple[int, ...], wide: int) -> bool:
+    """Whether all tokens of a record begin at a multiple of `wide` elements."""
+    return all(number % wide == 0 for number in (*record[:7], *record[8:12], *record[16:20]))
+
+
+def pieces_of(parts: Sequence[Tokens], row: int, q: Tensor, h_kv: int, logits: Tensor | None) -> list[Piece]:
+    """The pieces of a row; of query heads that chose their own tokens, each goes over its group's."""
+    found, dtype = list[Piece](), q.dtype
+    logits_at, logits_stride = (0, 0) if logits is None else (logits.data_ptr(), logits.stride(0))
+    for part in parts:
+        n, idx, own_q, reps = part.n_tokens(), 0, row, 1
         if part.idx is not None:
-            assert part.idx.dtype == torch.int64 and part.idx.stride(-1) == 1, (part.idx.dtype, part.idx.stride())
-            idx_stride = part.idx.stride(1) * (g if own_heads else 1)
-            idx_at = part.idx.data_ptr() + 8 * j * part.idx.stride(1)
-        numbers = [
-            row, away(own_q), away(k) + kv * k.stride(1), away(v) + kv * v.stride(1),
-            k.stride(1) * kv_heads, v.stride(1) * kv_heads, idx_at, idx_stride,
-            away(k_late), away(v_late), k_late.stride(1), behind, mask_at, mask_kv, mask_q,
-            j if own_heads else 0, j + 1 if own_heads else g,
-            *((0, 0) if logits is None else (logits.data_ptr() + 4 * at, logits.stride(0))), *near, *spans,
-            0 if part.bias is None else part.bias.data_ptr() + 4 * j * bias_stride,
-            bias_stride * (g if own_heads else 1), v_row,
-        ]  # fmt: skip
-        found += [[*numbers, first, min(n, first + split)] for first in range(0, n, split)]
+            assert part.idx.dtype == torch.int64 and part.idx.stride(2) == 1, (part.idx.dtype, part.idx.stride())
+            idx = part.idx.data_ptr()
+        if part.n_heads() != h_kv:
+            reps = q.shape[1] // h_kv
+        if part.q is not None:
+            assert part.q.is_contiguous() and part.q.dtype == dtype, (part.q.stride(), part.q.dtype)
+            own_q = elements(part.q)
+        found.append((n, idx, own_q, logits_at, logits_stride, 0, reps, record_of(part, q, h_kv)))
+        logits_at += 4 * n if logits_at else 0
     return found
 
 
-def lanes(q: Tensor, d_v: int, items: list[list[int]]) -> int:
-    """Elements that may be loaded at once: 16 bytes where all tokens begin at a multiple of that."""
-    wide = 16 // q.element_size()
-    numbers = (q.shape[3], d_v, *(x for item in items for x in (*item[1:6], *item[8:11], *item[19:22], item[28])))
-    return wide if all(number % wide == 0 for number in numbers) and q.data_ptr() % 16 == 0 else 1
+def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
+    """What `attend_items` reads of a part and stays as it is from step to step."""
+    k, v, idx, size = part.k, part.v, part.idx, q.element_size()
+    k_strides, v_strides, kv_heads = k.stride(), v.stride(), k.shape[1] // h_kv
+    check_stretch(k, v, q, v_strides[2])
+    # KV heads may be repeated, one per query head: then each of a group is read for its own.
+    k_step, v_step = (k_strides[1], v_strides[1]) if kv_heads > 1 else (0, 0)
+    front = (
+        k.data_ptr() // size, v.data_ptr() // size, k_strides[1] * kv_heads, v_strides[1] * kv_heads, k_step, v_step,
+        v_strides[2],
+    )  # fmt: skip
+    if idx is part.mask is part.near is part.spans is part.bias is None:
+        return front + PLAIN
+    idx_step = 0 if idx is None else idx.stride(1)
+    late = 0, 0, 0, 0, NEVER
+    if part.late is not None:
+        k_late, v_late = part.late
+        check_stretch(k_late, v_late, q, v_strides[2])
+        late = elements(k_late), elements(v_late), k_late.stride(1), v_late.stride(1), k.shape[2]
+    mask, near = (0, 0, 0), (0, 0, 0, 0)
+    if part.mask is not None and idx is None:
+        stride, heads = part.mask.stride(1), part.mask.shape[1]
+        mask = part.mask.data_ptr(), stride * (heads // h_kv), stride if heads == q.shape[1] else 0
+    slots = spans = 0, 0
+    if part.near is not None:
+        k_near, v_near, where = part.near
+        check_stretch(k_near, v_near, q, v_strides[2])
+        assert where.dtype == torch.int32, where.dtype
+        near = elements(k_near), elements(v_near), k_near.stride(1), v_near.stride(1)
+        slots = where.data_ptr(), where.stride(0) * (len(where) > 1)
+    if part.spans is not None:
+        starts, counts, _ = part.spans
+        assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
+        spans = starts.data_ptr(), counts.data_ptr()
+    bias_at = bias_step = 0
+    if part.bias is not None:
+        check_bias(part.bias, part.n_heads(), part.n_tokens())
+        bias_at, bias_step = part.bias.data_ptr(), part.bias.stride(1)
+    return (*front, idx_step, *late, *mask, *near, *slots, *spans, bias_at, bias_step)
+
+
+def check_stretch(k: Tensor, v: Tensor, q: Tensor, v_row: int) -> None:
+    """What the kernel relies on: tokens of V are as far apart as in the part that these belong to."""
+    k_strides, v_strides, d_h = k.stride(), v.stride(), q.shape[3]
+    assert k_strides[2:] == (d_h, 1) and v_strides[2:] == (v_row, 1), (k_strides, v_strides)
+    assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
+
+
+PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 13)  # the rest of a record of tokens beside each other, and nothing else
 
 
 @jit
+def find_item(number, table, n_pieces, split, kernel):
+    """Of a kernel's item: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
+    kernel has gone over them before, and where it begins."""
+    # Piece by piece: what a sum over a vector gives is not known to be the same for all threads, and spills registers.
+    own_ends, start, before, found = number * 0, number * 0, number * 0, number * 0
+    for piece in range(n_pieces):
+        items = (tl.cdiv(tl.load(table + piece), split) * tl.load(table + 6 * n_pieces + piece)).to(tl.int32)
+        own_ends += tl.where(tl.load(table + 5 * n_pieces + piece) == kernel, items, 0)
+        is_past = own_ends <= number
+        found += is_past.to(tl.int32)
+        before += tl.where(is_past, items, 0)
+        start = tl.where(is_past, own_ends, start)
+    n, local = tl.load(table + found), number - start
+    n_splits = tl.cdiv(n, split).to(tl.int32)
+    return found, before + local, n, local // n_splits, local % n_splits * split
+
+
+@jit(unspecialized=("n_pieces", "n_rows", "here", "split"))
 def attend_items(
-    q, work, sums, lses, scale, cap, h_kv, d_h, d_v,
+    q, table, sums, lses, scale, cap, n_pieces, n_rows, here, split, h_kv, d_h, d_v,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    TILE: tl.constexpr, ITEM: tl.constexpr,
+    TILE: tl.constexpr, RECORD: tl.constexpr,
     LANES: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
@@ -438,26 +514,27 @@ def attend_items(
     Those of wide heads are several programs', side by side, so that a token is read from memory once. A key has WIDTH
     numbers and, of wide ones, up to REST more.
     """
-    item, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at = work + item * ITEM
-    own_q = tl.multiple_of(tl.load(at + 1), LANES)
-    k = tl.multiple_of(tl.load(at + 2) + head * tl.load(at + 4), LANES)
-    v = tl.multiple_of(tl.load(at + 3) + head * tl.load(at + 5), LANES)
-    idx, idx_stride = tl.load(at + 6), tl.load(at + 7)
-    late_stride, v_row = tl.load(at + 10), tl.load(at + 28)
-    k_late = tl.multiple_of(tl.load(at + 8) + head * late_stride, LANES)
-    v_late = tl.multiple_of(tl.load(at + 9) + head * (late_stride // d_h * v_row), LANES)
-    behind, mask_at = tl.load(at + 11), tl.load(at + 12)
-    first_head, last_head = tl.load(at + 15), tl.load(at + 16)
-    logits_at, logits_stride = tl.load(at + 17), tl.load(at + 18)
-    near_stride = tl.load(at + 21)
-    k_near = tl.multiple_of(tl.load(at + 19) + head * near_stride, LANES)
-    v_near = tl.multiple_of(tl.load(at + 20) + head * (near_stride // d_h * v_row), LANES)
-    slots_at = tl.load(at + 22)
-    starts_at, counts_at = tl.load(at + 24), tl.load(at + 25)
-    bias_at = tl.load(at + 26)
-    biases = bias_at.to(tl.pointer_type(tl.float32)) + head * tl.load(at + 27)
-    first, last = tl.load(at + 29).to(tl.int32), tl.load(at + 30).to(tl.int32)
+    piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0)
+    head = tl.program_id(2).to(tl.int64)
+    at = table + 7 * n_pieces + n_rows + 1 + piece * RECORD
+    idx, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
+    logits_at, logits_stride = tl.load(table + 3 * n_pieces + piece), tl.load(table + 4 * n_pieces + piece)
+    reps = tl.load(table + 6 * n_pieces + piece)
+    own_q = tl.multiple_of(tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here), LANES)
+    k = tl.multiple_of(tl.load(at) + j * tl.load(at + 4) + head * tl.load(at + 2) - here, LANES)
+    v = tl.multiple_of(tl.load(at + 1) + j * tl.load(at + 5) + head * tl.load(at + 3) - here, LANES)
+    v_row = tl.multiple_of(tl.load(at + 6), LANES)
+    k_late = tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 10) - here, LANES)
+    v_late = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11) - here, LANES)
+    behind, mask_at = tl.load(at + 12), tl.load(at + 13)
+    first_head, last_head = tl.where(reps > 1, j, 0), tl.where(reps > 1, j + 1, G)
+    k_near = tl.multiple_of(tl.load(at + 16) + head * tl.load(at + 18) - here, LANES)
+    v_near = tl.multiple_of(tl.load(at + 17) + head * tl.load(at + 19) - here, LANES)
+    slots_at = tl.load(at + 20)
+    starts_at, counts_at = tl.load(at + 22), tl.load(at + 23)
+    bias_at = tl.load(at + 24)
+    biases = bias_at.to(tl.pointer_type(tl.float32)) + (head * reps + j) * tl.load(at + 25)
+    first, last = begin.to(tl.int32), tl.minimum(begin + split, n).to(tl.int32)
     start_row = tl.zeros((), tl.int64)
     if counts_at != 0:
         last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + head).to(tl.int32))
@@ -479,10 +556,10 @@ def attend_items(
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUES), tl.float32)
-    chosen = idx.to(tl.pointer_type(tl.int64)) + head * idx_stride
-    seen_at = mask_at.to(tl.pointer_type(tl.int8)) + head * tl.load(at + 13)
-    mask_stride = tl.load(at + 14)
-    slots = slots_at.to(tl.pointer_type(tl.int32)) + head * tl.load(at + 23)
+    chosen = idx.to(tl.pointer_type(tl.int64)) + (head * reps + j) * tl.load(at + 7)
+    seen_at = mask_at.to(tl.pointer_type(tl.int8)) + head * tl.load(at + 14)
+    mask_stride = tl.load(at + 15)
+    slots = slots_at.to(tl.pointer_type(tl.int32)) + head * tl.load(at + 21)
     for start in range(first, last, TILE):
         place = start + tl.arange(0, TILE)
         token = start_row + place
@@ -535,24 +612,29 @@ def attend_items(
     tl.store(sums + to[:, None] * d_v + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])
 
 
-@jit
-def join_items(sums, lses, out, lse, work, n_items, h, d_v, ITEM: tl.constexpr, WIDTH: tl.constexpr):
+@jit(unspecialized=("n_pieces", "split"))
+def join_items(
+    sums, lses, out, lse, table, n_pieces, split, h, d_v, WIDTH: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
     """The items of one row for one query head, weighted by their log-sum-exps."""
     row, head = tl.program_id(0), tl.program_id(1)
-    ends = work + n_items * ITEM
-    items = ends + tl.num_programs(0) + 1
-    first, last = tl.load(ends + row).to(tl.int32), tl.load(ends + row + 1).to(tl.int32)
+    piece = tl.arange(0, PIECES)
+    real = piece < n_pieces
+    splits = (tl.load(table + piece, real, other=0) + split - 1) // split
+    items = (splits * tl.load(table + 6 * n_pieces + piece, real, other=0)).to(tl.int32)
+    ends = table + 7 * n_pieces + row
+    first = tl.sum(tl.where(piece < tl.load(ends), items, 0), 0)
+    last = tl.sum(tl.where(piece < tl.load(ends + 1), items, 0), 0)
     column = tl.arange(0, WIDTH)
     highest = tl.full((1,), -1e30, tl.float32)
     total, acc = tl.zeros((1,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for start in range(first, last, 16):
-        place = start + tl.arange(0, 16)
-        item = tl.load(items + place, place < last, other=0)
-        mine = tl.load(lses + item * h + head, place < last, other=float("-inf"))
+        item = (start + tl.arange(0, 16)).to(tl.int64)
+        mine = tl.load(lses + item * h + head, item < last, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(mine, 0))
         weights, shrink = tl.exp(mine - higher), tl.exp(highest - higher)
         # What an item has of other query heads was never written.
-        there = ((place < last) & (weights > 0))[:, None] & (column < d_v)[None]
+        there = ((item < last) & (weights > 0))[:, None] & (column < d_v)[None]
         part = tl.load(sums + (item * h + head)[:, None] * d_v + column[None], there, other=0.0)
         acc = acc * shrink + tl.sum(part * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)

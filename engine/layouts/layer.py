@@ -22,6 +22,7 @@ from engine.caches.queries import QueryRing
 from engine.layouts.home import Home
 from engine.placement import Change
 from kernels.rows.append import Place
+from kernels.select_attend import Work
 
 
 class Layer(ABC):
@@ -52,6 +53,7 @@ class Layer(ABC):
         self.newest: tuple[Tensor, Tensor]  # K and V of the current token
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
+        self.work = Work()  # what attention was told of the rows that this layer's stands in front of
 
     # A step, in this order.
 

@@ -27,12 +27,11 @@ from kernels.capped import bend
 from kernels.jit import INTERPRETED, distance, jit, power_of_2, tl, triton
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
-from kernels.select_attend import Tokens
+from kernels.select_attend import RECORD, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # beside the kinds of codes: not packed
 TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
 LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
-FIELDS = 21  # numbers of a work item, as `attend_codes` reads them
 READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
 
 
@@ -91,39 +90,32 @@ class CodedRows:
             return []
         return [Tokens(k.exact[:, :, either - k.n : n - k.n], v.exact[:, :, either - v.n : n - v.n], q=q)]
 
-    def n_tokens(self) -> int:
-        return sum(each.last - each.first for some in self.by_form.values() for each in some)
+    def pieces(self, q: Tensor) -> list[list[Piece]]:
+        """As `Others` says: a kernel for each form of codes."""
+        found: list[list[Piece]] = [[] for _ in range(self.n_rows)]
+        self.even: list[bool] = []
+        for kernel, some in enumerate(self.by_form.values(), 1):
+            records = [record_of(q, each, some[0].packed) for each in some]
+            for each, record in zip(some, records, strict=True):
+                own_q = each.row
+                if each.q is not None:
+                    assert each.q.is_contiguous() and each.q.dtype == q.dtype, (each.q.stride(), each.q.dtype)
+                    own_q = elements(each.q)
+                found[each.row].append((each.last - each.first, each.first, own_q, 0, 0, kernel, 1, record))
+            self.even.append(all(is_even(q, each, record) for each, record in zip(some, records, strict=True)))
+        return found
 
-    def plan(self, q: Tensor, first: int, split: int) -> tuple[list[int], list[list[int]]]:
-        """As `Others` says; items of one form stand together."""
-        numbers: list[int] = []
-        own: list[list[int]] = [[] for _ in range(self.n_rows)]
-        self.launches: list[tuple[Form, Form, Stretch, int, int, bool]] = []
-        self.first, at = first, 0
-        for (k, v), some in self.by_form.items():
-            start, items = at, list[list[int]]()
-            for each in some:
-                fixed = numbers_of(q, each, some[0].packed)
-                begins = range(each.first, each.last, split)
-                items += [[*fixed, begin, min(each.last, begin + split)] for begin in begins]
-                own[each.row] += range(first + at, first + at + len(begins))
-                at += len(begins)
-            self.launches.append((k, v, some[0], start, at - start, is_even(q, some[0].packed, items)))
-            numbers += [number for item in items for number in item]
-        return numbers, own
-
-    def launch(self, q: Tensor, work: Tensor, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
+    def launch(self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
         h, d_h = q.shape[1], q.shape[3]
         g, width = h // self.h_kv, power_of_2(d_h, 16)
-        for k, v, one, start, n_items, even in self.launches:
-            (packed_k, packed_v), lanes = one.packed[:2], 16 if even else 1
-            table = q if packed_k.table is None else packed_k.table
-            attend_codes[(n_items, self.h_kv)](
+        for kernel, ((k, v), some) in enumerate(self.by_form.items(), 1):
+            (packed_k, packed_v), lanes = some[0].packed[:2], 16 if self.even[kernel - 1] else 1
+            base = q if packed_k.table is None else packed_k.table
+            attend_codes[(table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
-                table, work[start * FIELDS :], sums[self.first + start :], lses[self.first + start :], scale,
-                cap, self.h_kv, d_h,
-                row_bytes(k, d_h), row_bytes(v, d_h),
-                g, power_of_2(g, 16), width, tile_of(k, v), FIELDS,
+                base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, table.here, table.split,
+                kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
+                g, power_of_2(g, 16), width, tile_of(k, v), RECORD,
                 k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
             )  # fmt: skip
@@ -151,32 +143,30 @@ def wide_group(form: Form, d_h: int, width: int) -> int:
     return width if form.kind != BY_CHANNEL and form.group == d_h else form.group
 
 
-def numbers_of(q: Tensor, each: Stretch, base: Packed) -> list[int]:
-    """The numbers of a work item but for its tokens."""
-    own_q = q[each.row] if each.q is None else each.q
-    assert own_q.is_contiguous() and own_q.dtype == q.dtype, (own_q.stride(), own_q.dtype)
-    found = [distance(own_q, q)]
-    exact = [0, 0, 0]
+def record_of(q: Tensor, each: Stretch, base: Packed) -> tuple[int, ...]:
+    """What `attend_codes` reads of a stretch and stays as it is while no more tokens are packed."""
+    found, exact = list[int](), [0, 0, 0]
     for side, there in zip(each.packed[:2], base[:2], strict=True):
         if side.n < each.last:
             assert side.exact.stride()[2:] == (q.shape[3], 1), side.exact.stride()
-            exact = [distance(side.exact, q), side.exact.stride(1), side.n]
+            exact = [elements(side.exact), side.exact.stride(1), side.n]
         codes, scales, zeros = side.packed
         assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
         assert side.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
         away = distance(scales, there.packed.scales), distance(zeros, there.packed.scales)
         found += [distance(codes, there.packed.codes), codes.stride(0), *away, *scales.stride()]
     table = each.packed.k.table
-    return [*found, *exact, 0 if table is None else distance(table, base.k.table)]  # type: ignore[arg-type]
+    found += [*exact, 0 if table is None else distance(table, base.k.table)]  # type: ignore[arg-type]
+    return (*found, *[0] * (RECORD - len(found)))
 
 
-def is_even(q: Tensor, base: Packed, items: list[list[int]]) -> bool:
+def is_even(q: Tensor, each: Stretch, record: tuple[int, ...]) -> bool:
     """Whether codes and exact tokens can be read 16 bytes at a time."""
-    size, codes = q.element_size(), (base.k.packed.codes, base.v.packed.codes)
-    far = (number for item in items for number in (item[1], item[2], item[8], item[9]))
-    exact = (number * size for item in items for number in (item[0], item[15], item[16]))
-    starts = (q.data_ptr(), q.shape[3] * size, *(x.data_ptr() for x in codes))
-    return all(number % 16 == 0 for number in (*far, *exact, *starts))
+    size, own_q = q.element_size(), q if each.q is None else each.q
+    codes = (each.packed.k.packed.codes, each.packed.v.packed.codes)
+    starts = (q.data_ptr(), own_q.data_ptr(), q.shape[3] * size, *(x.data_ptr() for x in codes))
+    far = (record[1], record[8], record[14] * size, record[15] * size)
+    return all(number % 16 == 0 for number in (*far, *starts))
 
 
 @jit
@@ -222,10 +212,11 @@ def scaled(
     return tl.reshape(x, (TILE, WIDTH))
 
 
-@jit
+@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "kernel"))
 def attend_codes(
-    q, k_codes, v_codes, k_scales, v_scales, table, work, sums, lses, scale, cap, h_kv, d_h, k_bytes, v_bytes,
-    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
+    q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, scale, cap, n_pieces, n_rows, here, split,
+    kernel, h_kv, d_h, k_bytes, v_bytes,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
     LANES: tl.constexpr, EXACT_LANES: tl.constexpr, CAPPED: tl.constexpr,
@@ -236,28 +227,31 @@ def attend_codes(
     Kinds are those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table
     brought to length 1.
     """
-    item, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = work + item * FIELDS
+    piece, item, n, _, begin = find_item(tl.program_id(0), table, n_pieces, split, kernel)
+    head = tl.program_id(1).to(tl.int64)
+    at = table + 7 * n_pieces + n_rows + 1 + piece * RECORD
+    skipped, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
+    own_q = tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, mine = column < d_h, row < G
-    where = tl.multiple_of(tl.load(at), EXACT_LANES) + (head * G + row)[:, None] * d_h + column[None]
+    where = tl.multiple_of(own_q, EXACT_LANES) + (head * G + row)[:, None] * d_h + column[None]
     queries = tl.load(q + where, mine[:, None] & inside[None], other=0.0)
     product = queries.dtype
     if WIDE:
         queries, product = queries.to(tl.float32), tl.float32
     wide = queries.to(tl.float32)
-    keys_at = k_codes + tl.multiple_of(tl.load(at + 1) + head * tl.load(at + 2), LANES)
-    k_scale = k_scales + tl.load(at + 3) + head * tl.load(at + 5)
-    k_zero = k_scales + tl.load(at + 4) + head * tl.load(at + 5)
-    k_step, k_group_step = tl.load(at + 6), tl.load(at + 7)
-    values_at = v_codes + tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 9), LANES)
-    v_scale = v_scales + tl.load(at + 10) + head * tl.load(at + 12)
-    v_zero = v_scales + tl.load(at + 11) + head * tl.load(at + 12)
-    v_step, v_group_step = tl.load(at + 13), tl.load(at + 14)
-    exact_at = q + tl.multiple_of(tl.load(at + 15) + head * tl.load(at + 16), EXACT_LANES)
-    first_exact = tl.load(at + 17).to(tl.int32)
-    entries = table + tl.load(at + 18)
-    first, last = tl.load(at + 19).to(tl.int32), tl.load(at + 20).to(tl.int32)
+    keys_at = k_codes + tl.multiple_of(tl.load(at) + head * tl.load(at + 1), LANES)
+    k_scale = k_scales + tl.load(at + 2) + head * tl.load(at + 4)
+    k_zero = k_scales + tl.load(at + 3) + head * tl.load(at + 4)
+    k_step, k_group_step = tl.load(at + 5), tl.load(at + 6)
+    values_at = v_codes + tl.multiple_of(tl.load(at + 7) + head * tl.load(at + 8), LANES)
+    v_scale = v_scales + tl.load(at + 9) + head * tl.load(at + 11)
+    v_zero = v_scales + tl.load(at + 10) + head * tl.load(at + 11)
+    v_step, v_group_step = tl.load(at + 12), tl.load(at + 13)
+    exact_at = q + tl.multiple_of(tl.load(at + 14) + head * tl.load(at + 15) - here, EXACT_LANES)
+    first_exact = tl.load(at + 16).to(tl.int32)
+    entries += tl.load(at + 17)
+    first, last = (skipped + begin).to(tl.int32), (skipped + tl.minimum(begin + split, n)).to(tl.int32)
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
