@@ -26,7 +26,8 @@ def test_attention_reads_keys_in_loads_of_128_bits() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (line, *_) = [line for line in done.stdout.splitlines() if line.startswith("attend_items sm_90 bfloat16 G=4")]
     assert "no spill" in line
-    # A tile of 64 keys of 128 numbers in bfloat16 is 1,024 loads of 128 bits: 8 for each of 128 threads; values alike, and both for two tiles at once.
+    # A tile of 64 keys of 128 numbers in bfloat16 is 1,024 loads of 128 bits: 8 for each of 128 threads. Values are
+    # read alike, and two tiles at once.
     wide = int(line.partition(" loads of 128 bits")[0].rpartition(" ")[2])
     assert wide >= 32, line
     assert "16 bits" not in line
