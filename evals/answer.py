@@ -44,12 +44,12 @@ class Given:
     cell: Cell
     row: SelectiveAttention | None = None  # the method behind its answer; None: there is no answer
     answer: Answer = field(default_factory=Answer)
-    text: str = ""
     decoded: Decoded = field(default_factory=lambda: Decoded([], []))
     prefill_s: float = 0.0
     outcome: Outcome | None = None  # where the task measured what was read, not a text
     said: Said | None = None  # of a turn
     lost: tuple[str, str] | None = None  # status and reason, where there is no answer
+    text: str = ""  # of the answer
 
 
 class Profile(NamedTuple):
@@ -81,7 +81,11 @@ class Answering:
             passes.setdefault(one.variants[cell.path].thinning, []).append(cell)
         for _, sharing in sorted(passes.items(), key=lambda item: item[0] is not None):  # the ordinary pass first
             for together in [[cell] for cell in sharing] if task.is_timed else [sharing]:
-                yield from self.together(one, together, forced)
+                for given in self.together(one, together, forced):
+                    if isinstance(given, Given) and given.answer.ids:
+                        text = self.model.tokenizer.decode(given.answer.ids, skip_special_tokens=True)
+                        given.text = answer_text(one.sample, text)
+                    yield given
 
     def together(
         self, one: PreparedSample, cells: Sequence[Cell], forced: ForcedContinuation | None
@@ -172,14 +176,14 @@ class Answering:
         prefill_s: float, forced: ForcedContinuation | None,
     ) -> Iterator[Given]:  # fmt: skip
         """Let built rows answer as one batch: each in its own words, or all reading what the task feeds and watches."""
-        sample, prompt, tokenizer = one.sample, one.prompt, self.model.tokenizer
+        sample, prompt = one.sample, one.prompt
         for row in rows:
             row.complete()
         feed, watch, beside, draws, n_new = prompt.question_ids, None, [], None, sample.max_new_tokens
         n_steps = len(feed) + n_new - (not feed)
         if forced is not None:
             beside = forced.beside(trace, is_plain=self.first.sparsity is None and rows[0].variant.thinning is None)
-            feed, watch, n_new = forced.feed, forced.task.probe(sample, forced, rows), 0
+            feed, watch, n_new = forced.feed, forced.task.watch(sample, forced, rows), 0
         trace.settle()
         if isinstance(prompt, TalkPrompt):
             yield from self.converse(one, prompt, cells, rows, trace, prefill_s)
@@ -190,16 +194,15 @@ class Answering:
             seeds = [cell.seed(sample.id) for cell in cells]
             draws = Draws(self.first.settings.sampling, seeds, n_new, trace.logits.device)
         decoded = decode(
-            self.model, trace, [*rows, *beside], draws=draws, cues=cues_of(rows, tokenizer), max_new_tokens=n_new,
-            min_new_tokens=sample.min_new_tokens, stop_ids=self.stops(sample), feed=feed, watch=watch,
+            self.model, trace, [*rows, *beside], draws=draws, cues=cues_of(rows, self.model.tokenizer),
+            max_new_tokens=n_new,            min_new_tokens=sample.min_new_tokens, stop_ids=self.stops(sample), feed=feed, watch=watch,
             on_step=lambda step, speaking: self.progress.advance(),
         )  # fmt: skip
         outcomes = [None] * len(rows) if watch is None else watch.outcomes()
         answers, is_sound = decoded.answers[: len(rows)], all(other.is_finite for other in decoded.answers[len(rows) :])
         for cell, row, answer, outcome in zip(cells, rows, answers, outcomes, strict=True):
             if answer.is_finite and is_sound:
-                text = answer_text(sample, tokenizer.decode(answer.ids, skip_special_tokens=True))
-                yield Given(cell, row, answer, text, decoded, prefill_s, outcome)
+                yield Given(cell, row, answer, decoded, prefill_s, outcome)
             else:
                 yield Given(cell, lost=("failed", why_lost(len(answer.ids))))
 
@@ -208,23 +211,22 @@ class Answering:
         trace: Trace, prefill_s: float,
     ) -> Iterator[Given]:  # fmt: skip
         """Every row answers every turn."""
-        talk, stops = one.sample.conversation, self.stops(one.sample)
+        talk, stops, at_once = one.sample.conversation, self.stops(one.sample), self.rows_at_once(one, cells)
         assert talk is not None, one.sample.id
         n_new = [turn.max_new_tokens for turn in talk.turns]
         self.progress.answering(one.sample.id, len(rows), sum(n_new))
         grows = talk.asking.budget_base == "conversation"
         asker = Asker(
             self.model, trace, rows, prompt, talk.asking, n_new, stops, prompt.end_ids(stops),
-            self.rows_at_once(one, cells), self.progress.advance,
+            at_once, self.progress.advance,
             (lambda row, n: cells[row].variant(n, prompt.frame)) if grows else None,
         )  # fmt: skip
         for said in asker.ask():
             if not said.answer.is_finite:
                 yield Given(cells[said.variant], said=said, lost=("failed", why_lost(len(said.answer.ids))))
                 continue
-            text = answer_text(one.sample, self.model.tokenizer.decode(said.answer.ids, skip_special_tokens=True))
             decoded = Decoded([said.answer] * said.n_rows, said.step_s)
-            yield Given(cells[said.variant], said.row, said.answer, text, decoded, prefill_s, said=said)
+            yield Given(cells[said.variant], said.row, said.answer, decoded, prefill_s, said=said)
 
     def rows_at_once(self, one: PreparedSample, cells: Sequence[Cell]) -> int:
         """How many rows are decoded at once: those of several questions, where there is memory for them."""
@@ -243,7 +245,7 @@ class Answering:
         timing = task.measure(self.model, timed, one.sample, self.progress.advance)
         if cell.settings.profile:
             yield Profile(cell, timing.record)
-        yield Given(cell, timing.row, Answer(), "", timing.decoded, timing.prefill_s, timing.outcome)
+        yield Given(cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.outcome)
 
     def stops(self, sample: Sample) -> frozenset[int]:
         """The tokens that end an answer."""

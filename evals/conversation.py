@@ -59,13 +59,14 @@ class Asker:
 
     def ask(self) -> Iterator[Said]:
         """Each turn's answers, in the order in which they are there."""
+        which = range(len(self.rows))
         if self.asking.mode == "independent":
             yield from self.independent()
-        elif self.asking.mode == "golden":
-            yield from self.golden(Talk(self.model, self.trace, self.rows))
+        elif self.asking.mode == "dialogue" and self.apart:
+            for i in which:
+                yield from self.in_turn([i])
         else:
-            for rows in [[i] for i in range(len(self.rows))] if self.apart else [[*range(len(self.rows))]]:
-                yield from self.dialogue(rows)
+            yield from self.in_turn(which)
 
     def independent(self) -> Iterator[Said]:
         n, at_once = len(self.prompt.feeds), max(1, self.n_rows // len(self.rows))
@@ -81,43 +82,33 @@ class Asker:
             for at, (i, v) in enumerate(pairs):
                 yield self.said(i, v, talk.rows[at], answers[at], feeds[at], seconds, n_passes, len(pairs))
 
-    def golden(self, talk: Talk) -> Iterator[Said]:
-        assert self.trace.logits is not None, "the trace has no logits"
-        logits = self.trace.logits.expand(len(self.rows), -1)
-        for i, feed in enumerate(self.prompt.feeds):
-            before, fetched = len(talk.clock.stretches), [n_fetches(row) for row in talk.rows]
-            if feed:
-                grown = self.grown_to(range(len(self.rows)), talk.positions, [feed] * len(self.rows))
-                logits = talk.read([feed] * len(self.rows), self.asking.feed, grown)
-            read_s = talk.seconds()[before:]
-            fed = [take_ledger(row) for row in talk.rows]
-            fork = talk.fork()
-            answers = fork.answer(logits, [self.max_new[i]] * len(self.rows), self.stop_ids, on_step=self.on_step)
-            for v, row in enumerate(fork.rows):
-                put_before(row, fed[v])
-                seconds = [*read_s, *fork.seconds()]
-                yield self.said(i, v, row, answers[v], feed, seconds, len(read_s), len(self.rows), fetched[v])
-
-    def dialogue(self, which: Sequence[int]) -> Iterator[Said]:
+    def in_turn(self, which: Sequence[int]) -> Iterator[Said]:
+        """Turn behind turn: where references stay in the history copies answer, else the rows themselves."""
         assert self.trace.logits is not None, "the trace has no logits"
         talk = Talk(self.model, self.trace, [self.rows[v] for v in which])
-        logits = self.trace.logits.expand(len(which), -1)
-        answers: list[Answer] = []
+        logits, stays = self.trace.logits.expand(len(which), -1), self.asking.mode == "dialogue"
+        before: list[Answer] = []  # what stays of the turn before
         for i, feed in enumerate(self.prompt.feeds):
-            before, fetched = len(talk.clock.stretches), [n_fetches(row) for row in talk.rows]
-            feeds = [self.after(answer, feed) for answer in answers] or [feed] * len(which)
+            n_before, fetched = len(talk.clock.stretches), [n_fetches(row) for row in talk.rows]
+            feeds = [self.after(answer, feed) for answer in before] or [feed] * len(which)
             if all(feeds):
                 logits = talk.read(feeds, self.asking.feed, self.grown_to(which, talk.positions, feeds))
-            n_passes = len(talk.clock.stretches) - before
-            lost = [at for at, answer in enumerate(answers) if not answer.is_finite]
-            answers = talk.answer(logits, [self.max_new[i]] * len(which), self.stop_ids, on_step=self.on_step)
-            for at in lost:  # what would have followed is not known
-                answers[at].is_finite = False
-            seconds = talk.seconds()[before:]
+            read_s = talk.seconds()[n_before:]
+            fed = [] if stays else [take_ledger(row) for row in talk.rows]
+            speaking = talk if stays else talk.fork()
+            n_passes = len(speaking.clock.stretches)
+            answers = speaking.answer(logits, [self.max_new[i]] * len(which), self.stop_ids, on_step=self.on_step)
+            for answer, earlier in zip(answers, before, strict=False):
+                answer.is_finite &= earlier.is_finite  # what would have followed a lost one is not known
+            seconds = [*read_s, *speaking.seconds()[n_passes:]]
             for at, v in enumerate(which):
-                row = talk.rows[at]
-                yield self.said(i, v, row, answers[at], feeds[at], seconds, n_passes, len(which), fetched[at])
-                take_ledger(row)
+                row = speaking.rows[at]
+                if not stays:
+                    put_before(row, fed[at])
+                yield self.said(i, v, row, answers[at], feeds[at], seconds, len(read_s), len(which), fetched[at])
+                if stays:
+                    take_ledger(row)
+            before = answers if stays else []
 
     def grown_to(
         self, which: Sequence[int], positions: Sequence[int], feeds: Sequence[tuple[int, ...]]

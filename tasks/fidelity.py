@@ -46,7 +46,7 @@ from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 from tasks.base import Sample
 from tasks.checks import check_choices, check_counts
-from tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
+from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
 from tasks.rows import ON_BAD_ROW, Rows, read_rows
 from tasks.texts import (
     check_text,
@@ -169,7 +169,9 @@ class Fidelity(ForcedTask):
         n_fed = self.params.steps + 1
         return Sample(id, "", "", max_new_tokens=n_fed, ids=window[:n], forced=forced)
 
-    def probe(self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]) -> Probe:
+    def watch(
+        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
+    ) -> ForcedWatch:
         return Comparison(continuation.truth(), rows, len(continuation.feed), self.params)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:

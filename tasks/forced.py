@@ -1,7 +1,7 @@
 """Teacher forcing: every variant reads the same given continuation, token by token, through its compressed cache.
 
-Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `probe` watches
-the decoding (`engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read the same
+Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `watch` looks on
+while rows decode (`engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read the same
 tokens, so they can be compared step by step, whatever they would have written themselves.
 
 The prefill predicts the first token of a continuation, for all variants alike and without any compression; that token
@@ -40,11 +40,11 @@ class Outcome:
     fields: dict[str, Any]  # columns of its line in samples.jsonl; `measures` among them are averaged in result.json
 
 
-class Probe(Watch, Protocol):
+class ForcedWatch(Watch, Protocol):
     """Watches the decoding of one sample and gives the outcome of every variant."""
 
     def outcomes(self) -> list[Outcome]:
-        """One per variant, in the order of the rows that the probe was given."""
+        """One per variant, in the order of the rows that it was given."""
         ...
 
 
@@ -55,11 +55,13 @@ class ForcedTask(Task):
     wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded beside the variants
 
     @abstractmethod
-    def probe(self, sample: Sample, continuation: "ForcedContinuation", rows: Sequence[SelectiveAttention]) -> Probe:
+    def watch(
+        self, sample: Sample, continuation: "ForcedContinuation", rows: Sequence[SelectiveAttention]
+    ) -> ForcedWatch:
         """What watches the decoding, whose row i is `rows[i]`; with `wants_full` the last row is full attention."""
 
     def score(self, sample: Sample, prediction: str) -> float:
-        raise AssertionError(f"{self.name} scores what a probe saw, not an answer")
+        raise AssertionError(f"{self.name} scores what it saw, not an answer")
 
 
 def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -36,7 +36,7 @@ from methods.base import SelectiveAttention
 from tasks import sources
 from tasks.base import Data, Sample
 from tasks.checks import check_choices, check_counts
-from tasks.forced import ForcedContinuation, ForcedTask, Outcome, Probe, distinct
+from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
 from tasks.rows import ON_BAD_ROW
 from tasks.texts import Tokens, embedded, given_file, read_files, tokens
 
@@ -174,7 +174,9 @@ class PG19(ForcedTask):
             )
         return samples
 
-    def probe(self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]) -> Probe:
+    def watch(
+        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
+    ) -> ForcedWatch:
         assert continuation.forced is not None
         return Losses(continuation.forced, len(rows), self.params.bin, int(sample.fields["length"]))
 
