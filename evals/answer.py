@@ -195,8 +195,8 @@ class Answering:
             draws = Draws(self.first.settings.sampling, seeds, n_new, trace.logits.device)
         decoded = decode(
             self.model, trace, [*rows, *beside], draws=draws, cues=cues_of(rows, self.model.tokenizer),
-            max_new_tokens=n_new,            min_new_tokens=sample.min_new_tokens, stop_ids=self.stops(sample), feed=feed, watch=watch,
-            on_step=lambda step, speaking: self.progress.advance(),
+            max_new_tokens=n_new, min_new_tokens=sample.min_new_tokens, stop_ids=self.stops(sample), feed=feed,
+            on_step=lambda step, speaking: self.progress.advance(), watch=watch,
         )  # fmt: skip
         outcomes = [None] * len(rows) if watch is None else watch.outcomes()
         answers, is_sound = decoded.answers[: len(rows)], all(other.is_finite for other in decoded.answers[len(rows) :])
