@@ -11,11 +11,13 @@ Not here: the prefill (`evals/answer.py`), tokens (`tasks/turns/encode.py`).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from engine.books.ledger import Ledger
 from engine.decode import Answer
 from engine.model import Model
 from engine.prefill import Trace
+from engine.row import Row
 from engine.turns.talk import Talk
 from methods.base import SelectiveAttention
 from methods.variant import Variant
@@ -131,27 +133,28 @@ class Asker:
         return (answer.ids[-1], *feed)
 
     def said(
-        self, turn: int, variant: int, row: SelectiveAttention, answer: Answer, feed: tuple[int, ...],
+        self, turn: int, variant: int, row: Row, answer: Answer, feed: tuple[int, ...],
         seconds: Sequence[float], n_passes: int, n_rows: int, n_before: int = 0,
     ) -> Said:  # fmt: skip
         n_steps = len(answer.ids) - 1
         steps = [*seconds[n_passes : n_passes + n_steps]]
+        own = cast(SelectiveAttention, row)  # of `rows`, or a copy of one
         return Said(
-            turn, variant, row, answer, feed, sum(seconds[:n_passes]), steps, n_rows, len(feed), n_before
+            turn, variant, own, answer, feed, sum(seconds[:n_passes]), steps, n_rows, len(feed), n_before
         )  # fmt: skip
 
 
-def n_fetches(row: SelectiveAttention) -> int:
+def n_fetches(row: Row) -> int:
     """Of those that a row notes."""
     return len(row.store.accesses or ())
 
 
-def take_ledger(row: SelectiveAttention) -> Ledger:
+def take_ledger(row: Row) -> Ledger:
     """The row's ledger, in whose place a new one begins."""
     row.store.ledger, ledger = Ledger(), row.store.ledger
     return ledger
 
 
-def put_before(row: SelectiveAttention, earlier: Ledger) -> None:
+def put_before(row: Row, earlier: Ledger) -> None:
     """Put what another ledger has in front of the row's own."""
     row.store.ledger = row.store.ledger.behind(earlier)

@@ -35,7 +35,6 @@ MAY_IMPORT = {
 LARGEST_SHARE = 0.22  # of the code that a room at the top may hold
 LONGEST_FILE = 600  # lines, of one thing; a longer one says "Long because" in its docstring
 MOST_FILES = 24  # side by side in a folder, as a screen shows them; no file is there because another one was full
-FOR_TYPES = {"engine": {"methods"}}  # under `if TYPE_CHECKING:` only
 BELOW = ("engine", "methods")  # their files may name each other's types in a circle
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run", "first_look"})
@@ -82,8 +81,8 @@ def room_of(module: str) -> str:
 def strays(room: str, source: str) -> list[str]:
     """Our modules that `room` imports and may not."""
     found = []
-    for name, for_types in imports(ast.parse(source)):
-        allowed = MAY_IMPORT[room] | (FOR_TYPES.get(room, set()) if for_types else set())
+    for name, _ in imports(ast.parse(source)):
+        allowed = MAY_IMPORT[room]
         if name.split(".")[0] in OURS and not any(f"{name}.".startswith(f"{a}.") for a in allowed):
             found.append(name)
     return found
@@ -156,7 +155,7 @@ def test_torch_waits_while_methods_are_imported() -> None:
 
 def test_this_file_sees_a_stray_import() -> None:
     assert strays("engine", "def f():\n    import methods.full\n") == ["methods.full"]
-    assert strays("engine", "if TYPE_CHECKING:\n    from methods.base import X\n") == []
+    assert strays("engine", "if TYPE_CHECKING:\n    from methods.base import X\n") == ["methods.base.X"]
     assert strays("engine", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import methods\n") == ["methods"]
     assert strays("plots", "from results import X\nfrom evals import runner\n") == ["evals.runner"]
     assert strays("plots", "import tasks.needle.heatmaps\n") == ["tasks.needle.heatmaps"]

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from engine.books.meter import Access
+from engine.budget import token_bytes
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.recent import RecentTokens
 from engine.errors import ConfigError
@@ -107,7 +108,7 @@ def write(path: Path, store: Store, n_before: int = 0) -> None:
         n_before=n_before,
         h_kv=store.shape.h_kv,
         s_prompt=store.trace.s_prompt,
-        token_bytes=store.token_bytes,
+        token_bytes=token_bytes(store.shape) // store.shape.h_kv,
         **columns,
     )
 
