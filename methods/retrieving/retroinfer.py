@@ -11,7 +11,7 @@ Paper     arXiv:2505.02922, 2025; Chen, Yaoqi; RetroInfer: A Vector-Storage Appr
 Symbols   paper wave index = `Index`; spec C, s, nr, ne = `n_clusters`, `n_segments`, `n_retrieved`, `n_estimated`;
           ns, w = `n_sink`, `window`; t = tokens to a cluster.
 Per step  read to find: every centroid, 2 * h_kv * C * d_h bytes, and of the estimated clusters the value and the size,
-          h_kv * ne * (2 * d_h + 4); moved: K and V of the retrieved tokens, 4 * h_kv * d_h bytes each; resident: steady
+          h_kv * ne * (2 * d_v + 4); moved: K and V of the retrieved tokens, 4 * h_kv * d_h bytes each; resident: steady
           zone and h_kv * C * (4 * d_h + 8) bytes of clusters. The host holds 4 bytes a token beside K and V.
 Differs   - sinks and window are inside the budget, and the rest of it says how many clusters are retrieved, where the
             authors retrieve 1.8 % of them (preset `retroinfer_paper`). Clusters differ in size, so the budget holds in
@@ -118,7 +118,8 @@ def build_index(keys: Tensor, values: Tensor, c: int, n_segments: int, iteration
     """The clusters of keys and values (h_kv, n, d_h), each KV head apart."""
     mean = keys.float().mean(1, keepdim=True)
     centroids, labels, sizes = cluster_in_segments(keys.float() - mean, c, n_segments, iterations - 1)
-    means, _ = cluster_means(values, labels, torch.zeros_like(centroids))
+    none = centroids.new_zeros(*centroids.shape[:2], values.shape[2])
+    means, _ = cluster_means(values, labels, none)
     tokens = labels.sort(dim=-1, stable=True).indices
     return index_of((centroids + mean).to(keys.dtype), means.to(values.dtype), sizes, tokens)
 
@@ -279,7 +280,7 @@ class RetroInfer(SelectiveAttention):
 
     @classmethod
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
-        of_cluster = 2 * shape.d_h * ELEMENT_BYTES + SIZE_BYTES + OFFSET_BYTES  # centroid, sum of values
+        of_cluster = (shape.d_h + shape.d_v) * ELEMENT_BYTES + SIZE_BYTES + OFFSET_BYTES  # centroid, sum of values
         return held(budget, shape, plan.n_sink + plan.window, shape.h_kv * plan.n_clusters * of_cluster, plan.k)
 
     def setup(self) -> None:
@@ -352,11 +353,11 @@ class RetroInfer(SelectiveAttention):
     def estimate(self, index: Index, ids: Tensor, bias: Tensor) -> tuple[Cost, list[Part]]:
         """Clusters `ids` (1, h_kv, ne) stand in attention as a token each, -1 for none, with these log-sizes."""
         shape = self.trace.shape
-        n_estimated, of_vector = ids.shape[-1], 2 * shape.d_h
+        n_estimated, of_key, of_value = ids.shape[-1], ELEMENT_BYTES * shape.d_h, ELEMENT_BYTES * shape.d_v
         c = index.n_clusters
         cost = Cost(
-            shape.h_kv * c * (2 * of_vector + SIZE_BYTES + OFFSET_BYTES),
-            shape.h_kv * (c * of_vector + n_estimated * (of_vector + SIZE_BYTES)),
+            shape.h_kv * c * (of_key + of_value + SIZE_BYTES + OFFSET_BYTES),
+            shape.h_kv * (c * of_key + n_estimated * (of_value + SIZE_BYTES)),
         )
         if n_estimated == 0:
             return cost, []
@@ -438,8 +439,7 @@ def at_most(c: int, n_segments: int, most: int) -> tuple[int, int]:
 
 def cost(c: int, share: float, shape: ModelShape) -> int:
     """Bytes that a KV head reads of `c` clusters: centroids, and of the estimated ones value sums and sizes."""
-    of_vector = shape.d_h * ELEMENT_BYTES
-    return c * of_vector + round(c * share) * (of_vector + SIZE_BYTES)
+    return c * shape.d_h * ELEMENT_BYTES + round(c * share) * (shape.d_v * ELEMENT_BYTES + SIZE_BYTES)
 
 
 def paid_clusters(n_bytes: int, share: float, shape: ModelShape) -> int:
