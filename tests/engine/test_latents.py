@@ -1,6 +1,8 @@
 """Latents asked by absorbed queries, against keys and values made of them for every head."""
 
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +10,17 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part, attend, partial
+from engine.budget import BudgetRequest, token_bytes
 from engine.causal import causal
+from engine.decode import decode
 from engine.errors import ConfigError
 from engine.latents import Latent
+from engine.model import Model
+from engine.prefill import Trace, prefill
 from engine.softmax import Softmax
+from engine.turns.talk import Talk
+from tests import conformance
+from tests.architectures import config_of, loaded, model_of, prompt
 from tests.vectors import Check, load
 
 
@@ -103,3 +112,79 @@ def run_vectors(path: Path) -> list[Check]:
 def differs(found: Tensor, right: np.ndarray, apart: float) -> str | None:
     far = (found.double() - torch.from_numpy(right).double()).abs().max().item()
     return None if far <= apart else f"differs by {far:.2g}, {apart:g} allowed"
+
+
+# --- a model ---
+
+
+@pytest.fixture(scope="module")
+def latent_model() -> Model:
+    config = config_of("deepseek_v3")
+    return loaded(config, model_of(config, 1), "latents")
+
+
+def rows_of(model: Model, names: list[str], s: int = 60, ratio: str = "1/3") -> tuple[Trace, list[Any]]:
+    ones = [conformance.ours(name) for name in names]
+    asked = BudgetRequest(Fraction(ratio), None, Fraction(1, 2), False)
+    made = [one.kind.variant_for(one.params, asked, model.shape, s) for one in ones]
+    with model.hooked():
+        trace = prefill(model, prompt(s), [what for one in made for what in one.observations])
+    with torch.inference_mode():
+        rows = [one.row(trace, 16) for one in made]
+        for row in rows:
+            for layer in trace.shape.attention_layers:
+                row.build(layer)
+            row.complete()
+    return trace, rows
+
+
+def test_a_token_counts_its_row_once(latent_model: Model) -> None:
+    """12 numbers of a latent and 8 of a rotary key, at 16 bits: resident, moved and in the trace's memory."""
+    trace, (full, streaming, quest) = rows_of(latent_model, ["full", "streamingllm", "quest"])
+    with latent_model.hooked():
+        decode(latent_model, trace, [full, streaming, quest], max_new_tokens=3)
+    of_token = 2 * (12 + 8)
+    assert token_bytes(trace.shape) == of_token
+    for layer in trace.shape.attention_layers:
+        assert trace.values(layer).data_ptr() == trace.keys(layer).data_ptr()
+    assert {x.resident_kv_bytes // x.tokens for x in full.store.ledger.entries} == {of_token}
+    assert {x.resident_kv_bytes for x in streaming.store.ledger.entries} == {(20 + 1) * of_token}
+    moved = [x.moved_kv_bytes for x in quest.store.ledger.entries if x.layer not in quest.skipped_layers()]
+    assert moved and all(n and n % of_token == 0 for n in moved)
+
+
+def test_no_step_expands_what_is_cached(latent_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, rows = rows_of(latent_model, ["full", "snapkv"])
+    expanded = []
+    for attention in latent_model.attentions:
+        before = attention.expand_kv
+        noted = lambda c, r, before=before: (expanded.append(c.shape[2]), before(c, r))[1]  # noqa: E731
+        monkeypatch.setattr(attention, "expand_kv", noted)
+    with latent_model.hooked():
+        decode(latent_model, trace, rows, max_new_tokens=4)
+    assert expanded and set(expanded) == {1}
+
+
+def test_dropping_and_retrieving_methods_choose_one_set_for_all_heads(latent_model: Model) -> None:
+    trace, (kept,) = rows_of(latent_model, ["snapkv"])
+    layer = trace.shape.attention_layers[0]
+    assert trace.shape.h_kv == 1 and kept.store[layer].positions().shape == (1, 1, 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["duo_attention", "shadowkv", "attention_matching", "turboquant", "hf_quantized_cache"]
+)
+def test_what_makes_no_sense_of_latents_says_so(latent_model: Model, name: str) -> None:
+    with pytest.raises(ConfigError, match="keeps one latent per token for all heads, and "):
+        rows_of(latent_model, [name], ratio="1" if name in ("turboquant", "hf_quantized_cache") else "1/3")
+
+
+@pytest.mark.parametrize("n_feed", [2, 9])
+def test_a_feed_is_read_as_transformers_reads_it(latent_model: Model, n_feed: int) -> None:
+    ids = prompt(60 + n_feed)
+    with torch.inference_mode():
+        want = latent_model.hf(input_ids=torch.tensor([ids])).logits[0, -1]
+    _, (full,) = rows_of(latent_model, ["full"])
+    with latent_model.hooked():
+        found = Talk(latent_model, full.trace, [full]).read([ids[60:]])
+    torch.testing.assert_close(found[0], want, atol=1e-4, rtol=1e-4)
