@@ -77,6 +77,9 @@ VALUES: dict[str, dict[str, Any]] = {
         "num_layers": 2, "ffn_hidden_size": 56, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 24,
         "qk_head_dim": 16, "num_hidden_layers": None,
     },
+    "mimo_v2_flash": {  # keys wider than values
+        "head_dim": 12, "v_head_dim": 8, "sliding_window": WINDOW, "layer_types": ["full_attention"] * 4,
+    },
     "minicpm3": LATENT,
     "youtu": LATENT,
     "exaone4": LOCAL_TOO,

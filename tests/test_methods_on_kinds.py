@@ -25,7 +25,10 @@ S, N_NEW = 75, 6
 QUICK = ("llama4_text", "deepseek_v3")  # chunks beside full layers, those without positions; latents
 KINDS = [
     *QUICK,
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_next", "falcon_h1", "smollm3", "gpt2")),
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("qwen3_next", "falcon_h1", "smollm3", "gpt2", "mimo_v2_flash")
+    ),
 ]
 
 

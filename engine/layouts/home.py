@@ -16,7 +16,7 @@ from engine.caches.host import Host
 from engine.caches.packed_host import host_of
 from engine.caches.token_code import TokenCode
 from engine.layouts.memory import Buffers, Memory, Pair
-from engine.prefill import Trace
+from engine.prefill import Trace, pinned
 from kernels.gather import gather_tokens, move_both
 
 
@@ -76,9 +76,7 @@ class Home:
         if chosen is not None:
             k, v = self.prompt(chosen)
             if far:
-                k, v = (
-                    torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (k, v)
-                )
+                k, v = move_both(pinned, k, v)
         elif far:
             self.trace.offload(self.layer)
             k, v = self.trace.host(self.layer)

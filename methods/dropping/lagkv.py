@@ -29,6 +29,7 @@ Figures   drop by place, keys or chance: #7B6C01, hourglass, :
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import ceil, isfinite
 from typing import Any
 
@@ -41,7 +42,7 @@ from engine.errors import ConfigError
 from engine.placement import Change, Evict, Kept, Placement
 from engine.prefill import Trace
 from engine.shapes import ModelShape
-from kernels.gather import gather_tokens
+from kernels.gather import gather_tokens, move_both
 from methods.dropping.allocators import Counts
 from methods.scorers import keep_top, lowest_slots
 from methods.scoring import ScoringMethod
@@ -268,11 +269,13 @@ class LagKV(ScoringMethod):
         (held,) = at.resident()
         in_order = at.positions().argsort(-1)  # slots; behind `base` their positions are the same for all heads
         slots = in_order[..., base : base + plan.lag]
-        k, v = (gather_tokens(x, slots) for x in (held.k, held.v))
+        tokens = partial(self.trace.of_heads, layer)
+        k, v = tokens(*move_both(lambda x: gather_tokens(x, slots), held.k, held.v))
         reference = in_order[..., base + plan.lag : base + 2 * plan.lag]
-        next_k, next_v = (gather_tokens(x, reference) for x in (held.k, held.v))
+        next_k, next_v = tokens(*move_both(lambda x: gather_tokens(x, reference), held.k, held.v))
         scores, flat = lag_scores(k, v, next_k, next_v, self.params.value_weight)
         self.flat.append(flat)
+        scores = scores.mean(1, keepdim=True) if self.trace.shape.is_latent else scores
         places = torch.arange(plan.lag, device=slots.device).expand_as(slots)
         return slots.gather(-1, lowest_slots(scores, places, plan.lag - plan.m))
 
