@@ -48,7 +48,7 @@ def one(root: Path, variant: str, dataset: str = "own") -> dict[str, Any]:
 
 
 def test_scores_and_differences_are_those_of_the_samples(root: Path) -> None:
-    part = one(root, "Quest · ratio 1/5")
+    part = one(root, "Quest · ratio 0.2")
     assert part["score"] == pytest.approx(3 / 6)
     exact = share_interval(3, 6)
     assert exact is not None and part["ci"] == pytest.approx((exact.low, exact.high))
@@ -65,7 +65,7 @@ def test_a_cell_is_coloured_by_the_corrected_test(tmp_path: Path) -> None:
     write_run(tmp_path, "full", scores)
     write_run(tmp_path, "quest", [0.1, 0.2, 0.1, 0.3])
     write_run(tmp_path, "snapkv", [0.2, 0.2, 0.2, 0.2])
-    found = one(tmp_path, "Quest · ratio 1/5")["paired"]
+    found = one(tmp_path, "Quest · ratio 0.2")["paired"]
     assert (found["p"], found["holm"], found["sign"]) == (0.125, 0.25, 0)
     few = overview(load(tmp_path), tmp_path)["few"]
     assert "no difference can be significant" in few["4|2"]
@@ -74,7 +74,7 @@ def test_a_cell_is_coloured_by_the_corrected_test(tmp_path: Path) -> None:
 def test_a_difference_that_the_corrected_test_finds_has_a_colour(tmp_path: Path) -> None:
     write_run(tmp_path, "full", [1.0] * 9)
     write_run(tmp_path, "quest", [0.0] * 9)
-    found = one(tmp_path, "Quest · ratio 1/5")["paired"]
+    found = one(tmp_path, "Quest · ratio 0.2")["paired"]
     assert found["holm"] < 0.05 and found["sign"] == -1
 
 
@@ -95,9 +95,9 @@ def test_the_front_is_what_is_shown_to_be_better_than_all_that_costs_no_more(tmp
     write_run(tmp_path, "h2o", [0.7] * 11 + [0.71], costs=costing(30))
     write_run(tmp_path, "sparq", [0.9] * 12, costs=costing(40), within=False)
     found = fronts(tmp_path)
-    assert found.keys() == {"Snapkv · ratio 1/10", "Quest · ratio 1/10"}
-    assert {"tokens", "device"} <= set(found["Quest · ratio 1/10"])
-    assert "tpot" not in found["Quest · ratio 1/10"], "where all cost the same, none is cheaper than what it beats"
+    assert found.keys() == {"Snapkv · ratio 0.1", "Quest · ratio 0.1"}
+    assert {"tokens", "device"} <= set(found["Quest · ratio 0.1"])
+    assert "tpot" not in found["Quest · ratio 0.1"], "where all cost the same, none is cheaper than what it beats"
 
 
 def test_identical_runs_have_no_winner(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_draws_are_no_samples_of_their_own(tmp_path: Path) -> None:
     for method, right in (("full", 4), ("snapkv", 0)):
         drawn = [{"score": float(j < right), "prompt": i, "fields": {"draw": j}} for i in range(3) for j in range(4)]
         write(tmp_path, method, "gsm8k", drawn)
-    found = one(tmp_path, "SnapKV (C) · ratio 1/5", "gsm8k")["paired"]
+    found = one(tmp_path, "SnapKV (C) · ratio 0.2", "gsm8k")["paired"]
     assert (found["n"], found["less"], found["sign"]) == (3, 3, 0)
 
 
 def test_one_sample_has_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path, "full", [1.0])
     write_run(tmp_path, "quest", [1.0])
-    part = one(tmp_path, "Quest · ratio 1/5")
+    part = one(tmp_path, "Quest · ratio 0.2")
     assert (part["score"], part["n"], part["ci"], part["paired"]["ci"]) == (1.0, 1, None, None)
 
 
@@ -143,8 +143,8 @@ def test_the_best_of_a_budget_is_bold_and_what_is_not_shown_to_be_worse_ties(tmp
     write_run(tmp_path, "sparq", good, ratio="1/10", within=False)
     standing = {run["variant"]: run["parts"][0]["standing"] for run in told(tmp_path)}
     assert standing == {
-        "Full": "", "Oracle · ratio 1/5": "", "Quest · ratio 1/5": "bold", "Snapkv · ratio 1/5": "",
-        "H2o · ratio 1/10": "tie", "Xkv · ratio 1/10": "tie", "Sparq · ratio 1/10": "",
+        "Full": "", "Oracle · ratio 0.2": "", "Quest · ratio 0.2": "bold", "Snapkv · ratio 0.2": "",
+        "H2o · ratio 0.1": "tie", "Xkv · ratio 0.1": "tie", "Sparq · ratio 0.1": "",
     }  # fmt: skip
     assert [run["method"] for run in told(tmp_path) if run["unpriced"]] == ["oracle"]
 
@@ -155,7 +155,7 @@ def test_an_average_counts_datasets_alike_and_needs_all_of_them(tmp_path: Path) 
     write_run(tmp_path, "full", full, **three)
     write_run(tmp_path, "quest", quest, **three)
     write_run(tmp_path, "snapkv", quest, task="longbench", datasets=("a",))
-    part = one(tmp_path, "Quest · ratio 1/5", AVERAGE)
+    part = one(tmp_path, "Quest · ratio 0.2", AVERAGE)
     of = [[quest[0], quest[3]], [quest[i] for i in (1, 2, 4, 5)]]
     interval = macro_interval(of, bounds=(0, 1))
     assert interval and part["of"] == ["a", "b"]
@@ -178,7 +178,7 @@ def test_full_attention_stands_there_once_and_names_the_others(root: Path) -> No
 
 
 def test_maps_have_the_lengths_that_prompts_really_have(root: Path) -> None:
-    heat = one(root, "Quest · ratio 1/5")["heat"]
+    heat = one(root, "Quest · ratio 0.2")["heat"]
     tokens = {(length, depth): tokens for length, depth, _, _, tokens in heat}
     assert tokens[500, 0] == 337 + (0 + 4) / 2 and tokens[1000, 50] == 337 + 3
 
@@ -191,12 +191,12 @@ def test_runs_of_another_model_have_no_full_attention_to_be_compared_with(root: 
 
 def test_a_run_over_its_budget_says_so(root: Path) -> None:
     over = [run for run in told(root) if run["parts"][0]["over"]]
-    assert [(run["method"], run["budget"]) for run in over] == [("quest", "ratio 1/10")]
+    assert [(run["method"], run["budget"]) for run in over] == [("quest", "ratio 0.1")]
     assert over[0]["audit"]["within_budget"] is False
 
 
 def test_costs_are_those_of_the_ledgers(root: Path) -> None:
-    part = one(root, "Quest · ratio 1/5")
+    part = one(root, "Quest · ratio 0.2")
     assert part["cost"]["tokens"] == part["cost"]["device"] == pytest.approx(1050)
     assert part["cost"]["moved"] == pytest.approx(2 * 1050), "no search was read for free"
 
@@ -325,7 +325,8 @@ def test_the_chart_script_is_put_together_once_and_again_where_its_copy_was_chan
 
 
 def test_every_metric_has_a_direction_on_the_page(root: Path) -> None:
-    assert overview(load(root), root)["metrics"] == {name: m.better for name, m in METRICS.items()}
+    found = overview(load(root), root)["metrics"]
+    assert found == {name: {"better": m.better, "scale": m.scale} for name, m in METRICS.items()}
 
 
 @pytest.mark.slow

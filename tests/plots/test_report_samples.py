@@ -35,7 +35,7 @@ def test_each_prompt_stands_once_with_the_end_of_what_was_asked(tmp_path: Path) 
     prompts = unpacked(found.asked)
     assert [(prompt["id"], prompt["end"]) for prompt in prompts] == [(f"sample-{i}", END) for i in range(3)]
     quest = answers(found, 1)
-    assert quest["at"] == [0, 1, 2] and quest["score"] == [1.0, 0.0, 0.0]
+    assert quest["at"] == [0, 1, 2] and quest["score"] == [100.0, 0.0, 0.0]
     assert quest["strip"] == ["o01"] * 3  # all, nothing, and hardly anything, which is not nothing
     assert quest["report"][2] == {"pages": [1, 2, 2]}
     assert quest["fields"][0] == {"length": 500, "depth": 0.0}, "what has a place of its own stands once"
@@ -88,7 +88,9 @@ def test_many_runs_are_packed_in_pieces_that_hold_all_of_them(tmp_path: Path, mo
     runs = load(tmp_path)
     found = pack_samples(runs)
     assert len(found.pieces) > 2 and found.starts[0] == 0
-    assert [answers(found, i)["score"][0] for i in range(9)] == [run.rows[0].score for run in runs]
+    assert [answers(found, i)["score"][0] for i in range(9)] == pytest.approx(
+        [100 * (run.rows[0].score or 0) for run in runs]
+    )
     assert [name for name, _ in iter_pieces(found)][1:] == [f"data-samples-{start}" for start in found.starts]
 
 
