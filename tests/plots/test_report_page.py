@@ -406,7 +406,7 @@ def test_no_digit_is_covered_and_every_mark_is_seen(page: Page, screen: dict[str
         assert page.run(COVERED) == []
         surface = {"light": "#FFFFFF", "dark": "#1B1F24"}[theme]
         seen = page.run(
-            "return [...document.querySelectorAll('#cost-chart .mark-rule.role-mark path, #cost-chart .mark-rule.role-mark line')]"
+            "return [...document.querySelectorAll('#cost-chart .mark-rule.role-mark :is(path, line)')]"
             ".map((e) => [e.getAttribute('stroke'), Number(e.getAttribute('opacity') || 1)])"
         )
         assert seen
