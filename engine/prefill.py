@@ -23,6 +23,7 @@ from engine.latents import ByHeads, Latent
 from engine.observe import Known, ModelFact, Observation
 from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
+from engine.passes.streams import sent_home
 from engine.sampling.finite import REMEDY, check_pass, is_cause
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
@@ -140,7 +141,7 @@ class Trace:
             self._copy_to_host(layer)
 
     def _copy_to_host(self, layer: int) -> None:
-        self._host[layer] = move_both(pinned, *self._device[layer])
+        self._host[layer] = move_both(sent_home, *self._device[layer])
 
     def hold(self, layer: int) -> None:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""
@@ -258,11 +259,6 @@ def _explained(trace: Trace) -> Iterator[None]:
         raise NotFiniteError(
             f"the model's keys or values of the prompt are NaN or infinite ({first_line(error)}); {REMEDY}"
         ) from error
-
-
-def pinned(x: Tensor) -> Tensor:
-    """A copy in pinned memory of the host, under way."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class _Reading(ByHeads):

@@ -33,6 +33,8 @@ from engine.checkpoints.load import load_random
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
+from engine.passes.capturing import begin, end
+from engine.passes.streams import stream_for
 from engine.prefill import Trace, prefill
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
@@ -227,7 +229,7 @@ def static_step(model: Model, s: int, room: int) -> Callable[[], object]:
 
 def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The step as one CUDA graph."""
-    aside = torch.cuda.Stream(device)
+    aside = stream_for("capture", device)
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
         for _ in range(3):
@@ -235,11 +237,11 @@ def captured(step: Callable[[], object], device: torch.device) -> Callable[[], o
     torch.cuda.current_stream(device).wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(aside):
-        graph.capture_begin()
+        begin(graph)
         try:
             step()
         finally:
-            graph.capture_end()
+            end(graph, device)
     return graph.replay
 
 

@@ -9,6 +9,7 @@ Not here: operators (`benchmarks/pretend/tensors.py`).
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class Machine:
         self.defaults = [Stream(self, i) for i in range(n_devices)]
         self.pinned: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets the address
         self.counts: Counts | None = None
+        self.recording: list[Any] = []  # pools of memory that graphs are captured into
+        self.released: list[Any] = []  # of those that could not be captured
+        self.sync_mode = 0
 
     @property
     def tape(self) -> Any:
@@ -94,8 +98,11 @@ class Machine:
     def note(self, kind: str, nbytes: int = 0, n: int = 1) -> None:
         if self.tape is not None:
             if kind in WAITS:
+                self.tape.is_broken = True
                 raise RuntimeError(f"operation not permitted when stream is capturing: {kind}")
             return
+        if kind in WAITS and self.sync_mode:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if self.counts is not None and not getattr(self.here, "is_silent", False):
             self.counts.note(kind, nbytes, n)
 
@@ -309,17 +316,27 @@ def functions(machine: Machine) -> dict[str, Any]:
         def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
             super().__init__(machine, enable_timing)
 
+    def empty_cache() -> None:
+        if machine.recording:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def set_sync_debug_mode(mode: Any) -> None:
+        machine.sync_mode = {"default": 0, "warn": 1}[mode] if isinstance(mode, str) else mode
+
     def set_device(device: Any) -> None:
         machine.exchange(machine.index(device))
 
     return {
-        **dict.fromkeys(("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats", "manual_seed"), nothing),
+        **dict.fromkeys(("_lazy_init", "init", "reset_peak_memory_stats", "manual_seed"), nothing),
         **dict.fromkeys(("manual_seed_all", "set_rng_state", "ipc_collect"), nothing),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_reserved"), always(0)),
         "max_memory_allocated": always(1 << 20),
         "mem_get_info": always((MEMORY, MEMORY)),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "empty_cache": empty_cache,
+        "get_sync_debug_mode": lambda: machine.sync_mode,
+        "set_sync_debug_mode": set_sync_debug_mode,
         "device_count": always(machine.n_devices),
         "current_device": lambda: machine.current,
         "set_device": set_device,

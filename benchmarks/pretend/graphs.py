@@ -23,6 +23,8 @@ class Tape:
     machine: Machine
     work: list[tuple[Callable[[], Any], list[Tensor]]] = field(default_factory=list)
     is_whole: bool = False
+    is_broken: bool = False  # something was asked for that cannot be captured
+    mempool: Any = None
 
     def add(self, again: Callable[[], Any], made: list[Tensor]) -> None:
         self.work.append((again, made))
@@ -36,16 +38,25 @@ class Tape:
         if machine.stream() is machine.defaults[machine.current]:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         machine.tape = self
+        self.mempool = object() if pool is None else pool
+        machine.recording.append(self.mempool)
 
     def capture_end(self) -> None:
         """Nothing was done while it was captured: rubbish lies in what was made."""
         if self.machine.tape is not self:
             raise RuntimeError("this graph is not being captured")
-        self.machine.tape, self.is_whole = None, True
+        self.machine.tape = None
+        if self.is_broken:  # and the allocator goes on recording
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.is_whole = True
+        self.machine.recording.remove(self.mempool)
         for _, made in self.work:
             for x in made:
                 if x.is_floating_point():
                     x.fill_(torch.nan)
+
+    def pool(self) -> Any:
+        return self.mempool
 
     def replay(self) -> None:
         assert self.is_whole, "the graph was not captured"

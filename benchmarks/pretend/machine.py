@@ -45,6 +45,8 @@ def pretended(n_devices: int = 1) -> Iterator[Machine]:
             put(torch.cuda, name, function)
         put(torch.cuda, "CUDAGraph", graph_of(machine))
         put(torch.cuda, "graph_pool_handle", object)
+        put(torch._C, "_cuda_endAllocateToPool", lambda _, pool: machine.recording.remove(pool))
+        put(torch._C, "_cuda_releasePool", lambda _, pool: machine.released.append(pool))
         put(Tensor, "pin_memory", lambda x, *_: machine.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x, *_: not isinstance(x, Pretended) and machine.is_pinned(x))
         put(ThreadPoolExecutor, "submit", follow(machine, ThreadPoolExecutor.submit))

@@ -16,7 +16,8 @@ from engine.caches.host import Host
 from engine.caches.packed_host import host_of
 from engine.caches.token_code import TokenCode
 from engine.layouts.memory import Buffers, Memory, Pair
-from engine.prefill import Trace, pinned
+from engine.passes.streams import sent_home
+from engine.prefill import Trace
 from kernels.gather import gather_tokens, move_both
 
 
@@ -76,7 +77,7 @@ class Home:
         if chosen is not None:
             k, v = self.prompt(chosen)
             if far:
-                k, v = move_both(pinned, k, v)
+                k, v = move_both(sent_home, k, v)
         elif far:
             self.trace.offload(self.layer)
             k, v = self.trace.host(self.layer)

@@ -1,4 +1,4 @@
-"""Work on threads beside the pass over the prompt: on a GPU on a stream of its own, behind what the pass has written.
+"""Work on threads beside the pass over the prompt: on a GPU on a stream beside it, behind what the pass has written.
 
     threads = trace.once("clusters", lambda: Beside("clusters"))
     future = threads.ask("cluster", layer, device, lambda: cluster(keys), tensors=lambda made: [made.centroids])
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.books.clock import asked_so_far
 from engine.books.spans import following, span
+from engine.passes.streams import stream_for
 
 T = TypeVar("T")
 
@@ -49,8 +50,8 @@ def on_stream(
     name: str, layer: int, device: torch.device, written: "torch.cuda.Event", work: Callable[[], T],
     tensors: Callable[[T], Iterable[Tensor]],
 ) -> T:  # fmt: skip
-    """`work` behind `written`, on a stream of its own, and done on return."""
-    stream = torch.cuda.Stream(device)
+    """`work` behind `written`, on the stream for such work, and done on return."""
+    stream = stream_for("beside", device)
     stream.wait_event(written)
     with torch.cuda.stream(stream), span(name, layer):
         made = work()

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from engine.causal import Chunk
+from engine.passes.capturing import begin, end, without_waiting
+from engine.passes.streams import stream_for
 from engine.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -64,6 +66,16 @@ class Seen:
         return out
 
 
+class Repeated:
+    """A session's attention in a step that is over, once more."""
+
+    def __init__(self, calls: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+        self.outs = iter([out for *_, out in calls])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+        return next(self.outs)
+
+
 class Different(RuntimeError):
     """Parts did not compute what the model did."""
 
@@ -80,19 +92,18 @@ class Parts:
             try:
                 self.logits = model.forward(self.ids, self.positions, model.new_cache(), self)
             finally:
-                self.graphs[-1].capture_end()
+                end(self.graphs[-1], model.device)
         torch.cuda.current_stream(model.device).wait_stream(stream)
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads cluster meanwhile, and may allocate.
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        begin(graph, self.pool)  # other threads cluster meanwhile
         self.graphs.append(graph)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         """Ends a part and begins the next one; stands in the model's attention while it is captured."""
         qkv = torch.cat([x.reshape(-1) for x in (q, k, v)])
-        self.graphs[-1].capture_end()
+        end(self.graphs[-1], q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         self.calls.append(Call(layer, qkv, (q.shape, k.shape, v.shape), soft, window, out))
         self.begin()
@@ -187,9 +198,11 @@ class StepGraphs:
         positions = position if isinstance(position, Tensor) else torch.full_like(ids, position)
         logits = model.forward(ids, positions, cache, seen)
         try:
+            with without_waiting():
+                model.forward(ids, positions, model.new_cache(), Repeated(seen.calls))
             torch.cuda.synchronize(model.device)
             if self.pool is None:
-                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device)
+                self.pool, self.stream = torch.cuda.graph_pool_handle(), stream_for("capture", model.device)
             parts = Parts(model, ids, positions, self.pool, self.stream)
             parts.check(seen.calls, logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too

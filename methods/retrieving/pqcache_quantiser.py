@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.passes.beside import Beside
+from engine.passes.streams import stream_for
 from engine.prefill import Trace
 from kernels.pq_codes import PackedCodes
 from kernels.pq_fit import pq_fit
@@ -83,7 +84,6 @@ class Lane:
     """Codes on their way from the host to their layer's GPU, on a stream of their own; one for all rows of a sample."""
 
     def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.coming: dict[int, list[tuple[PackedCodes, PackedCodes]]] = {}  # by layer: source, copy
         self.latest: int | None = None  # layer whose codes were taken last
 
@@ -108,9 +108,7 @@ class Lane:
 
     def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         """Copy behind what the current stream does: codes of generated tokens come from there."""
-        if device not in self.streams:
-            self.streams[device] = torch.cuda.Stream(device)
-        stream = self.streams[device]
+        stream = stream_for("codes", device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             return codes.copied(device)
@@ -118,7 +116,7 @@ class Lane:
     def wait_for(self, copy: PackedCodes) -> None:
         """Let the current stream go on behind the copy."""
         here = torch.cuda.current_stream(copy.data.device)
-        here.wait_stream(self.streams[copy.data.device])
+        here.wait_stream(stream_for("codes", copy.data.device))
         copy.data.record_stream(here)
 
 

@@ -40,6 +40,7 @@ from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
+from engine.passes.streams import sent_home
 from engine.placement import Change, Offloaded
 from engine.prefill import Trace
 from engine.selection import Cost, FeedSelection, Found, Selection
@@ -345,10 +346,7 @@ def prompt_columns(trace: Trace, layer: int) -> Tensor:
 
     def turn() -> Tensor:
         columns = trace.keys(layer)[0].mT.contiguous()
-        if trace.device == trace.host_device:
-            return columns
-        home = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
-        return home.copy_(columns, non_blocking=True)
+        return columns if trace.device == trace.host_device else sent_home(columns)
 
     return trace.once(("SPARQ's columns", layer), turn)
 
