@@ -147,7 +147,7 @@ def embedded() -> Any:
         raise Prepared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "look_up", lambda settings: Found(SMOLLM2, ("digest",), ()))
+        patch.setattr(cells, "look_up", lambda settings: Found(SMOLLM2, "digest"))
         patch.setattr(cells, "look_into", lambda settings: Checkpoint(SMOLLM2, ("digest",), SMOLLM2.d_h))
         patch.setattr(runner, "run_cells", run_cells)
         patch.setattr(data, "data_roots", lambda folder: roots(folder) if folder else [])
