@@ -247,5 +247,4 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
-        simulated=cell.rules.simulated,
     )

@@ -58,7 +58,6 @@ class Rules:
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
     composes: ClassVar[bool] = False  # True: it can make codes for another method (`compose=`)
     packs_host: ClassVar[bool] = False  # True: what it fetches may lie on the host as codes; it searches elsewhere
-    simulated: ClassVar[bool] = False  # True: its codes are counted in bytes, but numbers are kept
     thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
     is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget

@@ -6,7 +6,6 @@ they are worth. How many of the others a layer and head keep is the allocator's:
 Not here: scores that several methods share (`methods/scorers.py`), integers (`methods/dropping/allocators.py`).
 """
 
-from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from engine.placement import Kept, Placement, Ragged
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.dropping.allocators import Counts, by_need, divide_heads, globally_best, pyramid_within, uniform
-from methods.scorers import keep_top, layer_vector
+from methods.scorers import by_heads, keep_top, layer_vector
 
 
 class ScoringMethod(SelectiveAttention):
@@ -29,15 +28,26 @@ class ScoringMethod(SelectiveAttention):
     """
 
     drops = True
+    is_scorer = True
     counted: Sequence[Counts]  # what `counts` gave
 
     def ends(self) -> tuple[int, int]:
         """How many of the prompt's first tokens, and how many of its last, are protected."""
-        return 0, self.plan.window
+        return getattr(self.plan, "n_sink", 0), getattr(self.plan, "window", 0)
 
-    @abstractmethod
+    @staticmethod
+    def score(keys: Tensor) -> Tensor:
+        """What keys (1, h_kv, n, d_h) are worth, (1, h_kv, n) float32, for methods that look at nothing else."""
+        raise NotImplementedError
+
     def scores(self, layer: int) -> Tensor:
         """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
+        n_first, n_last = self.ends()
+        return self.worth(layer, self.trace.keys(layer)[:, :, n_first : self.trace.s_prompt - n_last])
+
+    def worth(self, layer: int, keys: Tensor) -> Tensor:
+        """`score`, head by head."""
+        return by_heads(self.trace, layer, keys, self.score)
 
     def n_free(self) -> int:
         """Tokens between the ends that the budget pays for, mean over heads and layers."""

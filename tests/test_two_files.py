@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-METHOD = '''"""Keep the tokens whose values are long.
+METHOD = '''"""Keep the tokens whose keys are long.
 
 Figures   drop by place, keys or chance: #123456, circle, --
 """
@@ -18,13 +18,10 @@ from methods.scoring import ScoringMethod
 
 class MadeUp(ScoringMethod):
     title = "Made up"
-    is_scorer = True
 
-    def ends(self) -> tuple[int, int]:
-        return 0, 1
-
-    def scores(self, layer: int) -> Tensor:
-        return self.trace.values(layer)[:, :, :-1].float().norm(dim=-1)
+    @staticmethod
+    def score(keys: Tensor) -> Tensor:
+        return keys.float().norm(dim=-1)
 '''
 FOUND = """
 from evals.overrides import config_groups

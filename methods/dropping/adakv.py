@@ -47,7 +47,7 @@ def normalised_heads(scores: Tensor, c: int) -> Tensor:
 
 class AdaKV(ScoringMethod):
     title = "Ada-SnapKV"
-    drops = True
+    is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"
 
     @dataclass(frozen=True)

@@ -118,9 +118,7 @@ def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool
 
 class ExpectedAttention(ScoringMethod):
     title = "Expected Attention"
-    drops = True
     comparable = "heads"
-    is_scorer = True
 
     @dataclass(frozen=True)
     class Params:
@@ -210,9 +208,6 @@ class ExpectedAttention(ScoringMethod):
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return () if params.stats == "file" else (QueryStatistics(plan.n_sink, params.rotary == "model"),)
-
-    def ends(self) -> tuple[int, int]:
-        return self.plan.n_sink, 0
 
     def scorer(self) -> Hashable:
         """Budgets that leave room for the same sinks share their scores, and so do all divisions of them."""

@@ -58,9 +58,7 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
 
 class H2O(ScoringMethod):
     title = "H2O"
-    drops = True
     comparable = "heads"
-    is_scorer = True
     wants_weights = True
 
     @dataclass(frozen=True)

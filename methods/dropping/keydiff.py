@@ -29,13 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
+from engine.budget import BudgetRequest
 from engine.checks import each_one_of, whole_numbers
 from engine.placement import Change, Evict, Kept, Placement
-from engine.shapes import ModelShape
 from kernels.gather import gather_tokens
 from methods.dropping.allocators import Counts
-from methods.scorers import by_heads, keep_top, lowest_slot
+from methods.scorers import keep_top, lowest_slot
 from methods.scoring import ScoringMethod
 
 LABELS = {"simulated": "simulated blocks", "none": "one-shot"}
@@ -72,9 +71,7 @@ def survivors(keys: Tensor, n: int, block_len: int, score: Callable[[Tensor], Te
 
 class KeyDiff(ScoringMethod):
     title = "KeyDiff"
-    drops = True
     comparable = "heads"  # defined, but unpublished: where all keys of a head point one way, pooling starves it
-    is_scorer = True
 
     @dataclass(frozen=True)
     class Params:
@@ -86,16 +83,8 @@ class KeyDiff(ScoringMethod):
             each_one_of("method", self, blocks=(*LABELS,), evict=("prompt", "always"))
             whole_numbers("method", self, block_len=1)
 
-    @dataclass(frozen=True)
-    class Plan:
-        tokens: int  # that every KV head keeps
-
     params: Params
-    plan: Plan
-
-    @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        return KeyDiff.Plan(budget.tokens)
+    score = staticmethod(unlikeness)
 
     @classmethod
     def evicts(cls, params: Params) -> str:
@@ -106,19 +95,6 @@ class KeyDiff(ScoringMethod):
         """Says how the prompt was read: `simulated` blocks compress keys that an exact prefill has made."""
         return super().label(params, request).replace(cls.title, f"{cls.title} ({LABELS[params.blocks]})")
 
-    def ends(self) -> tuple[int, int]:
-        return 0, 0
-
-    def scores(self, layer: int) -> Tensor:
-        """Of all keys at once, whatever the blocks."""
-        return by_heads(self.trace, layer, self.trace.keys(layer), unlikeness)
-
-    def unlikeness(self, layer: int, keys: Tensor) -> Tensor:
-        return by_heads(self.trace, layer, keys, unlikeness)
-
-    def n_free(self) -> int:
-        return self.plan.tokens
-
     def scorer(self) -> Hashable:
         return "unlikeness of keys"
 
@@ -127,7 +103,7 @@ class KeyDiff(ScoringMethod):
             return super().keep_best(layer, n)
         counts, keys = self.of_heads(layer, n) if isinstance(n, int) else n, self.trace.keys(layer)
         if isinstance(counts, int):
-            return self.place(layer, survivors(keys, counts, self.params.block_len, partial(self.unlikeness, layer)))
+            return self.place(layer, survivors(keys, counts, self.params.block_len, partial(self.worth, layer)))
         heads = zip(keys.split(1, 1), counts, strict=True)
         return self.place_ragged(layer, [survivors(each, k, self.params.block_len)[0, 0] for each, k in heads])
 
@@ -145,7 +121,7 @@ class KeyDiff(ScoringMethod):
         if self.is_still:
             return None
         at = self.store[layer]
-        return Evict(lowest_slot(self.unlikeness(layer, at.keys()), at.positions()))
+        return Evict(lowest_slot(self.worth(layer, at.keys()), at.positions()))
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

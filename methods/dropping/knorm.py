@@ -36,7 +36,7 @@ from engine.checks import each_one_of, whole_numbers
 from engine.placement import Change, Evict, Kept, Placement
 from engine.shapes import ModelShape
 from methods.dropping.allocators import Counts
-from methods.scorers import by_heads, lowest_slots
+from methods.scorers import lowest_slots
 from methods.scoring import ScoringMethod
 
 
@@ -47,8 +47,6 @@ def shortness(keys: Tensor) -> Tensor:
 
 class Knorm(ScoringMethod):
     title = "Knorm"
-    drops = True
-    is_scorer = True
     skips = True
     comparable = "none"  # norms of two heads have two scales: pooled, one head would win everything
 
@@ -69,6 +67,7 @@ class Knorm(ScoringMethod):
 
     params: Params
     plan: Plan
+    score = staticmethod(shortness)
     spreads: list[Tensor]  # of each compressed layer's norms
 
     @classmethod
@@ -87,12 +86,6 @@ class Knorm(ScoringMethod):
         self.spreads = []
         self.prunes = self.params.every is not None and self.plan.tokens < self.trace.s_prompt
         self.whole = frozenset(self.skipped_layers())
-
-    def ends(self) -> tuple[int, int]:
-        return 0, 0
-
-    def scores(self, layer: int) -> Tensor:
-        return by_heads(self.trace, layer, self.trace.keys(layer), shortness)
 
     def n_free(self) -> int:
         return self.plan.tokens
@@ -122,7 +115,7 @@ class Knorm(ScoringMethod):
         n_over = at.n_kept + at.n_window - self.plan.tokens
         if not self.prunes or n_over != self.params.every or layer in self.whole:
             return None
-        return Evict(lowest_slots(by_heads(self.trace, layer, at.keys(), shortness), at.positions(), n_over))
+        return Evict(lowest_slots(self.worth(layer, at.keys()), at.positions(), n_over))
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

@@ -57,9 +57,7 @@ def above_threshold(scores: Tensor, n: int) -> Tensor:
 
 class KVzip(ScoringMethod):
     title = "KVzip"
-    drops = True
     comparable = "layers"
-    is_scorer = True
     is_question_free = True
 
     @dataclass(frozen=True)

@@ -110,8 +110,6 @@ def quota(scores: Tensor, n: int) -> Tensor:
 
 class LagKV(ScoringMethod):
     title = "LagKV"
-    drops = True
-    is_scorer = True
 
     @dataclass(frozen=True)
     class Params:

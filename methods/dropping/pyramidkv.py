@@ -47,7 +47,7 @@ def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -
 
 class PyramidKV(ScoringMethod):
     title = "PyramidKV"
-    drops = True
+    is_scorer = False  # its own division of the budget is what it is
 
     @dataclass(frozen=True)
     class Params(SnapKV.Params):

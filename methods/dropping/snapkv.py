@@ -53,9 +53,7 @@ def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int)
 
 class SnapKV(ScoringMethod):
     title = "SnapKV"
-    drops = True
     comparable = "heads"
-    is_scorer = True
 
     @dataclass(frozen=True)
     class Params:

@@ -44,9 +44,7 @@ EVERY = (0, 1 << 31)  # positions
 
 class TOVA(ScoringMethod):
     title = "TOVA"
-    drops = True
     comparable = "set"
-    is_scorer = True
 
     @dataclass(frozen=True)
     class Params:

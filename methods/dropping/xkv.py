@@ -102,7 +102,7 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
 
 class XKV(ScoringMethod):
     title = "XKV"
-    drops = True
+    is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"
 
     @dataclass(frozen=True)

@@ -78,8 +78,6 @@ def drawn_sketch(d_h: int, r: int, seed: int) -> Tensor:
 
 class CUR(ScoringMethod):
     title = "CUR"
-    drops = True
-    is_scorer = True
     comparable = "heads"  # scores of a head add up to 1
 
     @dataclass(frozen=True)
@@ -112,9 +110,6 @@ class CUR(ScoringMethod):
         notes += ["global"] * (params.window is None) + ["sketched"] * (params.sketch is not None)
         name = super().label(params, request)
         return name.replace(cls.title, f"{cls.title} ({', '.join(notes)})") if notes else name
-
-    def ends(self) -> tuple[int, int]:
-        return self.plan.n_sink, 0
 
     def scores(self, layer: int) -> Tensor:
         return self.leverages(layer)[..., self.plan.n_sink :]

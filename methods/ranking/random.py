@@ -72,8 +72,6 @@ def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
 
 class Random(ScoringMethod):
     title = "Random tokens"
-    drops = True
-    is_scorer = True
     comparable = "none"  # pooled, random numbers are random sizes of heads
 
     @dataclass(frozen=True)
@@ -115,9 +113,6 @@ class Random(ScoringMethod):
         notes += ["with ends"] * bool(params.n_sink or params.window) + ["kvpress"] * (params.draws == "kvpress")
         name = super().label(params, request)
         return name.replace(cls.title, f"{cls.title} ({', '.join(notes)})") if notes else name
-
-    def ends(self) -> tuple[int, int]:
-        return self.plan.n_sink, self.plan.window
 
     def scores(self, layer: int) -> Tensor:
         n_first, n_last = self.ends()
