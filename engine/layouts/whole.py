@@ -86,7 +86,7 @@ class RaggedView(View):
         chosen, heads, s = placement.chosen, home.trace.shape.h_kv, home.s_prompt
         assert len(chosen) == heads, (len(chosen), heads)
         rows = torch.cat([positions + head * s for head, positions in enumerate(chosen)])
-        k, v = move_both(lambda x: x.reshape(heads * s, -1)[rows].view(1, 1, len(rows), -1), *home.prompt())
+        k, v = move_both(lambda x: x.flatten(0, 2)[rows][None, None], *home.prompt())
         counts = [len(positions) for positions in chosen]
         starts = [0, *accumulate(counts)][:-1]
         spans = Spans(torch.tensor(starts, device=k.device), torch.tensor(counts, device=k.device), max(counts))
