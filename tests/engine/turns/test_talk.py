@@ -267,7 +267,7 @@ def test_a_dense_feed_moves_all_that_it_attends_to_from_the_host(name: str) -> N
         built(row)
     with model.hooked():
         Talk(model, trace, [row]).read([FEED], "dense")
-    shape, per_token = trace.shape, row.store.token_bytes
+    shape, per_token = trace.shape, row.store[0].meter.token_bytes
     for entry in row.store.ledger.entries:
         at = row.store[entry.layer]
         n_host = (entry.resident_host_bytes - at.meter.host_meta_bytes) // (per_token * shape.h_kv)

@@ -290,7 +290,7 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
         mine, other = (row.store.ledger.entries[-1] for row in (ours, theirs))
         assert mine.attended == other.attended == 4 * (21 + t)
         union = int(attended.view(2, 2, -1).any(1).sum())
-        assert mine.resident_kv_bytes == union * ours.store.token_bytes < other.resident_kv_bytes
+        assert mine.resident_kv_bytes == union * ours.store[0].meter.token_bytes < other.resident_kv_bytes
 
 
 def test_scores_travel_with_their_tokens() -> None:

@@ -171,7 +171,7 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
         mine, other = (row.store.ledger.entries[-1] for row in (ours, theirs))
         assert mine.attended == other.attended == 4 * (20 + t + 1)
         union = ours.store.attended(0).view(2, 2, -1).any(1).sum()
-        assert mine.resident_kv_bytes == int(union) * ours.store.token_bytes < other.resident_kv_bytes
+        assert mine.resident_kv_bytes == int(union) * ours.store[0].meter.token_bytes < other.resident_kv_bytes
 
 
 def test_reduction_comes_before_pooling() -> None:

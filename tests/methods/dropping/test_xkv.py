@@ -304,7 +304,7 @@ def test_a_choice_per_query_head_is_that_of_duplicated_kv_heads() -> None:
     mine, other = (row.store.ledger.entries[-1] for row in rows)
     assert mine.attended == other.attended == 4 * 31
     union = int(ours.view(2, 2, -1).any(1).sum())
-    assert mine.resident_kv_bytes == union * rows[0].store.token_bytes < other.resident_kv_bytes
+    assert mine.resident_kv_bytes == union * rows[0].store[0].meter.token_bytes < other.resident_kv_bytes
 
 
 @pytest.mark.parametrize("scope", ["kv_head", "layer", "query_head"])
