@@ -7,8 +7,10 @@ blocks in one call, so that no mask is longer than a block and its window, on an
 Not here: a sparse pass (`engine/sparse.py`), attention of a decode step (`engine/attend.py`).
 """
 
+import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 
@@ -18,6 +20,8 @@ from torch import Tensor
 from engine.softmax import Softmax
 from kernels.column_sums import rows_per_block
 from kernels.gather import is_within
+
+logger = logging.getLogger(__name__)
 
 # Queries of a block behind a window. A block meets window + BLOCK - 1 keys: larger ones compute more that is hidden,
 # smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
@@ -81,6 +85,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tenso
 def takes_flash(q: Tensor, v: Tensor, soft: Softmax) -> bool:
     width = max(q.shape[3], v.shape[3])
     fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256
+    fits = fits and has_flash(q.device)
     return fits and (not soft.cap or flash_attn_is_here())
 
 
@@ -122,7 +127,8 @@ def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[
     reach = window + BLOCK - 1
     # What a block's query sees of the keys from its first query's window on: as many before it as the window takes.
     distance = torch.arange(BLOCK, device=q.device).unsqueeze(1) + window - 1 - torch.arange(reach, device=q.device)
-    hidden = torch.zeros(BLOCK, reach, dtype=q.dtype, device=q.device)
+    # A GPU's kernel for float32 takes masks whose rows begin at multiples of 16 numbers.
+    hidden = torch.zeros(BLOCK, -(-reach // 16) * 16, dtype=q.dtype, device=q.device)[:, :reach]
     hidden.masked_fill_((distance < 0) | (distance >= window), -inf)
     n_blocks = (s - window) // BLOCK
     if n_blocks:
@@ -200,6 +206,19 @@ def flash(
 
 
 @cache
+def has_flash(device: torch.device) -> bool:
+    """Whether FlashAttention knows the GPU: from Ampere on, compute capability 8.0."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
 def flash_attn_is_here() -> bool:
-    """Whether the optional package is installed; asked once, because the answer cannot change within a process."""
-    return find_spec("flash_attn") is not None
+    """Whether the optional package is installed and can be loaded: one built for another torch cannot."""
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        logger.warning("flash-attn is installed and cannot be loaded (%s): torch's attention takes its place", error)
+        return False
+    return True

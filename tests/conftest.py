@@ -1,6 +1,7 @@
 """What all tests share: reproducible property tests, one thread, and a reason where a GPU is missing."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,16 @@ settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=T
 settings.load_profile("fixed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
         import torch  # seconds, which a run of other tests need not wait for
 
         if not torch.cuda.is_available():
+            if config.getoption("markexpr") == "gpu" and shutil.which("nvidia-smi"):
+                raise pytest.UsageError(
+                    f"nvidia-smi is there, but torch {torch.__version__} can use no GPU: it is built without CUDA, or "
+                    "for a newer driver"
+                )
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="no GPU that torch can use"))

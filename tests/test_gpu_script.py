@@ -1,5 +1,10 @@
 """The GPU's benchmark runs from end to end without one, on small shapes and in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +12,8 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.models import goals, hardware_of
 from benchmarks.gpu.results import Result
 from kernels.jit import triton
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -87,3 +94,25 @@ def test_without_a_gpu_it_says_so(capsys) -> None:
         pytest.skip("there is a GPU")
     assert main([]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_the_gpu_tests_fail_where_torch_cannot_use_the_gpu(tmp_path: Path) -> None:
+    """A driver is there, and torch is built without CUDA: skipped tests would look like passed ones."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU that torch can use")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels/test_select_attend.py",
+    ]
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "nvidia-smi is there, but torch" in done.stderr

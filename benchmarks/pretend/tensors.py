@@ -327,6 +327,7 @@ def efficient(machine: Machine, index: int, args: Any, kwargs: Any) -> Any:
     """CUDA's attention for float32, which knows no groups of heads and pads the log-sum-exps."""
     q, k, v = (unwrapped(x) for x in args[:3])
     hidden = None if args[3] is None else unwrapped(args[3])
+    assert hidden is None or hidden.stride(-2) % 8 == 0, f"a mask's rows must be aligned: {hidden.stride()}"
     assert q.shape[1] == k.shape[1] == v.shape[1], "this attention needs as many KV heads as query heads"
     machine.note("launch")
     causal = args[6] if len(args) > 6 else kwargs.get("is_causal", False)

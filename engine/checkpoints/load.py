@@ -26,6 +26,7 @@ from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, decoder_layers, register_attention
 from engine.passes.rotations import rotary_dims
 from engine.shapes import DRAWN, Checkpoint, ModelShape
+from kernels.jit import triton
 
 CHECK_VERSION = 1  # of the comparison of our attention with transformers' own: another one is made anew
 
@@ -246,10 +247,15 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
 def resolve_device(device: str) -> str:
     """`auto` is the first GPU where there is one."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"device={device} needs a GPU that torch can use, and there is none; use device=cpu or device=auto"
+        )
+    if device.startswith("cuda") and triton is None:
+        raise ConfigError(
+            "a GPU's kernels need Triton, which is not installed; run pip install -c constraints.txt triton, or use "
+            "device=cpu"
         )
     return device
 

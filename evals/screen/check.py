@@ -154,9 +154,7 @@ def kernels() -> Fact:
 def triton() -> Fact:
     found = installed("triton")
     if found is None:
-        return Fact(
-            "Triton", "not installed; kernels for GPUs take torch's path (pip install -c constraints.txt triton)"
-        )
+        return Fact("Triton", "not installed; a GPU cannot be used without (pip install -c constraints.txt triton)")
     return Fact("Triton", found if has_gpu() else f"{found}; there is no GPU to use it on")
 
 

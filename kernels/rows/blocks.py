@@ -145,6 +145,7 @@ def look_up(rows, counts, found, n_counts, h_kv, FIELDS: tl.constexpr, TILE: tl.
             tl.store(wanted + chosen, 0)
             if chosen < n_complete:
                 slot = tl.load(where + chosen)
+                tl.debug_barrier()  # one thread stores there below, and all warps decide by what was there
                 if slot < 0:
                     slot = n_cached
                     if n_cached == capacity:  # the rarest or oldest makes room, the longest unused among equals

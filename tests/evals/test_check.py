@@ -13,6 +13,7 @@ import yaml
 
 import run
 from engine.checkpoints import header, load
+from engine.errors import ConfigError
 from engine.width import PASS_VALUES, SHARE
 from evals.screen import check
 from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
@@ -278,3 +279,12 @@ def test_the_longest_prompt_is_the_formulas() -> None:
         == model.window
         == yaml.safe_load((ROOT / "conf" / "architecture" / "llama-3.1-8b.yaml").read_text())["max_position_embeddings"]
     )
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_without_triton_is_refused(h200: None, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Its decode steps are Triton's kernels."""
+    monkeypatch.setattr(load, "triton", None)
+    with pytest.raises(ConfigError, match="need Triton, which is not installed"):
+        load.resolve_device(device)
+    assert load.resolve_device("cpu") == "cpu"

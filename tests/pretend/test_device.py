@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.pretend.cuda import Machine
+from engine.causal import causal
+from engine.softmax import Softmax
 from kernels.jit import jit, tl
 
 
@@ -132,3 +134,13 @@ def test_modules_go_where_they_are_told(machine: Machine) -> None:
 def double(x, n: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
     at = tl.arange(0, n)
     tl.store(x + at, tl.load(x + at) * 2)
+
+
+@pytest.mark.parametrize("window", [5, 130])
+def test_a_sliding_window_in_float32_has_a_mask_that_the_kernel_takes(machine: Machine, window: int) -> None:
+    """Whose rows begin at multiples of 8 numbers; the pretended operator refuses others."""
+    q, k, v = (torch.randn(1, 2, 400, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    expected = causal(q, k, v, Softmax(0.25), window)
+    found = causal(q.to("cuda"), k.to("cuda"), v.to("cuda"), Softmax(0.25), window)
+    for x, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.cpu(), right)
