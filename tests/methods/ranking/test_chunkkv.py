@@ -1,0 +1,133 @@
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.observe import LastQueries
+from engine.softmax import Softmax
+from methods.ranking.chunkkv import SCORERS, ChunkKV, entropies, in_order, published_chunks, shares, worth
+from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+
+PARAMS = ChunkKV.Params("snapkv", 20, "best", 4, 1, 32, 7, "max", False)
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "chunkkv").glob("*.npz"))
+
+
+def run_vectors(path: Path) -> list[Check]:
+    """kvpress' three ways to choose by chunks: numbers of tokens and chunks, kept tokens exactly."""
+    meta, x = load(path)
+    k = torch.from_numpy(x["k"])
+    trace = trace_of(k, k, meta.get("H", meta["Hk"]))
+    params = replace(PARAMS, chunk=meta["chunk"], match_published=True)
+    budget = request(ratio=str(1 - Fraction(str(meta["compression_ratio"]))))
+    if "low" in meta:
+        params, budget = replace(params, choose="gated", low=meta["low"]), request(tokens=meta["n_kept"])
+    if "window" in meta:
+        params = replace(params, window=meta["window"], kernel=meta["kernel"], pooling="avg")
+        q = torch.from_numpy(x["q_window"])
+        trace.observe(0, LastQueries(meta["window"]), q, k, Softmax(k.shape[3] ** -0.5))
+    else:
+        params = replace(params, choose="within", scorer="knorm")
+    row = row_of(ChunkKV, params, trace, budget)
+    scores, kept = row.shared_scores(0), row.store[0].positions().sort(-1).values
+    if "window" not in meta:
+        return [(path.stem, first(differs("scores", scores, x["score"], 1e-5), differs("kept", kept, x["kept_idx"])))]
+    numbers, alike = scores[0, 0], all(torch.equal(head, kept[0, 0]) for head in kept[0])
+    problem = first(
+        differs("scores", numbers, x["score"][0].sum(0), 1e-5) if "score" in x else None,
+        differs("chunks", worth(numbers, meta["chunk"], 0), x["chunk_score"], 1e-5),
+        differs("entropy", entropies(numbers, meta["chunk"], 0), x["chunk_entropy"], 1e-5) if "low" in meta else None,
+        differs("kept", kept[0, 0], x["kept_idx"]) if "low" not in meta else cut_differs(meta, x, numbers, kept[0, 0]),
+        None if alike else "heads keep unlike sets",
+    )
+    return [(path.stem, problem)]
+
+
+def cut_differs(meta: dict[str, Any], x: dict[str, Any], numbers: torch.Tensor, kept: torch.Tensor) -> str | None:
+    """Sets where tokens of the window, which are all equal, may stand for one another."""
+    past = meta["S"] - meta["window"]
+    theirs = torch.from_numpy(x["kept_idx"]).long()
+    return first(
+        differs("kept of the past", kept[kept < past], theirs[theirs < past]),
+        differs("their number", len(kept), len(theirs)),
+    )
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_chunkkv_agrees_with_reference_vectors(path: Path) -> None:
+    assert [problem for _, problem in run_vectors(path)] == [None]
+
+
+def row(n: int, s: int = 130, q: int | None = None, **changes: Any) -> Any:
+    draw = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(1, 2, s, 16, generator=draw) for _ in range(2))
+    trace, params = trace_of(k, v, 4), replace(PARAMS, **changes)
+    queries = torch.randn(1, 4, 32, 16, generator=draw)
+    trace.observe(0, LastQueries(params.window), queries, k, trace.softmax[0])
+    return row_of(ChunkKV, params, trace, request(tokens=n))
+
+
+@pytest.mark.parametrize("choose", ["best", "gated"])
+@pytest.mark.parametrize("n", [33, 40, 60, 97, 129])
+def test_the_budget_is_used_to_the_last_token_and_one_chunk_at_most_is_cut(n: int, choose: str) -> None:
+    kept = row(n, choose=choose).store[0].positions()[0]
+    assert kept.shape == (2, n) and torch.equal(kept[0].sort().values, kept[1].sort().values)
+    past = kept[0][kept[0] < 98]
+    assert {*range(98, 130)} <= set(kept[0].tolist())
+    sizes = torch.bincount(past // 20, minlength=5).tolist()
+    if choose == "best":
+        assert sum(0 < size < full for size, full in zip(sizes, [20, 20, 20, 20, 18], strict=True)) <= 1
+
+
+def test_constant_numbers_keep_the_first_chunks_and_chunks_of_one_are_the_scorer() -> None:
+    assert in_order(torch.ones(50), 20, 0)[:40].sort().values.tolist() == [*range(40)]
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    assert in_order(x, 1, 0)[:9].tolist() == x.topk(9).indices.tolist()
+
+
+def test_a_gate_leaves_its_chunks_rest_for_last() -> None:
+    x = torch.tensor([9.0, 0, 0, 0, 1, 1, 1, 1])
+    limit = torch.tensor([1, 4])
+    assert in_order(x, 4, 0, limit).tolist() == [0, 4, 5, 6, 7, 1, 2, 3]
+    assert entropies(x, 4, 0).tolist() == pytest.approx([0, 1], abs=1e-6)
+
+
+def test_each_chunk_has_its_share_and_the_first_ones_the_rest() -> None:
+    assert [n for _, n in shares(50, 20, 0, 27)] == [11, 11, 5]
+    assert [(where.start, where.stop) for where, _ in shares(50, 20, 4, 27)] == [(0, 16), (16, 36), (36, 50)]
+    assert row(27, s=70, choose="within", scorer="knorm").store[0].positions().shape == (1, 2, 27)
+
+
+def test_published_counts_are_in_floating_point() -> None:
+    assert published_chunks(151, 10, Fraction(3, 10)) == 4
+    assert published_chunks(200, 10, Fraction(1, 10)) == 1  # 20 * (1 - 0.9) is below 2
+
+
+@pytest.mark.parametrize("scorer", [name for name in SCORERS if name not in ("tova", "expected_attention")])
+def test_any_scorer_numbers_the_tokens(scorer: str) -> None:
+    assert row(60, scorer=scorer).store[0].positions().shape == (1, 2, 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"scorer": "kvzip"}, "method.scorer=kvzip is not allowed"),
+        ({"chunk": 0}, "method.chunk=0 is out of range"),
+        ({"reuse": 0}, "method.reuse=0 is out of range"),
+        ({"low": 0}, "method.low=0 is out of range"),
+        ({"kernel": 2}, "method.kernel=2 has no middle"),
+        ({"choose": "within"}, "use method.scorer=knorm with it"),
+        ({"choose": "all"}, "method.choose=all is not allowed"),
+    ],
+)
+def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        replace(PARAMS, **changes)
+
+
+def test_published_chunks_that_hold_more_than_the_budget_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 chunks of 20 tokens are up to 60, more than the budget of 57"):
+        row(57, match_published=True, scorer="knorm")
