@@ -1,5 +1,6 @@
 """The GPU's benchmark runs from end to end without one, on small shapes and in Triton's interpreter."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.models import goals, hardware_of
-from benchmarks.gpu.results import Result
+from benchmarks.gpu.results import Result, collect
 from kernels.jit import triton
 
 ROOT = Path(__file__).parents[1]
@@ -116,3 +117,12 @@ def test_the_gpu_tests_fail_where_torch_cannot_use_the_gpu(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "nvidia-smi is there, but torch" in done.stderr
+
+
+def test_a_part_leaves_the_lines_of_the_others(tmp_path: Path) -> None:
+    path, cpu = tmp_path / "gpu.csv", torch.device("cpu")
+    collect([Result("copy, device", "1", True, ms=1.0), Result("join", "1", True, ms=2.0)], path, cpu)
+    collect([Result("join", "1", True, ms=3.0), Result("join", "2", True, ms=4.0)], path, cpu)
+    with path.open(newline="") as handle:
+        lines = [(line["what"], line["shape"], line["ms"]) for line in csv.DictReader(handle)]
+    assert lines == [("copy, device", "1", "1.0"), ("join", "1", "3.0"), ("join", "2", "4.0")]

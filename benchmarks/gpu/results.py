@@ -38,7 +38,10 @@ class Result:
 
 
 def collect(found: Iterable[Result], path: Path | None, device: torch.device) -> list[Result]:
-    """All results; each is in the file, and on the screen, before the next one is measured."""
+    """All results; each is in the file, and on the screen, before the next one is measured.
+
+    The file keeps what other parts measured before, by whichever command.
+    """
     if path is None:
         return [said(result) for result in found]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -46,14 +49,18 @@ def collect(found: Iterable[Result], path: Path | None, device: torch.device) ->
     about |= {"date": datetime.now(UTC).date().isoformat()}
     for package in ("triton", "transformers"):
         about[package] = version(package)
-    results = []
-    with path.open("w", newline="") as handle:
-        writer = csv.DictWriter(handle, [*(field.name for field in fields(Result)), *about])
-        writer.writeheader()
-        for result in found:
-            writer.writerow(vars(result) | about)
-            handle.flush()
-            results.append(said(result))
+    results, lines = [], list[dict[str, Any]]()
+    if path.is_file():
+        with path.open(newline="") as handle:
+            lines = [*csv.DictReader(handle)]
+    for result in found:
+        lines = [line for line in lines if (line["what"], line["shape"]) != (result.what, result.shape)]
+        lines.append(vars(result) | about)
+        with path.open("w", newline="") as handle:
+            writer = csv.DictWriter(handle, [*(field.name for field in fields(Result)), *about], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(lines)
+        results.append(said(result))
     return results
 
 
