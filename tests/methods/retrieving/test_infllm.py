@@ -155,7 +155,7 @@ class Replayed:
         if block < len(self.theirs):  # blocks past the run's last step are not recorded
             self.own[block] = self.scores[layer][:, :n].clone()
             self.scores[layer][:, :n] = self.theirs[block]
-        super().form_block(layer)  # type: ignore[misc]
+        return super().form_block(layer)  # type: ignore[misc]
 
 
 def check_streaming(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
