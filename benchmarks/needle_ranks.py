@@ -20,7 +20,6 @@ from engine.model import Model
 from engine.observe import ColumnSums, LastQueries, window_scores
 from engine.passes.probe import probe
 from engine.prefill import Trace, prefill
-from engine.softmax import Softmax
 from evals.asked import ask
 from evals.cells import ready_cells
 from evals.settings import from_words
@@ -36,7 +35,7 @@ WINDOW = 32
 def scores_of(trace: Trace, layer: int) -> dict[str, Tensor]:
     """Per name (1, h_kv, n): what decides who is kept of the first n tokens."""
     q = trace.observed(LastQueries(WINDOW), layer)
-    votes = reduce_group(window_scores(q, trace.keys(layer), Softmax(trace.scales[layer])), trace.shape.h_kv, "mean")
+    votes = reduce_group(window_scores(q, trace.keys(layer), trace.softmax[layer]), trace.shape.h_kv, "mean")
     sums = reduce_group(trace.observed(ColumnSums(), layer), trace.shape.h_kv, "sum")
     return {
         "votes, kernel 7": pool_scores(votes, 7, "max"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.budget import show
 from engine.errors import ConfigError
+from engine.shapes import ModelShape
 
 
 def one_of(key: str, value: Any, allowed: Collection[Any]) -> Any:
@@ -77,3 +78,9 @@ def sizes(group: str, params: Any, most: int, of: str) -> None:
         for number in numbers:
             if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
                 raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")
+
+
+def refuse_cap(shape: ModelShape, what: str, instead: str) -> None:
+    """Refuse `what` adds up logits of a model that bends them: their sum is no product with a sum."""
+    if shape.is_capped:
+        raise ConfigError(f"{what}, and the model {shape.name!r} caps its logits, whose sum is another; use {instead}")

@@ -77,11 +77,6 @@ class Trace:
         self._shared: dict[Hashable, Any] = {}
         self.latents: dict[int, Latent] = {}  # of layers that cache those
 
-    @property
-    def scales(self) -> dict[int, float]:
-        """What each layer multiplies q·k with."""
-        return {layer: soft.scale for layer, soft in self.softmax.items()}
-
     def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt

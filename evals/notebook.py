@@ -203,10 +203,10 @@ class _Looking:
             self.fed[row, layer] = keys, values
             trace = self.trace
             logits, _ = exact_attention(
-                q[one], trace.keys(layer), trace.values(layer), keys, values, trace.scales[layer]
+                q[one], trace.keys(layer), trace.values(layer), keys, values, trace.softmax[layer]
             )
             seen = self.rows[row].store.attended(layer)
-            weights = self.over_all(layer, logits[0].softmax(-1).cpu())
+            weights = self.over_all(layer, trace.softmax[layer].weights(logits[0], (-1,)).cpu())
             looks.append(Look(len(looks) + 1, seen, weights))
 
     def over_all(self, layer: int, weights: Tensor) -> Tensor:

@@ -34,12 +34,13 @@ def read_evicting(
     coming = torch.arange(at.n_seen, at.n_seen + m, device=k.device).expand(1, h_kv, -1)
     positions = torch.cat([at.positions(), coming], -1)  # (1, h_kv, n)
     grouped = feed.q[0].float().unflatten(0, (h_kv, -1))  # (h_kv, g, m, d_h)
-    logits = (grouped @ k[0].float().mT.unsqueeze(1)) * feed.scale  # (h_kv, g, m, n)
+    logits = feed.soft.bent(grouped @ k[0].float().mT.unsqueeze(1))  # (h_kv, g, m, n)
     hidden = torch.zeros(h_kv, 1, n, device=k.device)
     hidden[..., n_held:] = -torch.inf
     for t in range(m):
         hidden[..., n - m + t] = 0
-        weights = torch.add(logits[:, :, t], hidden, out=logits[:, :, t]).softmax(-1)  # (h_kv, g, n)
+        weights = torch.add(logits[:, :, t], hidden, out=logits[:, :, t])
+        weights = feed.soft.weights(weights, (h_kv, -1))  # (h_kv, g, n)
         logits[:, :, t] = weights
         n_held += 1
         at.count_in(n_held)

@@ -43,6 +43,7 @@ from engine.errors import ConfigError
 from engine.foreign import write_csv
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 from tasks.base import Sample
 from tasks.checks import check_choices, check_counts
@@ -225,7 +226,7 @@ class Comparison:
         now = slice(self.step + 1)
         logits, exact = exact_attention(
             q[places], self.truth.keys(layer), self.truth.values(layer), keys[rows][:, :, now], values[rows][:, :, now],
-            self.truth.scales[layer],
+            self.truth.softmax[layer],
         )  # fmt: skip
         seen = torch.stack([self.rows[row].store.attended(layer) for row in rows]).to(q.device)
         i, s = self.layers.index(layer), self.truth.s_prompt
@@ -289,20 +290,20 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def exact_attention(
-    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, scale: float
+    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, soft: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row over one prompt and its own later tokens, in float32.
 
-    q (n, h, 1, d_h); keys, values (1, h_kv, s, d_h), the same for all rows; own_k, own_v (n, h_kv, t, d_h). Scaled
-    logits (n, h, s + t), and the output (n, h, d_h).
+    q (n, h, 1, d_h); keys, values (1, h_kv, s, d_h), the same for all rows; own_k, own_v (n, h_kv, t, d_h).
+    Logits (n, h, s + t), and the output (n, h, d_h), of which a sink takes its share.
     """
     n, _, _, d_h = q.shape
     h_kv, s = keys.shape[1], keys.shape[2]
     grouped = q.float().reshape(n, h_kv, -1, d_h)  # (n, h_kv, g, d_h)
     by_head = grouped.transpose(0, 1).flatten(1, 2)  # (h_kv, n * g, d_h): the prompt is read once for all rows
     on_prompt = (by_head @ keys[0].float().mT).unflatten(1, (n, -1)).transpose(0, 1)
-    logits = torch.cat([on_prompt, grouped @ own_k.float().mT], -1) * scale  # (n, h_kv, g, s + t)
-    weights = logits.softmax(-1)
+    logits = soft.bent(torch.cat([on_prompt, grouped @ own_k.float().mT], -1))  # (n, h_kv, g, s + t)
+    weights = soft.weights(logits, (h_kv, -1))
     on_prompt = weights[..., :s].transpose(0, 1).flatten(1, 2) @ values[0].float()
     out = on_prompt.unflatten(1, (n, -1)).transpose(0, 1) + weights[..., s:] @ own_v.float()
     return logits.flatten(1, 2), out.flatten(1, 2)

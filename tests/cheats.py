@@ -46,7 +46,7 @@ FULL_OUTPUT = """
             return out
         g = self.trace.shape.g
         k, v = (x.repeat_interleave(g, 1) for x in self.kept(layer))
-        weights = (self.q @ k.mT * self.trace.scales[layer]).softmax(-1)
+        weights = (self.q @ k.mT * self.trace.softmax[layer].scale).softmax(-1)
         return weights @ v
 """
 COPIES = """

@@ -32,10 +32,6 @@ class Feed:
     moments: Sequence[Moment]  # of each token
 
     @property
-    def scale(self) -> float:
-        return self.soft.scale
-
-    @property
     def queries(self) -> Tensor:
         """One behind the other, as if they were rows: (m, h, 1, d_h)."""
         return self.q.transpose(1, 2).transpose(0, 1).transpose(1, 2)

@@ -253,9 +253,9 @@ class AttentionMatching(SelectiveAttention):
 
     def part(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, start: int, end: int, t: int) -> Compacted:
         """`t` keys for those from `start` to `end` of one KV head: q (n, d_h), keys and values (s, d_h)."""
-        params, scale = self.params, self.trace.scales[layer]
+        params, soft = self.params, self.trace.softmax[layer]
         near, own = keys[start:end].float(), values[start:end].float()
-        goal = target(q, near, scale)
+        goal = target(q, near, soft)
         rule = BiasRule(*params.bounds, params.n_steps)
         if params.select == "highest":
             idx = highest_keys(goal.weights, t, params.score)
@@ -270,7 +270,7 @@ class AttentionMatching(SelectiveAttention):
             bias = weights.log().to(keys.dtype).float()  # as a cache of this type holds it
         if params.values == "kept":
             return Compacted(idx + start, bias, own[idx], False)
-        few = ((q @ near[idx].mT) * scale + bias).softmax(1)  # (n, t)
+        few = (soft.bent(q @ near[idx].mT) + bias).softmax(1)  # (n, t)
         new, is_ridged = fit_values(few, goal.weights @ own, params.ridge, float(own.abs().amax()))
         return Compacted(idx + start, bias, new, is_ridged)
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.softmax import Softmax
+
 POWER_STEPS = 3  # of the power iteration for a step size
 GRAM_STEPS = 100  # of projected gradients, from which on the columns' products pay for themselves
 DROP_ROUNDS = 3  # in which keys of next to no mass make room for others
@@ -40,9 +42,12 @@ class BiasRule(NamedTuple):
     n_steps: int
 
 
-def target(q: Tensor, keys: Tensor, scale: float) -> Target:
-    """No mask: queries are matched against all keys, later ones included."""
-    logits = (q @ keys.mT).mul_(scale)
+def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
+    """No mask: queries are matched against all keys, later ones included.
+
+    Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
+    """
+    logits = soft.bent(q @ keys.mT)
     exps = logits.sub_(logits.amax(1, keepdim=True)).exp_()
     return Target(exps, exps.sum(1))
 

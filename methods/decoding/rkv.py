@@ -31,6 +31,7 @@ from torch import Tensor
 
 from engine.checks import each_one_of, share
 from engine.errors import ConfigError
+from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.decoding.schedule import check_schedule, schedule_notes
 from methods.scorers import by_heads, pool_scores
@@ -40,15 +41,18 @@ SIMILAR = 0.5  # cosine above which the code calls two keys alike
 LEAST_NORM = 1e-8
 
 
-def window_importance(q: Tensor, keys: Tensor, scale: float, w: int, kernel: int) -> Tensor:
+def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: int) -> Tensor:
     """What queries (1, h, n_q, d_h) look at among keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
 
-    A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone.
+    A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone; its
+    sinks do so too.
     """
-    n, scores = keys.shape[2], []
-    for queries, head in zip(q[0].float().unflatten(0, (keys.shape[1], -1)), keys[0], strict=True):
-        logits = (queries @ head[: n - w].float().mT) * scale  # (g, n_q, n - w)
-        scores.append(logits.amax(0).softmax(-1).mean(0))
+    n, scores, g = keys.shape[2], [], q.shape[1] // keys.shape[1]
+    for i, (queries, head) in enumerate(zip(q[0].float().unflatten(0, (keys.shape[1], -1)), keys[0], strict=True)):
+        logits = soft.bent(queries @ head[: n - w].float().mT).amax(0)  # (n_q, n - w), of g heads
+        sinks = soft.of(slice(i * g, (i + 1) * g)).sink
+        own = Softmax(soft.scale, soft.cap, None if sinks is None else sinks.amax(0, keepdim=True))
+        scores.append(own.weights(logits, (1,)).mean(0))
     return pool_scores(torch.stack(scores).unsqueeze(0), kernel, "max")
 
 
@@ -117,7 +121,7 @@ class RKV(CuttingMethod):
     def scores(self, layer: int, keys: Tensor) -> Tensor:
         """What the tokens before the window are worth, (1, h_kv, n - window) float32."""
         w, mix = self.params.window, float(self.params.mix)
-        importance = window_importance(self.queries(layer), keys, self.trace.scales[layer], w, self.params.kernel)
+        importance = window_importance(self.queries(layer), keys, self.trace.softmax[layer], w, self.params.kernel)
         if mix == 1:
             return importance
         redundancy = by_heads(self.trace, layer, keys, self.redundancy)

@@ -52,8 +52,8 @@ class SnapKVDecode(CuttingMethod):
         return params.window
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        w, scale = self.params.window, self.trace.scales[layer]
-        scores = window_importance(self.queries(layer), keys, scale, w, self.params.kernel)
+        w, soft = self.params.window, self.trace.softmax[layer]
+        scores = window_importance(self.queries(layer), keys, soft, w, self.params.kernel)
         best = best_first(scores, self.plan.target - w)
         return with_last(best if self.params.order == "score" else in_place(best), keys.shape[2], w)
 

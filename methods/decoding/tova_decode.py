@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first, in_place
 from methods.decoding.schedule import check_schedule, schedule_notes
 
 
-def query_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+def query_weights(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
     """Weights of one query per head (1, h, 1, d_h) on keys (1, h_kv, n, d_h), mean over heads: (n,) float32."""
-    queries = q[0, :, 0].float().unflatten(0, (keys.shape[1], -1)) * scale  # (h_kv, g, d_h)
-    return (queries @ keys[0].float().mT).softmax(-1).mean((0, 1))
+    queries = q[0, :, 0].unflatten(0, (keys.shape[1], -1))  # (h_kv, g, d_h)
+    return soft.weights(soft.logits(queries, keys[0]), (keys.shape[1], -1)).mean((0, 1))
 
 
 class TOVADecode(CuttingMethod):
@@ -50,7 +51,7 @@ class TOVADecode(CuttingMethod):
         return 1
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        weights = query_weights(self.queries(layer), keys, self.trace.scales[layer])
+        weights = query_weights(self.queries(layer), keys, self.trace.softmax[layer])
         best = in_place(best_first(weights.view(1, 1, -1), self.plan.target))
         return best.expand(1, keys.shape[1], -1).contiguous()
 

@@ -43,12 +43,13 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, share, tokens, whole_number
+from engine.checks import each_one_of, refuse_cap, share, tokens, whole_number
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import Observation, QueryStatistics, at_once
 from engine.prefill import prefill
 from engine.shapes import Checkpoint, ModelShape
+from engine.softmax import Softmax
 from engine.terminal import say
 from methods.allocator import Allocator
 from methods.scoring import ScoringMethod
@@ -107,10 +108,10 @@ def expected_logits(mean: Tensor, covariance: Tensor | None, keys: Tensor, scale
     return logits
 
 
-def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool) -> Tensor:
+def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool, soft: Softmax) -> Tensor:
     """What tokens are worth, (1, h_kv, n): expected attention, the group's mean, times the norm of values
     (h_kv, n, d_h)."""
-    attention = logits.softmax(-1).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
+    attention = soft.weights(logits, (-1,)).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
     if value_norm:
         attention = (attention + eps) * values.float().norm(dim=-1)
     return attention.unsqueeze(0)
@@ -161,6 +162,7 @@ class ExpectedAttention(ScoringMethod):
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        refuse_cap(shape, "Expected Attention has a closed form for exponentials of products alone", "SnapKV")
         if params.stats_file is None:
             return
         wanted = [len(shape.attention_layers), shape.h, shape.d_h]
@@ -218,8 +220,9 @@ class ExpectedAttention(ScoringMethod):
         mean, covariance = turned_statistics(self.statistics(layer), self.rotation(layer))
         if not self.params.covariance:
             covariance = None
-        logits = expected_logits(mean, covariance, trace.keys(layer)[0, :, n_sink:], trace.scales[layer])
-        return expected_scores(logits, trace.values(layer)[0, :, n_sink:], self.params.eps, self.params.value_norm)
+        logits = expected_logits(mean, covariance, trace.keys(layer)[0, :, n_sink:], trace.softmax[layer].scale)
+        values = trace.values(layer)[0, :, n_sink:]
+        return expected_scores(logits, values, self.params.eps, self.params.value_norm, trace.softmax[layer])
 
     def rotation(self, layer: int) -> Tensor:
         """The average over the next positions, the same for all layers that turn alike."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest, show
 from engine.errors import ConfigError
-from engine.observe import MeanWeights, Observation
+from engine.observe import MeanWeights, Observation, query_lse
 from engine.placement import Change, Stay, Whole
 from engine.prefill import Thinning
 from engine.selection import Cost
@@ -161,7 +161,8 @@ class Course(Thinning):
             return None
         recent = q[:, :, -self.plan.tail :]
         rising = rising_weights(self.plan.tail, self.plan.distance_weight).to(q.device)
-        sums = column_sums(recent, k, soft.scale, rising)  # (h_kv, g, n)
+        lse = None if soft.is_plain else query_lse(recent, k, soft)
+        sums = column_sums(recent, k, soft.scale, rising, lse, soft.cap)  # (h_kv, g, n)
         return self.survivors(layer, sums.flatten(0, 1).mean(0) / self.plan.tail)
 
     def survivors(self, layer: int, votes: Tensor) -> Tensor:

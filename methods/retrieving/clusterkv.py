@@ -43,7 +43,7 @@ from engine.books.footprint import Footprint, held
 from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
-from engine.checks import each_one_of, whole_numbers
+from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.passes.beside import Beside
 from engine.placement import Offloaded, Release
@@ -216,6 +216,12 @@ class ClusterKV(SelectiveAttention):
     pending: dict[int, "Future[Clusters]"]
     hits: dict[int, Hits]
     n_appended: dict[int, int]  # how often generated tokens became clusters
+
+    @classmethod
+    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        if params.agg == "group_mean":
+            refuse_cap(shape, "method.agg=group_mean adds up scores of a group", "method.agg=query_head")
 
     @classmethod
     def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from engine.books.footprint import Footprint, held
 from engine.budget import Budget, BudgetRequest, show
-from engine.checks import each_one_of, whole_numbers
+from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.shapes import Checkpoint, ModelShape
@@ -157,6 +157,8 @@ class DoubleSparsity(LabelSearch):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
+        if request.ratio != 1 and not labels_for(params, request.comm, shape)[1]:
+            refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
         check_file(params.calibration_file, "channels", shape)
         if params.channel == "k" and params.granularity == "query_head" and shape.g > 1:
             raise ConfigError(

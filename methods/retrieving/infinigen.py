@@ -57,6 +57,7 @@ from engine.observe import ChannelSums, Observation
 from engine.placement import Offloaded
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
@@ -95,13 +96,13 @@ def partial_keys(keys: Tensor, columns: Tensor) -> Tensor:
     return torch.stack([(head.float() @ some).to(keys.dtype).float() for head, some in heads])
 
 
-def foretold_logits(q: Tensor, proxy: Proxy, scale: float) -> tuple[Tensor, Tensor]:
+def foretold_logits(q: Tensor, proxy: Proxy, soft: Softmax) -> tuple[Tensor, Tensor]:
     """Queries (n, h, 1, d_h) in the proxy's channels, (n, h_kv, g, n_channels), and their logits (n, h_kv, g, s)."""
     h_kv = len(proxy.keys)
     n, h = q.shape[:2]
     grouped = q.reshape(n, h_kv, h // h_kv, -1).float().transpose(0, 1).flatten(1, 2)
-    partial = grouped @ proxy.basis * scale  # (h_kv, n * g, n_channels); the scale is that of whole queries
-    logits = partial @ proxy.keys.mT  # all rows at once: the keys are read once
+    partial = grouped @ proxy.basis * soft.scale  # (h_kv, n * g, n_channels); the scale is that of whole queries
+    logits = soft.capped(partial @ proxy.keys.mT)  # all rows at once: the keys are read once
     return tuple(x.view(h_kv, n, h // h_kv, -1).transpose(0, 1) for x in (partial, logits))  # type: ignore[return-value]
 
 
@@ -230,9 +231,11 @@ class InfiniGen(SelectiveAttention):
         queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
 
         def select(alike: Sequence[InfiniGen], q: Tensor) -> Sequence[Found]:
-            if q.is_cuda and not any(layer in row.late or row.params.alpha is not None for row in alike):
+            soft = alike[0].trace.softmax[layer]
+            in_torch = soft.cap or any(layer in row.late or row.params.alpha is not None for row in alike)
+            if q.is_cuda and not in_torch:
                 return choose_keys(alike, layer, q)
-            partial, logits = foretold_logits(q, alike[0].proxies[layer], alike[0].trace.scales[layer])
+            partial, logits = foretold_logits(q, alike[0].proxies[layer], soft)
             return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(alike)]
 
         def alike(row: InfiniGen) -> Hashable:
@@ -246,7 +249,7 @@ class InfiniGen(SelectiveAttention):
         if layer in self.late:
             late = self.take_in(layer)
             if late.shape[1]:
-                logits = torch.cat([logits, partial @ late.mT], -1)
+                logits = torch.cat([logits, self.trace.softmax[layer].capped(partial @ late.mT)], -1)
         ranking, k = merged(logits, self.params.agg), self.plan.k_most
         if self.params.alpha is not None:
             k = min(common_count(ranking, self.params.alpha), k)

@@ -42,7 +42,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from engine.checks import tokens
+from engine.checks import refuse_cap, tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.placement import Offloaded, Release
@@ -136,6 +136,7 @@ class InfLLM(SelectiveAttention):
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
+        refuse_cap(shape, "InfLLM adds up logits of representative tokens and of heads", "another method")
         if request.ratio is not None and request.ratio < 1:
             n_representatives(params, request.comm)
 
@@ -240,7 +241,7 @@ class InfLLM(SelectiveAttention):
         band = slice(max(0, last - self.plan.n_local), last)
         window = keys[0, :, self.plan.n_sink :][:, band].float()  # (h_kv, n, d_h)
         logits = q.float().view(len(window), -1, q.shape[-1]) @ window.mT
-        self.scores[layer][:, band] += logits.flatten(0, 1) * self.trace.scales[layer]
+        self.scores[layer][:, band] += self.trace.softmax[layer].bent(logits.flatten(0, 1))
 
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
@@ -320,7 +321,8 @@ class InfLLM(SelectiveAttention):
         n_sink, n_local, stop = self.plan.n_sink, self.plan.n_local, self.store[layer].n_window
         window = self.store[layer].resident()[0].k[0, :, n_sink : n_sink + stop].float()  # (h_kv, n, d_h)
         grouped = feed.q[0].float().unflatten(0, (len(window), -1))  # (h_kv, g, m, d_h)
-        weights = ((grouped @ window.mT.unsqueeze(1)) * feed.scale - lse[0].view(*grouped.shape[:3], 1)).exp()
+        logits = feed.soft.bent(grouped @ window.mT.unsqueeze(1))
+        weights = (logits - lse[0].view(*grouped.shape[:3], 1)).exp()
         place, end = torch.arange(stop), torch.tensor([n_window for _, n_window in feed.moments]).unsqueeze(1)
         is_local = (place < end) & (place >= end - n_local)  # (m, n)
         self.scores[layer][:, :stop] += (weights * is_local).sum(2).flatten(0, 1)

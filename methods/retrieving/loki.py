@@ -40,7 +40,7 @@ from torch import Tensor
 
 from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from engine.checks import each_one_of, whole_numbers
+from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.shapes import Checkpoint, ModelShape
@@ -118,6 +118,8 @@ class Loki(LabelSearch):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
+        if params.granularity == "kv_head":
+            refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
         check_file(params.calibration_file, "pca", shape)
         if request.ratio != 1:
             components_for(params, request.comm, shape)

@@ -29,6 +29,7 @@ from engine.checks import each_one_of, share, tokens
 from engine.placement import Offloaded
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
@@ -38,11 +39,11 @@ from methods.base import SelectiveAttention
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
 
-def token_scores(logits: Tensor, agg: str) -> Tensor:
-    """One score per token from scaled logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`."""
+def token_scores(logits: Tensor, agg: str, soft: Softmax) -> Tensor:
+    """One score per token from logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`."""
     if agg == "group_logit_mean":
         return logits.mean(2)
-    weights = logits.softmax(-1)  # over all tokens, before any restriction
+    weights = soft.weights(logits, (logits.shape[1], -1))  # over all tokens, before any restriction
     if agg == "query_head":
         return weights.flatten(1, 2)
     return weights.sum(2) if agg == "group_sum" else weights.amax(2)
@@ -127,15 +128,16 @@ class Oracle(SelectiveAttention):
         oracles = cast("Sequence[Oracle]", rows)
         if q.is_cuda:
             return select_alike(oracles, q, lambda row: row.params.agg, lambda alike, q: select_keys(alike, layer, q))
-        logits = all_logits([row.store for row in rows], layer, q, rows[0].trace.scales[layer])
-        scores = {agg: token_scores(logits, agg) for agg in dict.fromkeys(row.params.agg for row in oracles)}
+        soft = rows[0].trace.softmax[layer]
+        logits = all_logits([row.store for row in rows], layer, q, soft)
+        scores = {agg: token_scores(logits, agg, soft) for agg in dict.fromkeys(row.params.agg for row in oracles)}
         chosen: list[Found] = []
         for i, row in enumerate(oracles):
             n, own_scores = logits.shape[-1], scores[row.params.agg][i : i + 1]
             idx = top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window)
             chosen.append(Selection(idx, row.cost(layer)))
             if row.params.lost_mass == "spread":
-                row.weights = logits[i].flatten(0, 1).softmax(-1)  # (h, n)
+                row.weights = soft.weights(logits[i].flatten(0, 1), (-1,))  # (h, n)
         return chosen
 
     def cost(self, layer: int) -> Cost:
@@ -163,20 +165,21 @@ def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Selection
         at = row.store[layer]
         stop = at.n_seen - at.n_window
         searched.append(Searched(row.trace.keys(layer), at.host.late[0], at.n_seen, row.plan.n_sink, stop))
-    logits, lses, table = token_logits(q, searched, rows[0].trace.scales[layer])
+    soft = rows[0].trace.softmax[layer]
+    logits, lses, table = token_logits(q, searched, soft.scale, soft.cap, soft.sink)
     counts = [max(0, min(row.plan.k, at.stop - at.start)) for row, at in zip(rows, searched, strict=True)]
     keys = weigh_logits(logits, lses, table, rows[0].trace.shape.h_kv, rows[0].params.agg)
     best = top_keys(keys, max(counts)) if max(counts) else keys[..., :0]
     for i, row in enumerate(rows):
         if row.params.lost_mass == "spread":
-            row.weights = logits[i, :, : searched[i].n].softmax(-1)
+            row.weights = soft.weights(logits[i, :, : searched[i].n], (-1,))
     return [
         Selection(best[i : i + 1, :, :k], row.cost(layer)) for i, (row, k) in enumerate(zip(rows, counts, strict=True))
     ]
 
 
-def all_logits(stores: Sequence[Store], layer: int, q: Tensor, scale: float) -> Tensor:
-    """Scaled logits of every row over the prompt and its own generated tokens, (n, h_kv, g, s) float32."""
+def all_logits(stores: Sequence[Store], layer: int, q: Tensor, soft: Softmax) -> Tensor:
+    """Logits of every row over the prompt and its own generated tokens, (n, h_kv, g, s) float32."""
     keys = stores[0].trace.keys(layer)  # (1, h_kv, s_prompt, d_h), the same tensor for all rows
     h_kv, d_h = keys.shape[1], keys.shape[3]
     grouped = q.reshape(len(q), h_kv, -1, d_h).float()  # (n, h_kv, g, d_h)
@@ -185,4 +188,4 @@ def all_logits(stores: Sequence[Store], layer: int, q: Tensor, scale: float) -> 
     over_prompt = over_prompt.view(h_kv, n, g, -1).transpose(0, 1)
     late = torch.cat([store[layer].generated()[0] for store in stores])  # (n, h_kv, t, d_h)
     over_late = grouped @ late.to(grouped).mT
-    return torch.cat([over_prompt, over_late], -1) * scale
+    return soft.bent(torch.cat([over_prompt, over_late], -1))

@@ -343,8 +343,8 @@ class PQCache(SelectiveAttention):
         if n <= plan.k:
             every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
             return Selection(every.expand(1, h_kv, n), cost)
-        scale, merge = self.trace.scales[layer], self.params.group_merge
-        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, scale, merge)
+        soft, merge = self.trace.softmax[layer], self.params.group_merge
+        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, soft.scale, merge, soft.cap, soft.sink)
         return Selection((idx + plan.n_sink).unsqueeze(0), cost)
 
     # A feed.
@@ -359,8 +359,9 @@ class PQCache(SelectiveAttention):
             return FeedSelection()
         counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
         quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
+        soft = feed.soft
         found = [
-            pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, feed.scale, merge)
+            pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, soft.scale, merge, soft.cap, soft.sink)
             for q, n in zip(feed.queries.split(1), counts, strict=True)
         ]
         return FeedSelection(torch.stack(found) + plan.n_sink, [self.cost(quantiser, n) for n in counts])
@@ -512,6 +513,8 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     """The best tokens of rows with quantisers of one shape, on a GPU: positions in the lower halves."""
     coded, newest = [row.coded(layer) for row in rows], [row.store[layer].newest[0] for row in rows]
     keys, codes = newest[0] if len(rows) == 1 else torch.cat(newest), [each for each, _ in coded]
-    found = top_keys(pq_keys_triton(q, keys, codes, rows[0].trace.scales[layer]), max(row.plan.k for row in rows))
+    soft = rows[0].trace.softmax[layer]
+    scored = pq_keys_triton(q, keys, codes, soft.scale, soft.cap, soft.sink)
+    found = top_keys(scored, max(row.plan.k for row in rows))
     ranked = zip(rows, coded, strict=True)
     return [Selection(found[i : i + 1, :, : row.plan.k], cost) for i, (row, (_, cost)) in enumerate(ranked)]

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from engine.checks import each_one_of, whole_numbers
+from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.placement import Offloaded, Release
 from engine.selection import Cost, FeedSelection, Found, Selection
@@ -148,6 +148,8 @@ class Quest(SelectiveAttention):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
+        if params.agg == "group_mean":
+            refuse_cap(shape, "method.agg=group_mean adds up bounds of a group", "method.agg=query_head")
         if request.ratio == 1 or params.variant != "harness":
             return
         if params.comm_mode == "native" and request.comm * params.page_len < 2:

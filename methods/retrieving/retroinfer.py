@@ -51,6 +51,7 @@ from engine.passes.beside import Beside
 from engine.placement import Offloaded, Release
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.clusters import (
     cluster_order,
     cluster_tokens,
@@ -140,14 +141,14 @@ def append_index(old: Index, new: Index) -> Index:
     )  # fmt: skip
 
 
-def cluster_ranking(q: Tensor, index: Index, scale: float) -> Tensor:
+def cluster_ranking(q: Tensor, index: Index, soft: Softmax) -> Tensor:
     """Clusters by falling score, for queries (n, h, 1, d_h): (n, h_kv, c), on a GPU as keys.
 
     No size takes part: a cluster is ranked by its mass per token. Those without tokens come last.
     """
     if q.is_cuda:
-        return mass_keys_triton(q, index.ranked, index.sizes, scale).sort(-1).values
-    return cluster_order(mass_scores(q, index.ranked, index.sizes, scale))
+        return mass_keys_triton(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink).sort(-1).values
+    return cluster_order(mass_scores(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
 
 
 def fitting(order: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -325,7 +326,7 @@ class RetroInfer(SelectiveAttention):
 
         def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Found]:
             index = alike[0].index(layer)
-            order = cluster_ranking(q, index, alike[0].trace.scales[layer])
+            order = cluster_ranking(q, index, alike[0].trace.softmax[layer])
             return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(alike)]
 
         return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.index(layer)), select)

@@ -46,6 +46,7 @@ from engine.placement import Searched
 from engine.prefill import Trace
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.gather import gather_tokens
 from kernels.pages import page_bounds
 from kernels.rows.chunks import Chunked, chunk_keys
@@ -89,7 +90,7 @@ def take_in(bounds: Tensor, key: Tensor, place: int, chunk: int) -> None:
         torch.minimum(low, key, out=low)
 
 
-def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, scale: float) -> Tensor:
+def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, soft: Softmax) -> Tensor:
     """Mean over the group of softmaxes of chunks' bounds, each token's share: q (1, h, 1, d_h) -> (h_kv, chunks).
 
     A channel's maximum counts where the group's summed query is positive, its minimum elsewhere; `sizes` (chunks,) says
@@ -98,13 +99,13 @@ def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, scale: float)
     h_kv, both, _ = bounds.shape
     d_h, n_chunks = both // 2, len(sizes)
     channels = top_components(q, h_kv, r)  # (1, h_kv, r)
-    weights = query_weights(q, channels, scale)[0]  # (h_kv, g, r)
+    weights = query_weights(q, channels, soft.scale)[0]  # (h_kv, g, r)
     grouped = q.reshape(h_kv, -1, d_h).float().sum(1)  # (h_kv, d_h)
     turned = grouped.gather(-1, channels[0]) <= 0
     rows = channels[0] + d_h * turned + torch.arange(0, h_kv * both, both, device=q.device).unsqueeze(1)
     read = bounds.view(h_kv * both, -1)[:, :n_chunks].index_select(0, rows.flatten()).view(h_kv, r, n_chunks)
-    logits = weights @ read.float()  # (h_kv, g, chunks)
-    lse = (logits + sizes.log()).logsumexp(-1, keepdim=True)
+    logits = soft.capped(weights @ read.float())  # (h_kv, g, chunks)
+    lse = soft.lse(logits + sizes.log(), (h_kv, -1)).unsqueeze(-1)
     return (logits - lse).exp().mean(1)
 
 
@@ -239,7 +240,8 @@ class RocketKV(SelectiveAttention):
         ]
         newest = [row.store[layer].newest[0] for row in rockets]
         keys = newest[0] if len(newest) == 1 else torch.cat(newest)
-        found = chunk_keys(q, keys, searched, rockets[0].trace.scales[layer])
+        soft = rockets[0].trace.softmax[layer]
+        found = chunk_keys(q, keys, searched, soft.scale, soft.cap, soft.sink)
         best = top_keys(found, max(k for _, k, _, _ in counts))
         return [Selection(best[i : i + 1, :, :k], cost) for i, (_, k, _, cost) in enumerate(counts)]
 
@@ -249,7 +251,7 @@ class RocketKV(SelectiveAttention):
         take_in(self.bounds[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
         sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=q.device)
         sizes[-1] = n - (len(sizes) - 1) * self.plan.chunk
-        scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.scales[layer])
+        scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.softmax[layer])
         return Selection(top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0), cost)
 
     def counted(self, layer: int) -> tuple[int, int, int, Cost]:

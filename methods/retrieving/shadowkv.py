@@ -51,6 +51,7 @@ from engine.errors import ConfigError
 from engine.placement import OffloadedValues
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from kernels.rows.landmarks import Chunks, make_rows
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
@@ -124,14 +125,14 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
     return Landmarks(chosen if chosen.is_cuda else chosen.float(), outliers)
 
 
-def landmark_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
+def landmark_scores(q: Tensor, means: Tensor, soft: Softmax) -> Tensor:
     """What queries (n, h, 1, d_h) give to landmarks (h_kv, c, d_h), the most of any query head: (n, h_kv, c) float32.
 
     Logarithms of probabilities, which do not underflow; each query head's are its own.
     """
     grouped = q.float().unflatten(1, (len(means), -1)).squeeze(3)  # (n, h_kv, g, d_h)
-    logits = (grouped @ means.float().mT) * scale
-    return (logits - logits.logsumexp(-1, keepdim=True)).amax(2)
+    logits = soft.bent(grouped @ means.float().mT)
+    return (logits - soft.lse(logits, (len(means), -1)).unsqueeze(-1)).amax(2)
 
 
 def tokens_of(chunks: Tensor, length: int) -> Tensor:
@@ -305,7 +306,8 @@ class ShadowKV(SelectiveAttention):
         mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
         if not q.is_cuda or not mine[0].turns_pairs(layer):
             return super().select_rows(rows, layer, q)
-        found = make_rows(q, [row.chunks(layer) for row in mine], trace.rotation(layer), trace.scales[layer])
+        soft, chunks = trace.softmax[layer], [row.chunks(layer) for row in mine]
+        found = make_rows(q, chunks, trace.rotation(layer), soft.scale, soft.cap, soft.sink)
         return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(mine, found, strict=True)]
 
     def turns_pairs(self, layer: int) -> bool:
@@ -326,7 +328,7 @@ class ShadowKV(SelectiveAttention):
     def select(self, layer: int, q: Tensor) -> Selection:
         """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
         landmarks, plan = self.landmarks[layer], self.plan
-        scores = landmark_scores(q, landmarks.means, self.trace.scales[layer])[0]
+        scores = landmark_scores(q, landmarks.means, self.trace.softmax[layer])[0]
         ranks = top_stable(scores, plan.n_selected)  # (h_kv, n_selected)
         idx = tokens_of(landmarks.numbers(ranks), plan.chunk)
         return Selection(idx, self.cost(), keys=self.made_keys(layer, idx))

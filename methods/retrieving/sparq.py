@@ -45,6 +45,7 @@ from engine.placement import Change, Offloaded
 from engine.prefill import Trace
 from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.turns.feed import Feed
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
@@ -73,14 +74,22 @@ def query_weights(q: Tensor, components: Tensor, scale: float) -> Tensor:
     return chosen * (scale * share.clamp(min=TINY).rsqrt())
 
 
-def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int) -> Tensor:
+def summed(weights: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
+    """Approximate logits, the sum over a group: weights (n, h_kv, g, r), keys (n, h_kv, r, s) -> (n, h_kv, 1, s)."""
+    if soft.cap:  # a sum of capped logits is no product
+        return soft.capped(weights @ keys).sum(2, keepdim=True)
+    return weights.sum(2, keepdim=True) @ keys
+
+
+def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softmax) -> Tensor:
     """Share of the softmax over all tokens, (n, h_kv, g, s), on `idx` (n, h_kv, k) and outside `start` to `stop`.
 
-    (n, h_kv, g) float32.
+    (n, h_kv, g) float32. A sink is attended to.
     """
     fetched = logits.gather(-1, idx.unsqueeze(2).expand(-1, -1, logits.shape[2], -1))
     attended = torch.cat([logits[..., :start], fetched, logits[..., stop:]], -1)
-    return (attended.logsumexp(-1) - logits.logsumexp(-1)).exp().clamp(max=1.0)
+    heads = logits.shape[1], -1
+    return (soft.lse(attended, heads) - soft.lse(logits, heads)).exp().clamp(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -203,9 +212,12 @@ class SparQ(SelectiveAttention):
             components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
             read = read_columns if params.layout == "columns" else read_rows
             keys = read(alike, layer, components).to(q.device).float()  # (n, h_kv, r, s)
-            weights = query_weights(q, components, trace.scales[layer])
-            scores = (weights.sum(2, keepdim=True) @ keys).split(1)  # n of (1, h_kv, 1, s)
-            logits = (weights @ keys).split(1) if params.reallocate else [None] * len(alike)  # n of (1, h_kv, g, s)
+            soft = trace.softmax[layer]
+            weights = query_weights(q, components, soft.scale)
+            scores = summed(weights, keys, soft).split(1)  # n of (1, h_kv, 1, s)
+            logits = [None] * len(alike)  # else n of (1, h_kv, g, s)
+            if params.reallocate:
+                logits = soft.capped(weights @ keys).split(1)
             found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
             return [Selection(idx, row.cost(layer)) for row, idx in zip(alike, found, strict=True)]
 
@@ -219,7 +231,7 @@ class SparQ(SelectiveAttention):
         if logits is None or idx.shape[-1] == stop - start:
             self.covered = None
         else:
-            self.covered = covered_mass(logits, idx, start, stop)
+            self.covered = covered_mass(logits, idx, start, stop, self.trace.softmax[layer])
         return idx
 
     def candidates(self, layer: int) -> tuple[int, int]:
@@ -247,13 +259,13 @@ class SparQ(SelectiveAttention):
         components = top_components(q, trace.shape.h_kv, self.plan.r)  # (m, h_kv, r)
         late = self.late[layer].flatten(0, 1)[:, : t + m]
         keys = columns_of(prompt_columns(trace, layer), [late] * m, components).float()  # (m, h_kv, r, s + t + m)
-        weights = query_weights(q, components, feed.scale)  # (m, h_kv, g, r)
+        weights = query_weights(q, components, feed.soft.scale)  # (m, h_kv, g, r)
         logits = None
         if self.params.reallocate:
-            logits = weights @ keys
+            logits = feed.soft.capped(weights @ keys)
             coming = torch.ones(m, m, dtype=torch.bool).triu(1).view(m, 1, 1, m)
             logits[..., s + t :].masked_fill_(coming, -torch.inf)
-        idx = self.choose(layer, (weights.sum(2, keepdim=True) @ keys).squeeze(2), logits)
+        idx = self.choose(layer, summed(weights, keys, feed.soft).squeeze(2), logits)
         return FeedSelection(idx, [self.cost(layer)] * m)
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
@@ -330,11 +342,12 @@ def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]
         k = max(0, min(row.plan.k, stop - start))
         searched.append(Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k))
     q, values = q.contiguous(), newest[0] if len(rows) == 1 else torch.cat(newest)
-    found = find_components(q, values.contiguous(), searched, rows[0].plan.r, rows[0].trace.scales[layer])
-    keys, logits, lses = component_keys(q, *found, max(row.n for row in searched))
+    soft = rows[0].trace.softmax[layer]
+    found = find_components(q, values.contiguous(), searched, rows[0].plan.r, soft.scale)
+    keys, logits, lses = component_keys(q, *found, max(row.n for row in searched), soft.cap)
     most = max(row.k for row in searched)
     best = top_keys(keys, most) if most else keys[..., :0]
-    covered = cover(best, logits, lses, found[2]) if rows[0].params.reallocate else None
+    covered = cover(best, logits, lses, found[2], soft.sink) if rows[0].params.reallocate else None
     for i, row in enumerate(rows):
         row.lacking = None if covered is None else Lacking(covered, found[2], i)
     ranked = zip(rows, searched, strict=True)

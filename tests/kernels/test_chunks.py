@@ -1,17 +1,22 @@
 import pytest
 import torch
 
+from engine.softmax import Softmax
 from kernels.jit import triton
 from kernels.rows.chunks import Chunked, chunk_keys
 from kernels.topk import top_keys
 from methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
+from tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("cap", "about"), KINDS)
+def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
+    dtype: torch.dtype, cap: float, about: float | None
+) -> None:
     draw = torch.Generator().manual_seed(4)
     h, h_kv, d_h, scale = 6, 2, 20, 20**-0.5
     # Tokens, length of a chunk, channels and tokens to select: a chunk that begins, one that goes on, blocks of chunks.
@@ -19,6 +24,8 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(dtype: torch.dty
     q = torch.randn(len(sizes), h, 1, d_h, generator=draw).to(dtype)
     keys = [torch.randn(1, h_kv, n, d_h, generator=draw).to(dtype) for n, *_ in sizes]
     rows, expected, bounds = [], [], []
+    soft = Softmax(scale, cap, None if about is None else torch.randn(h, generator=draw) + about)
+    there = None if soft.sink is None else soft.sink.to(GPU)
     for i, (n, chunk, r, k) in enumerate(sizes):
         room = -(-n // chunk) + 3
         mine = chunk_bounds(keys[i][:, :, :-1], chunk, room)
@@ -26,10 +33,10 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(dtype: torch.dty
         take_in(mine, keys[i][0, :, -1], n - 1, chunk)
         bounds.append(mine)
         lengths = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-        scores = chunk_scores(q[i : i + 1], mine, r, lengths, scale)
+        scores = chunk_scores(q[i : i + 1], mine, r, lengths, soft)
         expected.append(top_tokens(scores, chunk, n, k).sort(-1).values)
     newest = torch.cat([each[:, :, -1:] for each in keys])
-    found = chunk_keys(q.to(GPU), newest.to(GPU), rows, scale)
+    found = chunk_keys(q.to(GPU), newest.to(GPU), rows, scale, cap, there)
     for i, (n, _, _, k) in enumerate(sizes):
         assert torch.equal(rows[i].bounds.cpu().float(), bounds[i])
         chosen = top_keys(found[i], k).int().long().cpu()

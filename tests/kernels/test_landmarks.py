@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.softmax import Softmax
 from kernels.jit import triton
 from kernels.rows.landmarks import Chunks, make_rows
 from kernels.rows.rotation import rotation_of
 from kernels.topk import top_stable
 from methods.retrieving.shadowkv import Factors, Landmarks, landmark_scores, tokens_of
+from tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, D = 6, 2, 20
@@ -51,8 +53,10 @@ def test_what_mixes_more_than_pairs_has_no_tables() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("turn", [halves, None])
-def test_rows_find_their_chunks_and_make_their_keys(dtype: torch.dtype, turn: Callable[..., Tensor] | None) -> None:
+@pytest.mark.parametrize(("turn", "kind"), [(halves, KINDS[0]), *((None, kind) for kind in KINDS)])
+def test_rows_find_their_chunks_and_make_their_keys(
+    dtype: torch.dtype, turn: Callable[..., Tensor] | None, kind: tuple[float, float | None]
+) -> None:
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -65,9 +69,11 @@ def test_rows_find_their_chunks_and_make_their_keys(dtype: torch.dtype, turn: Ca
         means, factors, basis = normal(H_KV, n - n_outliers, D), normal(s, rank), normal(H_KV, rank, D)
         rows.append(Chunks(means, outliers.to(GPU), factors, basis, chunk, n_selected))
     rotation = None if turn is None else rotation_of(turn, s, D, torch.device(GPU))
-    found = make_rows(q, rows, rotation, scale)
+    cap, about = kind
+    soft = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
+    found = make_rows(q, rows, rotation, scale, cap, soft.sink)
     for i, ((idx, keys), row) in enumerate(zip(found, rows, strict=True)):
-        scores = landmark_scores(q[i : i + 1], row.means, scale)[0]
+        scores = landmark_scores(q[i : i + 1], row.means, soft)[0]
         landmarks = Landmarks(row.means, row.outliers)
         expected = tokens_of(landmarks.numbers(top_stable(scores, row.n_selected)), row.chunk)
         assert torch.equal(idx.sort(-1).values, expected.sort(-1).values)

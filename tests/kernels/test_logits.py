@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.softmax import Softmax
 from kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
 from kernels.jit import triton
 from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
@@ -14,6 +15,7 @@ from kernels.rows.logits import AGGREGATES, Searched, block_keys, channel_keys, 
 from kernels.topk import pack_keys_ref, top_keys, top_stable_ref
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.sparq import covered_mass, query_weights, top_components
+from tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 N, H, H_KV, D = 2, 4, 2, 16
@@ -87,19 +89,21 @@ def test_channels(agg: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("agg", AGGREGATES[:4])
-def test_all_tokens(agg: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("cap", "about"), KINDS)
+def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | None) -> None:
     """The rows share a prompt and have generated as much, but not the same, and their windows are of two lengths."""
     q, prompt = draw(N, H, 1, D, seed=0, dtype=dtype), draw(1, H_KV, 130, D, seed=1, dtype=dtype)
     late = [draw(1, H_KV, 9, D, seed=2 + i, dtype=dtype) for i in range(N)]
     rows = [Searched(prompt, late[i], 136, 4, 100 + 20 * i) for i in range(N)]
-    logits, lses, table = token_logits(q, rows, 0.3)
+    soft = Softmax(0.3, cap, None if about is None else draw(H, seed=9) + about)
+    logits, lses, table = token_logits(q, rows, 0.3, cap, soft.sink)
     ours = weigh_logits(logits, lses, table, H_KV, agg)
     for i, row in enumerate(rows):
         keys = torch.cat([prompt, late[i][:, :, :6]], 2).float()
-        right = (q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT) * 0.3
+        right = soft.bent(q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT)
         torch.testing.assert_close(logits[i], right[0].flatten(0, 1), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lses[i].logsumexp(-1), right[0].flatten(0, 1).logsumexp(-1))
-        scores = token_scores(right, agg)[0, :, row.start : row.stop]
+        torch.testing.assert_close(lses[i].logsumexp(-1), soft.lse(right[0].flatten(0, 1), (-1,)))
+        scores = token_scores(right, agg, soft)[0, :, row.start : row.stop]
         mine = ours[i, :, row.start : row.stop]
         same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
         assert (top_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
@@ -126,7 +130,9 @@ def test_codes_of_rows_and_of_their_newest_tokens(b: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["columns", "rows"])
-def test_components(layout: str) -> None:
+@pytest.mark.parametrize(("cap", "about"), KINDS)
+def test_components(layout: str, cap: float, about: float | None) -> None:
+    soft = Softmax(0.3, cap, None if about is None else draw(H, seed=10) + about)
     q, values = draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
     prompt, s, n, r = draw(1, H_KV, 300, D, seed=2), 300, 305, 3
     late = [draw(1, H_KV, 8, D, seed=3 + i) for i in range(N)]
@@ -135,9 +141,9 @@ def test_components(layout: str) -> None:
     columns = prompt[0].mT.contiguous() if layout == "columns" else prompt[0].mT
     rows = [Columns(columns, late[i], means[i], n, 5, 200 + 40 * i, 60 - 20 * i) for i in range(N)]
     components, weights, table = find_components(q, values, rows, r, 0.3)
-    keys, logits, lses = component_keys(q, components, weights, table, n)
+    keys, logits, lses = component_keys(q, components, weights, table, n, cap)
     best = top_keys(keys, 60)
-    covered, out = cover(best, logits, lses, table), draw(N, H, 1, D, seed=9)
+    covered, out = cover(best, logits, lses, table, soft.sink), draw(N, H, 1, D, seed=9)
     before = out.clone()
     blend(out, covered, table, H_KV)
     chosen = top_components(q, H_KV, r)
@@ -147,12 +153,12 @@ def test_components(layout: str) -> None:
         torch.testing.assert_close(means[i], taken[i])
         whole = torch.cat([prompt, late[i][:, :, : n - s]], 2)[0].mT  # (h_kv, d_h, n)
         read = whole.gather(1, chosen[i].unsqueeze(-1).expand(-1, -1, n))
-        own = right[i] @ read  # (h_kv, g, n)
+        own = soft.capped(right[i] @ read)  # (h_kv, g, n)
         torch.testing.assert_close(logits[i], own.flatten(0, 1), rtol=1e-4, atol=1e-5)
         scores = own.sum(1)[:, row.start : row.stop]
         idx = top_stable_ref(scores, row.k) + row.start
         assert torch.equal(best[i, :, : row.k].int().long(), idx)
-        share = covered_mass(own.unsqueeze(0), idx.unsqueeze(0), row.start, row.stop)[0]  # (h_kv, g)
+        share = covered_mass(own.unsqueeze(0), idx.unsqueeze(0), row.start, row.stop, soft)[0]  # (h_kv, g)
         torch.testing.assert_close(covered[i], share.flatten())
         mean = taken[i][0].repeat_interleave(H // H_KV, 0)
         torch.testing.assert_close(out[i], torch.lerp(mean, before[i], share.view(H, 1, 1)))

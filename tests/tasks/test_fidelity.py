@@ -127,7 +127,7 @@ def test_every_figure_of_a_layer_is_what_its_definition_says(k: int | None) -> N
         vals = torch.cat([trace.values(layer)[0], *(s[5] for s in own)], 1).double()
         recalls, masses, outs = [], [], []
         for head in range(6):
-            logits = keys[head // 3] @ q[head, 0].double() * trace.scales[layer]
+            logits = keys[head // 3] @ q[head, 0].double() * trace.softmax[layer].scale
             weights = logits.softmax(0)
             n = int(seen[head, :S].sum()) if k is None else k
             recalls.append(share_of_best(logits[:S], seen[head, :S], n))

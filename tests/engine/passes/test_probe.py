@@ -81,7 +81,7 @@ def test_a_probe_reads_what_a_longer_prompt_would_and_leaves_nothing(kind: str, 
             for some in near:
                 seen[:, some.start : some.stop] = True
             seen[:, S:] = torch.ones(4, 4, dtype=torch.bool).tril()
-            logits = q @ k.repeat_interleave(model.shape.g, 1).mT * trace.scales[layer]
+            logits = q @ k.repeat_interleave(model.shape.g, 1).mT * trace.softmax[layer].scale
             lse = logits.masked_fill(~seen, -torch.inf).logsumexp(-1)
             torch.testing.assert_close(found[..., -1], lse, atol=2e-5, rtol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(before, [trace.logits, *map(trace.keys, range(3))], strict=True))
@@ -111,7 +111,7 @@ def test_a_repetition_gives_the_largest_weight_over_prefix_chunk_and_what_was_fe
             seen = torch.zeros(r, S + r, dtype=torch.bool)
             seen[:, :6] = seen[:, at.start : at.stop] = True
             seen[:, S:] = torch.ones(r, r, dtype=torch.bool).tril()
-            logits = q @ noted.k[layer].double().repeat_interleave(3, 1).mT * trace.scales[layer]
+            logits = q @ noted.k[layer].double().repeat_interleave(3, 1).mT * trace.softmax[layer].scale
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., at.start : at.stop]
             expected = weights.amax(2).unflatten(1, (2, 3)).amax(2).float()
             found = trace.probed(WHAT, layer)[..., at.start - 6 : at.stop - 6]

@@ -63,7 +63,7 @@ def test_snapkv_keeps_what_the_feed_looks_at_most() -> None:
         other.extend(0, -q, grown)
     assert held(row, 0) != held(other, 0)
     w, g = min(grown.plan.window, 20), trace.shape.g
-    logits = q[0, :, -w:].unflatten(0, (-1, g)) @ keys[0].mT.unsqueeze(1) * trace.scales[0]
+    logits = q[0, :, -w:].unflatten(0, (-1, g)) @ keys[0].mT.unsqueeze(1) * trace.softmax[0].scale
     n = keys.shape[2]
     coming = torch.arange(n) > torch.arange(n - w, n).unsqueeze(1)
     votes = logits.masked_fill(coming, -torch.inf).softmax(-1)[..., : n - w].sum(2).mean(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.budget import BudgetRequest
 from engine.errors import ConfigError
 from engine.placement import Stay
+from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first
 from methods.decoding.h2o_decode import H2ODecode
 from methods.decoding.rkv import RKV, window_importance
@@ -56,8 +57,8 @@ def check_cut(meta: dict[str, Any], x: dict[str, np.ndarray], q: Tensor, k: Tens
     positions = torch.from_numpy(x["before_pos"][i][:, :n]).long()
     keys = torch.stack([k[0, head, at] for head, at in enumerate(positions)]).unsqueeze(0)
     queries = q[:, :, max(0, p + 1 - w) : p + 1]
-    scores = window_importance(queries, keys, k.shape[-1] ** -0.5, w, meta["kernel_size"])
-    raw = window_importance(queries, keys, k.shape[-1] ** -0.5, w, 1)
+    scores = window_importance(queries, keys, Softmax(k.shape[-1] ** -0.5), w, meta["kernel_size"])
+    raw = window_importance(queries, keys, Softmax(k.shape[-1] ** -0.5), w, 1)
     best = best_first(scores, meta["budget"] - w)[0]
     kept = torch.zeros(len(positions), n, dtype=torch.bool).scatter_(1, best, True)
     must, may = (torch.from_numpy(x[name][i][:, : n - w]) for name in ("must_keep", "may_keep"))

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.observe import QueryStatistics, moments
 from engine.prefill import Trace, prefill
+from engine.softmax import Softmax
 from methods.dropping import expected_attention
 from methods.dropping.expected_attention import (
     ExpectedAttention,
@@ -143,7 +144,7 @@ def test_the_statistics_are_of_what_the_query_projection_gives(kind: str) -> Non
     queries = seen["q"].reshape(1, 60, model.shape.h, model.shape.d_h)[0].transpose(0, 1)
     rotary = next((m for m in model.hf.modules() if hasattr(m, "attention_scaling")), None)
     queries = queries * (attention.scaling if kind == "opt" else rotary.attention_scaling if rotary else 1)
-    found, scale = trace.observed(QueryStatistics(4), last), trace.scales[last]
+    found, scale = trace.observed(QueryStatistics(4), last), trace.softmax[last].scale
     if kind == "opt":  # it scales its queries by itself
         assert scale == 1
     torch.testing.assert_close(found, statistics_of(queries[:, 4:]), atol=2e-4, rtol=1e-4)
@@ -212,8 +213,10 @@ def test_logits_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch) -> N
 def test_softmax_comes_before_the_mean_of_the_group_and_eps_before_the_value_norm() -> None:
     logits, values = torch.tensor([[0.0, 4.0, 4.0], [9.0, 0.0, 0.0]]), torch.tensor([[[2.0], [1.0], [3.0]]])
     mean = logits.softmax(-1).mean(0)
-    torch.testing.assert_close(expected_scores(logits, values, 0.5, True)[0, 0], (mean + 0.5) * values[0, :, 0])
-    torch.testing.assert_close(expected_scores(logits, values, 0.5, False)[0, 0], mean)
+    torch.testing.assert_close(
+        expected_scores(logits, values, 0.5, True, Softmax(1.0))[0, 0], (mean + 0.5) * values[0, :, 0]
+    )
+    torch.testing.assert_close(expected_scores(logits, values, 0.5, False, Softmax(1.0))[0, 0], mean)
 
 
 # --- the method ---

@@ -305,7 +305,7 @@ def test_scores_travel_with_their_tokens() -> None:
         take(row, t, q, k, v)
         n = 51 + t
         keys = k[0, :, :n].double().repeat_interleave(2, 0)
-        logits = (q[0, :, n - 1 : n].double() @ keys.mT)[:, 0] * row.trace.scales[0]
+        logits = (q[0, :, n - 1 : n].double() @ keys.mT)[:, 0] * row.trace.softmax[0].scale
         weights = logits.masked_fill(~row.store.attended(0), -torch.inf).softmax(-1)
         sums[:, :n] += weights.view(2, 2, n).sum(1)
         positions = row.store[0].positions()

@@ -106,7 +106,7 @@ def test_every_step_drops_what_it_looked_at_least_by_the_mean_of_all_query_heads
     """Against sets of positions, kept apart from the cache and its slots."""
     q, k, v = tokens(80, h=6, seed=2)
     row = row_on(q, k, v, 50, 12)
-    trace_scale = row.trace.scales[0]
+    trace_scale = row.trace.softmax[0].scale
 
     def weights(held: list[int], n: int) -> Tensor:
         keys = k[0, :, held].double().repeat_interleave(3, 0)

@@ -104,7 +104,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     step(row, q, k[:, :, :1], v[:, :, :1])
     chosen = row.proxies[0].chosen  # (n * h, n_channels)
     weights = w_q.view(h, d_h, -1)[torch.arange(h).unsqueeze(1), chosen[:h]].flatten(0, 1)
-    logits = foretold_logits(q, row.proxies[0], 1.0)[1].flatten(0, 2)  # (n * h, s)
+    logits = foretold_logits(q, row.proxies[0], Softmax(1.0))[1].flatten(0, 2)  # (n * h, s)
     fetched = row.store[0].fetches[0][0]  # (n * h, k)
     by_score = fetched.gather(1, logits.gather(1, fetched).argsort(-1, descending=True))
     expected = x["prefetch_idx"][:, 0].T  # (n * h, k)
@@ -492,7 +492,7 @@ def test_a_rotation_makes_few_channels_tell_more() -> None:
     recall = {}
     for skew in (True, False):
         proxy = make_proxy(ChannelSums(skew).observe(q, k, Softmax(1.0)), k, 3, "query_key")
-        found = top_stable(merged(foretold_logits(q[:, :, -1:], proxy, 1.0)[1][0], "query_head"), 30)
+        found = top_stable(merged(foretold_logits(q[:, :, -1:], proxy, Softmax(1.0))[1][0], "query_head"), 30)
         hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), best.tolist(), strict=True)]
         recall[skew] = sum(hits) / 120
     assert recall[True] > 0.9 > 0.6 > recall[False]

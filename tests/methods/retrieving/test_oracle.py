@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.budget import resolve
+from engine.softmax import Softmax
 from methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
@@ -68,7 +69,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
     for t, row in enumerate(x["decode_logits_scaled"]):
         n = meta["s"] + t + 1
         logits = torch.from_numpy(row[:, :n].astype(np.float32))
-        scores = token_scores(logits.view(1, meta["Hk"], g, n), "group_sum")
+        scores = token_scores(logits.view(1, meta["Hk"], g, n), "group_sum", Softmax(1.0))
         attended = torch.zeros(meta["Hk"], n, dtype=torch.bool)
         attended[:, :a] = attended[:, n - c :] = True
         attended.scatter_(1, top_tokens(scores, k, a, n - c)[0], True)
@@ -86,7 +87,7 @@ def run_weight_vectors(path: Path) -> list[Check]:
 def kept_mass(row: Any, q: torch.Tensor, k: np.ndarray) -> torch.Tensor:
     """Share of the true attention mass on the attended tokens, per query head."""
     keys = torch.from_numpy(k).double().repeat_interleave(row.trace.shape.g, 1)
-    weights = (q.double() @ keys.mT * row.trace.scales[0]).softmax(-1)[0, :, 0]
+    weights = (q.double() @ keys.mT * row.trace.softmax[0].scale).softmax(-1)[0, :, 0]
     return (weights * row.store.attended(0)).sum(-1)
 
 
@@ -107,7 +108,8 @@ def test_group_sum_keeps_more_mass_than_any_other_shared_selection(seed: int) ->
     row = row_of(Oracle, PARAMS, trace, request(tokens=24))
     step(row, q[:, :, 79:], k[:, :, 79:], v[:, :, 79:])
     best = kept_mass(row, q[:, :, 79:], k.numpy()).view(2, 3).sum(-1)
-    weights = (q[:, :, 79:].double() @ k.double().repeat_interleave(3, 1).mT * trace.scales[0]).softmax(-1)[0, :, 0]
+    logits = q[:, :, 79:].double() @ k.double().repeat_interleave(3, 1).mT * trace.softmax[0].scale
+    weights = logits.softmax(-1)[0, :, 0]
     fixed = torch.zeros(80, dtype=torch.bool)
     fixed[[*row.protected(0)]] = True
     draw = torch.Generator().manual_seed(seed)
@@ -143,7 +145,8 @@ def test_aggregates_differ_where_heads_of_a_group_differ_in_sharpness() -> None:
     # One head has a sharp peak on token 2, the other two prefer token 1 a little.
     logits = torch.tensor([[[[0.0, 1.0, 9.0, 0.0], [0.0, 5.0, 0.0, 4.9], [0.0, 5.0, 0.0, 4.9]]]])
     best = {
-        agg: token_scores(logits, agg)[0, 0].argmax().item() for agg in ("group_sum", "group_max", "group_logit_mean")
+        agg: token_scores(logits, agg, Softmax(1.0))[0, 0].argmax().item()
+        for agg in ("group_sum", "group_max", "group_logit_mean")
     }
     assert best == {"group_sum": 1, "group_max": 2, "group_logit_mean": 1}
 

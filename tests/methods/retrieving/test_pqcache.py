@@ -87,7 +87,7 @@ def check_search(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     q, k_new, v_new = (torch.from_numpy(x[name])[None, :, None] for name in ("q", "k_new", "v_new"))
     out = step(row, q, k_new, v_new)
     quantiser, n = row.quantisers[0], len(x["codes"])
-    logits = pq_logits(q[0, :, 0], quantiser.centroids, quantiser.codes, n) * row.trace.scales[0]
+    logits = pq_logits(q[0, :, 0], quantiser.centroids, quantiser.codes, n) * row.trace.softmax[0].scale
     scores = logits.view(meta["Hk"], -1, n).softmax(-1).sum(1)
     return first(
         differs("approximate logits", logits, x["approx_logits_scaled"], 2e-5),

@@ -12,6 +12,7 @@ from engine.budget import find_bytes
 from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.full import Full
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.oracle import top_tokens as oracle_tokens
@@ -105,7 +106,9 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         n, chunk = row.store[0].n_host, row.plan.chunk
         channels = top_components(now, k.shape[1], row.plan.r)[0]
         sizes = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-        scores = chunk_scores(now, row.bounds[0], row.plan.r, sizes, d_h**-0.5).repeat_interleave(chunk, -1)[:, :n]
+        scores = chunk_scores(now, row.bounds[0], row.plan.r, sizes, Softmax(d_h**-0.5)).repeat_interleave(chunk, -1)[
+            :, :n
+        ]
         chosen, fetched = row.store[0].fetches[0][0], row.store[0].fetched()[0][0]
         same = torch.equal(chosen.sort(-1).values, torch.from_numpy(x["selected"][:, t]).long().sort(-1).values)
         problem = first(
@@ -155,7 +158,9 @@ def differs_only_in_ties(row: Any, q: Tensor, ours: Tensor, theirs: Tensor) -> s
     """Both selections have the same scores, which is all that two may differ in."""
     n, chunk = row.store[0].n_host, row.plan.chunk
     sizes = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-    scores = chunk_scores(q, row.bounds[0], row.plan.r, sizes, q.shape[-1] ** -0.5).repeat_interleave(chunk, -1)
+    scores = chunk_scores(q, row.bounds[0], row.plan.r, sizes, Softmax(q.shape[-1] ** -0.5)).repeat_interleave(
+        chunk, -1
+    )
     mine, right = (scores.gather(-1, each).sort(-1).values for each in (ours, theirs))
     return differs("selected scores", mine, right, 1e-7)
 
@@ -239,7 +244,7 @@ def test_without_compression_in_the_second_stage_it_is_the_oracle_over_what_was_
     now, newest = q[:, :, 90:91], k[:, :, 90:91]
     step(row, now, newest, v[:, :, 90:91])
     logits = torch.cat([alone.keys(0), newest], 2)
-    scores = token_scores((now.reshape(1, 2, 3, 16) @ logits.mT) / 4, "group_sum")
+    scores = token_scores((now.reshape(1, 2, 3, 16) @ logits.mT) / 4, "group_sum", Softmax(1.0))
     expected = oracle_tokens(scores, 21, 0, scores.shape[-1]).sort(-1).values
     assert torch.equal(row.store[0].fetches[0].sort(-1).values, expected)
 

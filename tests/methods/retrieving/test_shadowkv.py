@@ -12,6 +12,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.full import Full
 from methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, landmark_scores
 from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
@@ -162,7 +163,7 @@ def test_numbers_skip_outliers_side_by_side() -> None:
 def test_a_group_takes_the_largest_probability_and_not_the_largest_logit() -> None:
     means = torch.tensor([[[4.0, 0.0], [0.0, 1.0], [3.9, 0.0]]])
     q = torch.tensor([[[[2.0, 0.0]], [[0.0, 2.0]]]])  # logits 8, 0, 7.8 and 0, 2, 0
-    best = landmark_scores(q, means, 1.0)[0, 0]
+    best = landmark_scores(q, means, Softmax(1.0))[0, 0]
     assert best.argmax() == 1, "2 is the smaller logit and the larger part of its head's attention"
 
 

@@ -14,6 +14,7 @@ from engine.decode import attend_group
 from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
 from methods.retrieving.sparq import (
@@ -66,14 +67,14 @@ def check_step(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         row = row_of(SparQ, replace(params, layout=layout), trace, request(tokens=1, comm="1"), regions(meta))
         out = step(row, q, k[:, :, last:], v[:, :, last:])
         components = top_components(q, meta["Hkv"], meta["r"])
-        weights = query_weights(q, components, trace.scales[0])
+        weights = query_weights(q, components, trace.softmax[0].scale)
         logits = weights @ (read_columns if layout == "columns" else read_rows)([row], 0, components)
         attended = row.store.attended(0)[::g]
         selected = np.zeros(attended.shape, dtype=bool)
         np.put_along_axis(selected, x["selected"].astype(np.int64), True, 1)
         # Coverage is in the scale alone: |weights| = |q| * scale / sqrt(coverage).
         chosen = q.view(1, meta["Hkv"], g, -1).gather(-1, components.unsqueeze(2).expand(-1, -1, g, -1))
-        coverage = (chosen.abs().sum(-1) * trace.scales[0] / weights.abs().sum(-1)).square()
+        coverage = (chosen.abs().sum(-1) * trace.softmax[0].scale / weights.abs().sum(-1)).square()
         alpha = torch.ones(meta["Hkv"], g) if row.covered is None else row.covered[0]
         problem = first(
             differs("components", components[0].sort(-1).values, np.sort(x["dims"], -1)),
@@ -280,13 +281,13 @@ def test_the_scale_is_by_query_head_from_its_own_share() -> None:
 def test_covered_mass_counts_each_attended_token_once() -> None:
     logits = torch.randn(1, 2, 3, 30, generator=torch.Generator().manual_seed(0))
     idx = torch.tensor([[[5, 9, 20], [7, 6, 11]]])
-    mass = covered_mass(logits, idx, 4, 25)
+    mass = covered_mass(logits, idx, 4, 25, Softmax(1.0))
     for head in range(2):
         attended = [*range(4), *idx[0, head].tolist(), *range(25, 30)]
         expected = logits[0, head].softmax(-1)[:, attended].sum(-1)
         torch.testing.assert_close(mass[0, head], expected)
     every = torch.arange(4, 25).expand(1, 2, -1)
-    torch.testing.assert_close(covered_mass(logits, every, 4, 25), torch.ones(1, 2, 3))
+    torch.testing.assert_close(covered_mass(logits, every, 4, 25, Softmax(1.0)), torch.ones(1, 2, 3))
 
 
 def test_both_layouts_read_the_same_components() -> None:
