@@ -1,7 +1,7 @@
 """What kinds of layers a model has and what they ask of attention, from its configuration: no weights are read.
 
 transformers names the kind of each layer; those that keep K and V of every token in full attention are what methods
-compress. What the kinds do not say, such as sinks, caps, heads of another size, or a second softmax, shows in a pass
+compress. What the kinds do not say, such as caps, heads of another size, or a second softmax, shows in a pass
 without numbers: the model's own class on torch's `meta` device, where tensors have shapes alone, with an attention
 function that notes what it is called with.
 
@@ -32,16 +32,15 @@ COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
 KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, "dummy")  # dummy: a layer without attention, such as an MLP of its own
-# What an attention call may carry beside q, k, v, scale and window; everything else changes its result.
-WITHOUT_EFFECT = frozenset(
+# What an attention call may carry beside q, k, v, scale and window; everything else changes its result unseen.
+UNDERSTOOD = frozenset(
     {
         *("dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("s_aux", "softcap"),  # sinks and caps, which `engine/softmax.py` knows
         *("cache_position", "is_causal", "layer_idx", "logits_to_keep", "position_embeddings", "return_dict"),
     }
 )
 SAID = {  # in the sentence that refuses it
-    "s_aux": "adds a learned sink (s_aux) to the softmax",
-    "softcap": "caps its logits (softcap)",
     "position_bias": "adds a bias of positions to its logits (position_bias)",
     "block_indices": "attends to blocks of its own choice (block_indices)",
     "attention_mask": "hides tokens by a mask of its own (attention_mask)",
@@ -65,6 +64,7 @@ class Asked:
     n_keys: int
     window: int | None
     others: tuple[str, ...]  # names of what else would change the result
+    is_capped: bool = False
     expands: bool = False  # its module makes keys and values of what it caches
 
 
@@ -72,7 +72,9 @@ def asked(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Any, 
     names = [name for name, value in others.items() if changes(name, value)]
     names += [] if mask is None else ["attention_mask"]
     sizes = q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2]
-    return Asked(number_of(module), *sizes, window, tuple(names), hasattr(module, "expand_kv"))
+    return Asked(
+        number_of(module), *sizes, window, tuple(names), bool(others.get("softcap")), hasattr(module, "expand_kv")
+    )
 
 
 def number_of(module: Any) -> int:
@@ -83,7 +85,7 @@ def number_of(module: Any) -> int:
 
 def changes(name: str, value: Any) -> bool:
     """Whether this argument of an attention call would change its result."""
-    return name not in WITHOUT_EFFECT and value is not None and value is not False
+    return name not in UNDERSTOOD and value is not None and value is not False
 
 
 # --- from the configuration's values ---------------------------------------------------------------
@@ -128,8 +130,6 @@ def check_values(config: Any, name: str) -> None:
         raise ConfigError(
             f"the model {name!r} shares K and V between layers, which KVBench does not support yet; {INSTEAD}"
         )
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        raise ConfigError(f"the model {name!r} {SAID['softcap']} in its attention, which KVBench cannot; {INSTEAD}")
 
 
 # --- from a pass without numbers -------------------------------------------------------------------
@@ -370,6 +370,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         hybrid_layers=tuple(i for i, kind in enumerate(kinds) if kind == HYBRID),
         value_width=0 if d_v == d_h else d_v,
         is_latent=is_latent,
+        is_capped=any(call.is_capped for call in found.calls if call.layer in layers or call.layer < 0),
     )
 
 
