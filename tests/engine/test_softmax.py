@@ -1,18 +1,21 @@
 """Attention and observations under caps and sinks, against the plain formula in float64 with the sink as a column."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend, attend_own, attend_rows, attend_weights
+from engine.attend import Part, attend, attend_own, attend_rows, attend_weights, partial
 from engine.causal import Chunk, causal, over_past, whole
 from engine.observe import BandLogits, BandSums, ColumnSums, MeanWeights, query_lse, window_scores
 from engine.passes.probe import joined
 from engine.softmax import Softmax
 from engine.turns.talk import attend_own_past
+from kernels.column_sums import column_sums
 from tests.kernels.test_capped import KINDS, bent, causal_logits, draw, probabilities, sinks
+from tests.vectors import Check, differs, first, load
 
 H, H_KV, D = 6, 2, 16
 
@@ -124,3 +127,39 @@ def test_votes(cap: float, about: float | None, s: int, w: int) -> None:
     behind = ends.unsqueeze(1) - ends
     near = logits.where((behind > 0) & (behind <= w), torch.zeros(()).double()).sum(1)
     torch.testing.assert_close(BandLogits(w).observe(q, k, soft)[0].double(), near, rtol=1e-4, atol=1e-3)
+
+
+def run_vectors(path: Path) -> list[Check]:
+    """One layer of a model that has sinks or caps: attention over sets, in one part and in several, and votes."""
+    meta, arrays = load(path)
+    x = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    sink = x["sink"].float() if "sink" in x else None
+    soft, q, k, v = Softmax(meta["scale"], meta["softcap"] or 0.0, sink), x["q"], x["k"], x["v"]
+    (h, s), checks = (q.shape[1], k.shape[2]), list[str | None]()
+    kinds = torch.arange(s) % 3
+    with_sink = x.get("lse_sink_f64", x["lse_f64"])
+    for keep, right, lse, lse_sink in zip(x["keep"].bool(), x["out"], x["lse_f64"], with_sink, strict=True):
+        masks = [keep.unsqueeze(0), *(keep.unsqueeze(0) & (kinds == i) for i in range(3))]
+        whole, *pieces = [Part(k, v, mask=mask, idx=torch.arange(s).where(mask, -1)) for mask in masks]
+        for parts in ([whole], pieces):
+            out = attend(q, parts, soft)[0, :, 0]
+            checks.append(differs("output", out, right, 1e-5))
+        of_tokens = partial(q, whole, soft)[1].reshape(h)
+        checks.append(differs("log-sum-exp", of_tokens, lse, 1e-5))
+        weights = attend_weights(q, [Part(k, v, mask=masks[0])], soft)[1].sum(-1)[0]
+        checks.append(differs("mass of tokens", weights, (lse - lse_sink).exp(), 1e-5))
+    w, s_prompt = meta["window"], meta["s_prompt"]
+    q_window, past, votes = x["q_window"], k[:, :, :s_prompt], x["window_votes_f64"]
+    checks.append(differs("votes", window_scores(q_window, past, soft)[0], votes[:, : s_prompt - w], 1e-5))
+    lse = query_lse(q_window, past, soft)
+    sums = column_sums(q_window, past, soft.scale, lse=lse, cap=soft.cap).flatten(0, 1)
+    checks.append(differs("column sums", sums, votes, 1e-5))
+    return [(path.stem, first(*checks))]
+
+
+GOLDEN = [*(Path(__file__).parents[1] / "golden" / "attention_kinds").glob("s*.npz")]
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_attention_agrees_with_reference_vectors(path: Path) -> None:
+    assert [problem for _, problem in run_vectors(path)] == [None]
