@@ -51,15 +51,17 @@ def causal(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk |
 def over_past(
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `causal`, without sinks, for who joins this with other tokens."""
+    """As `causal`, without sinks, for who joins this with other tokens. q may have the last tokens alone."""
     s = q.shape[2]
     if isinstance(window, Chunk):
         chunks = zip(q.split(window.n, 2), k.split(window.n, 2), v.split(window.n, 2), strict=True)
         parts = [over_past(q_c, k_c, v_c, soft) for q_c, k_c, v_c in chunks]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
-    if window is not None and window >= s:
+    if window is not None and window >= k.shape[2]:
         window = None
+    if s < k.shape[2]:
+        return blocks(q, k, v, soft, window)
     if takes_flash(q, v, soft):
         return flash(q, k, v, soft, window)
     if soft.cap:
@@ -99,7 +101,10 @@ def weighed(logits: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 def blocks(
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As `over_past` or `whole`, from logits of some queries at a time: no fused kernel of torch knows caps."""
+    """As `over_past` or `whole`, from logits of some queries at a time: no fused kernel of torch knows caps.
+
+    Where it is causal, the queries are the last of the tokens.
+    """
     (_, h, s, _), (_, h_kv, n, _) = q.shape, k.shape
     g, n_rows = h // h_kv, rows_per_block(h // h_kv, n)
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], device=q.device)
@@ -107,13 +112,14 @@ def blocks(
         heads = slice(kv_head * g, (kv_head + 1) * g)
         for start in range(0, s, n_rows):
             stop = min(start + n_rows, s)
-            first = 0 if window is None else max(0, start - window + 1)
-            keys = slice(first, stop if is_causal else n)
+            before = n - s  # tokens in front of the first query's
+            first = 0 if window is None else max(0, before + start - window + 1)
+            keys = slice(first, before + stop if is_causal else n)
             logits = soft.logits(q[:, heads, start:stop], k[:, kv_head : kv_head + 1, keys])
             if is_causal:
-                behind = torch.arange(start, stop, device=q.device).unsqueeze(1)
-                behind = behind - torch.arange(first, stop, device=q.device)
-                logits.masked_fill_((behind < 0) | (behind >= (window or s)), -inf)
+                behind = torch.arange(before + start, before + stop, device=q.device).unsqueeze(1)
+                behind = behind - torch.arange(first, before + stop, device=q.device)
+                logits.masked_fill_((behind < 0) | (behind >= (window or n)), -inf)
             some = weighed(logits, v[:, kv_head : kv_head + 1, keys], q.dtype)
             out[:, heads, start:stop], lse[:, heads, start:stop] = some
     return out, lse

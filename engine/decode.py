@@ -18,7 +18,9 @@ from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
+from engine.placement import Change
 from engine.prefill import Trace
+from engine.readers import Held, Readers, end
 from engine.row import Row
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
@@ -161,6 +163,7 @@ class _Batch:
         self.rows = [rows[i] for i in self.order]
         self.cache = model.fork_cache(trace.rest, len(rows))
         self.compressed = frozenset(trace.shape.attention_layers)
+        self.readers = Readers(trace.shape)
         self.position = trace.s_prompt
         self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
         self.group()
@@ -198,6 +201,8 @@ class _Batch:
         return logits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+        if layer in self.readers.owner:
+            return self.readers.attend(layer, q, soft)
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
             return attend_own(q, k, v, soft, window, self.position)
         if len(q) > len(self.rows):
@@ -207,7 +212,7 @@ class _Batch:
             for _, where in self.groups:
                 self.look_ahead(layer, where)
         step = self.position - self.trace.s_prompt + 1
-        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step)
+        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step, self.readers)
         if self.watch is not None:
             self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
@@ -230,12 +235,14 @@ class _Batch:
 
 def attend_groups(
     groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None = None, readers: Readers | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
-    Without a `step` each row's is that of its own newest token.
+    Without a `step` each row's is that of its own newest token. Where other layers read this one's K and V, `readers`
+    ends its step.
     """
+    is_read = readers is not None and layer in readers.last
     parts = [part for kind, at in groups for part in step_rows(kind, rows[at], layer, q[at], k[at], v[at])]
     count_parts(rows, layer, parts)
     with span("attention", layer):
@@ -244,10 +251,15 @@ def attend_groups(
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
+        on_gpu = q.is_cuda and not is_read  # where a kernel evicts at once
+        changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
-            behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], q.is_cuda)
-        for row in rows:
-            row.store.close(layer, step)
+            changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
+        held = Held(rows, parts, changes, step)
+        if readers is not None:
+            readers.hold(layer, held)
+        else:
+            end(layer, held)
     return out
 
 

@@ -308,7 +308,7 @@ class _Reading(ByHeads):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and each query's log-sum-exp of what was computed; None where sums want all pairs."""
-        if self.sparsity is not None and window is None:
+        if self.sparsity is not None and window is None and q.shape[2] == k.shape[2]:
             if not self.sparsity.is_exact(layer, k.shape[2]):
                 out, lse, share, kept = self.sparsity.attend(q, k, v, soft, layer)
                 self.trace.shares.append(share)

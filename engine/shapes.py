@@ -26,6 +26,7 @@ class ModelShape:
     value_width: int = 0  # dimensions of a value, where it has others than a key; 0: as many
     is_latent: bool = False  # a token is one latent for all heads: a value is the first numbers of its key
     is_capped: bool = False  # some layers bend their logits towards a cap
+    readers: tuple[tuple[int, int], ...] = ()  # layers that attend to K and V of a compressed one, and which that is
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"

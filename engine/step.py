@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import span
+from engine.placement import Change
 from engine.row import Row
 from engine.rows import append_rows, fetch_rows
 from engine.selection import Selection, selection
@@ -57,12 +58,11 @@ def as_chosen(part: Part, chosen: Selection) -> Part:
 def behind_rows(
     kind: type[Row], rows: Sequence[Row], layer: int,
     out: Tensor, weights: Sequence[Tensor | None], on_gpu: bool = False,
-) -> None:  # fmt: skip
-    """Behind attention: outputs (n, h, 1, d_h) are corrected in place, and tokens leave."""
+) -> list[tuple[Row, Change]]:  # fmt: skip
+    """Behind attention: outputs (n, h, 1, d_h) are corrected in place. How tokens leave, which is not done yet."""
     after = kind.after_rows_on_gpu if on_gpu else kind.after_rows
-    for row, change in zip(rows, after(rows, layer, out, weights), strict=False):
-        if change is not None:
-            row.store.change(layer, change)
+    changes = zip(rows, after(rows, layer, out, weights), strict=False)
+    return [(row, change) for row, change in changes if change is not None]
 
 
 def cut(row: Row) -> None:

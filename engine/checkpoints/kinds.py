@@ -125,11 +125,28 @@ def of_layer(text: Any, layer: int) -> Any:
 def check_values(config: Any, name: str) -> None:
     """Refuse what the configuration's values alone tell."""
     text = text_config(config)
-    shares = [mode for mode in getattr(text, "kv_sharing_modes", None) or () if mode == "reuse"]
-    if shares or getattr(text, "num_kv_shared_layers", 0):
+    modes = getattr(text, "kv_sharing_modes", None)
+    if modes is None and getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(
-            f"the model {name!r} shares K and V between layers, which KVBench does not support yet; {INSTEAD}"
+            f"the model {name!r} shares K and V between layers and does not say which (kv_sharing_modes); {INSTEAD}"
         )
+
+
+def readers_of(text: Any, compressed: Iterable[int], name: str) -> tuple[tuple[int, int], ...]:
+    """Layers that attend to K and V of a compressed layer, and which that is: the last of their kind that has some."""
+    modes, kinds = getattr(text, "kv_sharing_modes", None) or (), getattr(text, "layer_types", None)
+    compressed, owners, found = set(compressed), dict[str, int](), list[tuple[int, int]]()
+    for i, mode in enumerate(modes):
+        kind = "full_attention" if kinds is None else kinds[i]
+        if mode in (None, "store"):
+            owners[kind] = i
+        elif mode != "reuse" or kind not in owners:
+            raise ConfigError(
+                f"the model {name!r} shares K and V of layer {i} in a way unknown to KVBench ({mode}); {INSTEAD}"
+            )
+        elif owners[kind] in compressed:
+            found.append((i, owners[kind]))
+    return tuple(found)
 
 
 # --- from a pass without numbers -------------------------------------------------------------------
@@ -370,6 +387,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         hybrid_layers=tuple(i for i, kind in enumerate(kinds) if kind == HYBRID),
         value_width=0 if d_v == d_h else d_v,
         is_latent=is_latent,
+        readers=readers_of(text, layers, name),
         is_capped=any(call.is_capped for call in found.calls if call.layer in layers or call.layer < 0),
     )
 

@@ -168,6 +168,7 @@ class Short:
     def __init__(self, model: "Model") -> None:
         self.model, self.position = model, 0
         self.compressed = frozenset(model.shape.attention_layers)
+        self.owners = dict(model.shape.readers)  # of layers that attend to another's K and V
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[Asked] = []  # of the prompt
 
@@ -177,6 +178,10 @@ class Short:
             self.calls.append(Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], of_window, ()))
             self.held[layer] = k, v
             return causal(q, k, v, soft, window)[0]
+        if layer in self.owners:
+            k, v = self.held[self.owners[layer]]
+            rows = [[Part(k[i : i + 1], v[i : i + 1])] for i in range(len(q))]
+            return attend_rows(q, rows, soft, [False] * len(q))[0]
         if layer not in self.compressed:
             return attend_own(q, k, v, soft, window, self.position)
         before = (old.expand(len(q), -1, -1, -1) for old in self.held[layer])

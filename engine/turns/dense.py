@@ -28,7 +28,8 @@ def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Soft
     n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
     parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
     out, _ = attend_rows(q, [parts], soft, [False])
-    behind_rows(kind, [row], layer, out.clone(), [None])
+    for _, change in behind_rows(kind, [row], layer, out.clone(), [None]):
+        row.store.change(layer, change)
     at.meter.count_whole(n_held - at.n_kept - at.n_window)
     row.store.close(layer)
     return out

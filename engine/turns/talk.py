@@ -20,7 +20,9 @@ from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk, weighed
 from engine.decode import Answer, attend_groups
+from engine.errors import ConfigError
 from engine.prefill import Trace
+from engine.readers import Readers
 from engine.row import Row, Variant
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
@@ -48,7 +50,7 @@ class Talk:
         # position. In all passes rows have this order, which is that of the cache.
         self.order = sorted(range(len(rows)), key=lambda i: name_of(type(rows[i])))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
-        self.clock = Clock()
+        self.clock, self.readers = Clock(), Readers(trace.shape)
         self.is_dense = False  # while a feed is read that attends to all that rows hold
         self.calls: dict[int, Call] = {}
         self.growing: dict[int, Variant] = {}  # rows that hold a feed within a budget of this length once it is read
@@ -77,7 +79,14 @@ class Talk:
         ids = torch.tensor([[*[0] * pad, *each] for pad, each in zip(pads, feeds, strict=True)])
         ids = ids.to(self.model.device)
         # Rows that compress between steps read step by step.
-        stepwise = [i for i in self.order if feed == "tokenwise" or self.rows[i].of_answers]
+        if self.readers.owner and feed == "dense":
+            raise ConfigError(
+                f"task.feed=dense needs layers with K and V of their own, and some of {self.trace.shape.name!r} attend "
+                "to those of another; use task.feed=compressed"
+            )
+        # Where layers read another's K and V, that one's step has to be over before its next token.
+        one_by_one = feed == "tokenwise" or bool(self.readers.owner)
+        stepwise = [i for i in self.order if one_by_one or self.rows[i].of_answers]
         if stepwise and self.has_own_layers:
             stepwise = self.order
         at_once = [i for i in self.order if i not in stepwise]
@@ -174,6 +183,8 @@ class Talk:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         m = q.shape[2]
+        if layer in self.readers.owner:
+            return self.readers.attend(layer, q, soft)
         if layer not in self.compressed:
             attend_own_tokens = attend_own if m == 1 else attend_own_past
             return attend_own_tokens(q, k, v, soft, window, self.starts[0])
@@ -196,6 +207,7 @@ class Talk:
                     out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, soft)
                 else:
                     left.append(i)
+        readers = self.readers if m == 1 else None
         for j in range(m):
             live = [i for i in left if self.pads[i] <= j]
             if not live:
@@ -205,7 +217,7 @@ class Talk:
                     rows[i].q_ahead = ahead[i][:, :, j : j + 1]
             whole = len(live) == len(rows)
             q_j, k_j, v_j = (x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v))
-            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, soft)
+            found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, soft, None, readers)
             if whole:
                 out[:, :, j : j + 1] = found
             else:
