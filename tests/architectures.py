@@ -85,6 +85,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "exaone4": LOCAL_TOO,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 96},
     "gemma2": LOCAL_TOO | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "gemma3n_text": {
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 89, "laurel_rank": 8, "intermediate_size": 56,
+        "activation_sparsity_pattern": [0.0] * 6, "sliding_window": WINDOW,
+    },
     "gemma3_text": LOCAL_TOO | {"query_pre_attn_scalar": 8},
     "gemma4_text": LOCAL_TOO | {
         "num_experts": None, "moe_intermediate_size": None, "global_head_dim": 16, "num_global_key_value_heads": 1,

@@ -28,19 +28,17 @@ from tests.tiny_run import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 EXACT = (
-    *("cohere2", "exaone4", "falcon_h1", "gemma4_text", "gpt2", "gpt_bigcode", "granitemoehybrid", "hunyuan_v1_dense"),
+    *("cohere2", "deepseek_v3", "exaone4", "falcon_h1", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode"),
+    *("gpt_oss", "granitemoehybrid", "hunyuan_v1_dense"),
     *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
     *("smollm3", "stablelm", "zamba2"),
 )
 REFUSED = {
     "bert": "answers differently",
     "bloom": "code of its own",
-    "deepseek_v3": "one latent of 12 numbers",
     "deepseek_v4": "layers of the kind 'heavily_compressed_attention'",
     "diffllama": "attends 2 times in layer 0",
     "doge": "hides tokens by a mask",
-    "gemma2": "caps its logits",
-    "gpt_oss": "adds a learned sink",
     "hrm_text": "attends 8 times in layer 0",
     "inkling_text": "layers of the kind 'hybrid_sliding'",
     "jetmoe": "4 query heads and 4 KV heads",
@@ -223,7 +221,7 @@ def test_looking_at_a_configuration_leaves_it_as_it_is() -> None:
     assert (config.to_dict(), config._attn_implementation) == before
 
 
-@pytest.mark.parametrize(("name", "says"), [("gemma2", "caps its logits"), ("gpt_oss", "learned sink")])
+@pytest.mark.parametrize(("name", "says"), [("doge", "hides tokens by a mask"), ("mamba", "none of them")])
 def test_a_configuration_alone_is_enough_to_refuse_a_model(name: str, says: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)  # without weights
     with pytest.raises(ConfigError, match=says):
