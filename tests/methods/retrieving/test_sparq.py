@@ -337,7 +337,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     rows = make(trace)
     for t in range(10):
         queries, keys, values = (x[:, :, 50 + t : 51 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
-        outs = attend_group(SparQ, rows, 0, queries, keys, values, trace.softmax[0], t + 1)
+        outs = attend_group(type(rows[0]), rows, 0, queries, keys, values, trace.softmax[0], t + 1)
         for i, out in enumerate(outs):
             torch.testing.assert_close(out, alone[i][t], atol=1e-6, rtol=0)
 
