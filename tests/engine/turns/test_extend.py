@@ -59,8 +59,10 @@ def test_snapkv_keeps_what_the_feed_looks_at_most() -> None:
         talk.read([prompt(20, 3), prompt(20, 3)])
         q = torch.randn(1, trace.shape.h, 20, trace.shape.d_h, generator=torch.Generator().manual_seed(1))
         keys, positions = row.store[0].keys(), row.store[0].positions()
-        row.extend(0, q, grown)
-        other.extend(0, -q, grown)
+        for each, queries in ((row, q), (other, -q)):
+            change = each.extend(0, queries, grown)
+            assert change is not None
+            each.store.change_between(0, change)
     assert held(row, 0) != held(other, 0)
     w, g = min(grown.plan.window, 20), trace.shape.g
     logits = q[0, :, -w:].unflatten(0, (-1, g)) @ keys[0].mT.unsqueeze(1) * trace.softmax[0].scale

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.prefill import Trace, prefill
 from engine.softmax import Softmax
 from methods.allocator import Allocator
+from methods.base import SelectiveAttention
 from methods.dropping.allocators import Counts
 from methods.dropping.kvzip import KVzip, above_threshold
 from methods.full import full_attention
@@ -233,7 +234,7 @@ def test_two_questions_are_answered_from_one_compressed_context() -> None:
     trace, answers = read(), []
     for fresh in (False, True):
         for question in ([3, 4, 5], [6, 7]):
-            row = zipped(30, read() if fresh else trace)
+            row = cast(SelectiveAttention, zipped(30, read() if fresh else trace))
             with tiny().hooked():
                 done = decode(tiny(), row.trace, [row], max_new_tokens=6, feed=question)
             answers.append(done.answers[0].ids)

@@ -3,7 +3,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
+from methods.base import SelectiveAttention
 from methods.full import Full
 from methods.retrieving.quest import (
     AGGREGATES,
@@ -318,12 +319,12 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     def make(trace: Trace) -> list[Any]:
         return [row_of(Quest, params, trace, request(tokens=n, comm="1")) for params, n in variants]
 
-    trace = trace_of(k, v, 6, 70)
+    trace, kind = trace_of(k, v, 6, 70), cast(type[SelectiveAttention], Quest)
     alone = [run(row, q, k, v, 70, 80) for row in make(trace)]
     rows = make(trace)
     for t in range(10):
         queries, keys, values = (x[:, :, 70 + t : 71 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
-        outs = attend_group(Quest, rows, 0, queries, keys, values, trace.softmax[0], t + 1)
+        outs = attend_group(kind, rows, 0, queries, keys, values, trace.softmax[0], t + 1)
         for i, out in enumerate(outs):
             assert torch.equal(rows[i].store.attended(0), alone[i][t][1])
             torch.testing.assert_close(out, alone[i][t][0], atol=1e-6, rtol=0)
