@@ -103,7 +103,7 @@ def read_rate(here: Here) -> float:
             q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
             start = clock()
             for layer in shape.attention_layers:
-                attend_group(kind, [row], layer, q, k_new, v_new, shape.d_h**-0.5, step)
+                attend_group(kind, [row], layer, q, k_new, v_new, Softmax(shape.d_h**-0.5), step)
             times.append(clock() - start)
         seconds[s] = statistics.median(times[5:])
     n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize * shape.n_layers

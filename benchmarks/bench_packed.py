@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 
 from engine.attend import Part, attend
+from engine.softmax import Softmax
 from kernels.packed.attend import Packed, Side, attend_packed
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens
 from kernels.select_attend import Tokens, attend_parts_native
@@ -36,7 +37,7 @@ def main(n: int) -> None:
     k, v = (torch.randn(1, H_KV, n, D).bfloat16() for _ in "kv")
     q, scale = torch.randn(1, H, 1, D).bfloat16(), D**-0.5
     ways = {
-        "torch, bfloat16": lambda: attend(q, [Part(k, v)], scale),
+        "torch, bfloat16": lambda: attend(q, [Part(k, v)], Softmax(scale)),
         "C++, bfloat16": lambda: attend_parts_native(q, [Tokens(k, v)], scale)[0],
     }
     for bits in (4, 2):

@@ -27,6 +27,7 @@ from engine.model import Model
 from engine.observe import Observation
 from engine.prefill import Trace, prefill
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from evals.overrides import CONF
 from evals.settings import load_class, settings
 from evals.typed import build_params
@@ -97,7 +98,7 @@ class OneLayer:
         centres = torch.randn(1, 8, 400, 128, generator=self.draw)
         of = torch.randint(400, (s,), generator=self.draw)
         k = (centres[:, :, of] + 0.5 * self.normal(8, s)).bfloat16()
-        self.trace.add(self.LAYER, k, self.normal(8, s).bfloat16(), 128**-0.5)
+        self.trace.add(self.LAYER, k, self.normal(8, s).bfloat16(), Softmax(128**-0.5))
         self.s = s
         self.t: dict[str, int] = {}
 
@@ -106,7 +107,7 @@ class OneLayer:
 
     def observe(self, what: Observation) -> None:
         q = self.normal(32, self.s).bfloat16()
-        self.trace.observe(self.LAYER, what, q, self.trace.keys(self.LAYER), 128**-0.5)
+        self.trace.observe(self.LAYER, what, q, self.trace.keys(self.LAYER), Softmax(128**-0.5))
 
     def seconds(self, name: str, made: SelectiveAttention) -> float:
         """Mean seconds of some steps, each with a query of its own."""
@@ -115,14 +116,14 @@ class OneLayer:
             q, k, v = (self.normal(heads, 1).bfloat16() for heads in (32, 8, 8))
             self.t[name] = self.t.get(name, 0) + 1
             start = self.now()
-            attend_group(kind, [made], self.LAYER, q, k, v, 128**-0.5, self.t[name])
+            attend_group(kind, [made], self.LAYER, q, k, v, Softmax(128**-0.5), self.t[name])
             total += self.now() - start
         return total / CALLS
 
     def output(self, made: SelectiveAttention) -> torch.Tensor:
         draw = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, h, 1, 128, generator=draw).bfloat16() for h in (32, 8, 8))
-        return attend_group(type(made), [made], self.LAYER, q, k, v, 128**-0.5, 1)[0]
+        return attend_group(type(made), [made], self.LAYER, q, k, v, Softmax(128**-0.5), 1)[0]
 
 
 def bench_layer(

@@ -46,6 +46,7 @@ from engine.observe import ColumnSums
 from engine.prefill import Trace
 from engine.selection import Found
 from engine.shapes import ModelShape
+from engine.softmax import Softmax
 from engine.terminal import say
 from evals.overrides import CONF
 from methods.base import SelectiveAttention
@@ -227,7 +228,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
     """The ledger's counts for one layer of random keys, after enough steps to fill a cache."""
     shape = replace(model, n_layers=LAYER + 1, attention_layers=(LAYER,), window=1 << 20)
     draw = torch.Generator().manual_seed(0)
-    scale = shape.d_h**-0.5
+    soft = Softmax(shape.d_h**-0.5)
 
     def normal(heads: int, n: int) -> torch.Tensor:
         # As wide as what is counted: of numbers of 16 bits many are equal, which makes a top-k longer.
@@ -236,14 +237,14 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
     with torch.inference_mode():
         trace = Trace(shape, s, torch.device("cpu"))
         q, k, v = (normal(heads, s) for heads in (shape.h, shape.h_kv, shape.h_kv))
-        trace.add(LAYER, k, v, scale)
+        trace.add(LAYER, k, v, soft)
         variant = kind.variant_for(params, request, shape, s)
         if variant.thinning is not None:
             raise ConfigError(
                 f"{kind.title} shortens its own prefill, which the simulation does not know; leave it out"
             )
         for what in variant.observations:
-            trace.observe(LAYER, what, q, k, scale)
+            trace.observe(LAYER, what, q, k, soft)
         row = variant.row(trace, N_STEPS)
         if row.wants_lookahead:
             row.wants_lookahead = False
@@ -255,7 +256,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         for step in range(1, N_STEPS + 1):
             numbers.n = 0
             q_new, k_new, v_new = (normal(heads, 1) for heads in (shape.h, shape.h_kv, shape.h_kv))
-            attend_group(counting, [row], LAYER, q_new, k_new, v_new, scale, step)
+            attend_group(counting, [row], LAYER, q_new, k_new, v_new, soft, step)
     last = row.store.ledger.entries[-1]
     build = float(row.report().get("build_flops", 0.0))
     found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))

@@ -84,7 +84,7 @@ def test_a_selection_of_what_is_not_there_stops_the_run(
     first: int, change: str, says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        run(SELECTS.format(first=first, change=change), model, tmp_path)
+        run(SELECTS.format(first=first, change=change, moved=0), model, tmp_path)
     said = capsys.readouterr().err
     assert left.value.code == 1
     assert "Mine: the positions selected in step 1 of layer 0" in said and says in said, said
