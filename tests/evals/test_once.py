@@ -18,7 +18,6 @@ from evals.runner import prepare, run_cells
 from evals.settings import Settings
 from methods.calibration import files
 from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
 from methods.quantising.kivi import KIVI
 from tests.tiny_run import cell, save_tiny
 
@@ -66,23 +65,6 @@ def test_a_later_sweep_at_other_budgets_finds_it(checkpoint: Path, tmp_path: Pat
     ((second, _),) = run_cells([asked(checkpoint, tmp_path, "method=full", "budget=77", "cache.tokens=256")])
     assert second == first
     assert (first / "result.json").stat().st_mtime_ns == before
-
-
-def test_a_run_of_earlier_code_that_had_a_budget_goes_on(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("method=full", "ratio=0.2")
-    with monkeypatch.context() as patch:
-        patch.setattr(Full, "has_budget", True)
-        ((first, _),) = run_cells([asked(checkpoint, tmp_path, *words)])
-    assert "ratio: '0.2'" in (first / "config.yaml").read_text()
-    (first / "result.json").unlink()
-    lines = (first / "samples.jsonl").read_text()
-    ((second, result),) = run_cells([asked(checkpoint, tmp_path, *words)])
-    assert (second, result.ratio_exact) == (first, "0.2")
-    assert (first / "samples.jsonl").read_text() == lines
-    ((third, _),) = run_cells([asked(checkpoint, tmp_path, "method=full", "ratio=0.3")])
-    assert third != first
 
 
 def test_what_only_a_later_groups_prompts_tell_is_refused_before_a_folder_is_made(
