@@ -23,6 +23,16 @@ def made(kind: Any, work: str, device: torch.device) -> Any:
     return kind(device)
 
 
+def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
+    """What another thread can wait for before it reads what a GPU was asked to send home; None: nothing is sent."""
+    if device.type != "cuda":
+        return None
+    event, stream = torch.cuda.Event(), stream_for("copies", device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    event.record(stream)
+    return event
+
+
 def sent_home(x: Tensor) -> Tensor:
     """A copy in pinned memory, once the device is done; it is made behind what was asked of the current stream so far,
     and what is asked of it from now on does not wait for the copy."""

@@ -52,13 +52,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.books.clock import asked_so_far
 from engine.books.footprint import Footprint, held
 from engine.books.spans import span
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
+from engine.passes.streams import sent_so_far
 from engine.placement import Offloaded, Placement
 from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
@@ -240,7 +240,7 @@ class PQCache(SelectiveAttention):
         where = device if params.clusters_on_gpu else trace.host_device
         stop = plan.n_sink + n
         here = trace.exact.keys(layer)[0, :, plan.n_sink : stop] if where == device and old is None else None
-        written = asked_so_far(device)  # the copy of the keys to the host
+        written = sent_so_far(device)  # the copy of the keys to the host
 
         def work() -> Quantiser:
             keys = here
