@@ -57,7 +57,7 @@ class Metric:
     highest: float | None
     # A perplexity is exp of a mean loss: runs average the losses, each sample counting as often as this field says.
     weight: str | None = None
-    of_reading: bool = False  # of what was read; no answer is asked for
+    of_reading: bool = field(default=False, compare=False)  # of what was read; no answer is asked for
 
     @property
     def bounds(self) -> Bounds:

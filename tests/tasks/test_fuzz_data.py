@@ -152,7 +152,7 @@ def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
         if sample.ids is None:
             prompt.encode(TOKENIZER, sample, chat="auto", system_prompt="", scope="context_only")
         json.dumps({"id": sample.id, "references": sample.references, **sample.fields})
-        if not hasattr(task, "probe"):
+        if not task.is_forced:
             score = task.score(sample, "The answer is best, or 7 times.")
             assert 0 <= score <= 1
         yield sample
