@@ -11,6 +11,7 @@ import torch
 
 from engine.budget import BudgetRequest
 from engine.errors import ConfigError
+from engine.layouts.coded import CodedLayer
 from engine.shapes import ModelShape
 from methods.quantising import codebooks, turboquant
 from methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCodec
@@ -185,4 +186,4 @@ def test_refused_settings() -> None:
 def test_layers_at_the_ends_stay_whole() -> None:
     params = replace(PARAMS, boundary_layers=1)
     (said,) = answers([TurboQuant.variant_for(params, WHOLE, model().shape, 240)])
-    assert [said.row.store[layer].is_coded for layer in range(3)] == [False, True, False]
+    assert [isinstance(said.row.store[layer], CodedLayer) for layer in range(3)] == [False, True, False]
