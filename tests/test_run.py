@@ -236,8 +236,8 @@ def test_the_table_shows_the_score_beside_its_price(capsys: pytest.CaptureFixtur
             "needle d (embedded data)",
             "ratio 0.2",
             "comm 1/64",
-            "0.500",
-            "0.25 to 0.75",
+            "50.0",
+            "25.0 to 75.0",
         ),
         *("123.4", "200.5", "1,500", "2.0", "1.20", "0.010", "runs/oracle"),
     ):

@@ -229,7 +229,7 @@ def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_p
     found = interval([-0.5, -1.0, -0.5], (-1, 1))
     assert found is not None and less_full(ours, full, is_first=False) == (-2 / 3, [found.low, found.high])
     assert less_full(full, full, is_first=True) is None and less_full(ours, None, is_first=True) is None
-    assert in_words((-2 / 3, [-1.0, 0.05])) == "-0.67 (-1.00 to +0.05)" and in_words(None) == "-"
+    assert in_words((-2 / 3, [-1.0, 0.05])) == "-66.7 (-100.0 to +5.0)" and in_words(None) == "-"
 
 
 def test_questions_of_the_embedded_set_share_a_context() -> None:
