@@ -235,22 +235,7 @@ struct Tiled {
         written();
         for (int64_t i = 0; i < n; i += 2 * SIDE)  // rows behind the last are of an earlier tile, and nobody reads them
             for (int64_t j = 0; j < CHUNK; j += 2 * SIDE) {
-                const uint16_t *left = keys.data() + i * d, *right = queries.data() + j * d;
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-                for (int64_t c = 0; c < d; c += DEPTH) {
-                    const uint16_t *tiles = right + c / DEPTH * 2 * SIDE * DEPTH;
-                    _tile_loadd(4, left + c, 2 * d);
-                    _tile_loadd(5, left + SIDE * d + c, 2 * d);
-                    _tile_loadd(6, tiles, 2 * DEPTH);
-                    _tile_loadd(7, tiles + SIDE * DEPTH, 2 * DEPTH);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 4, 7);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
+                sum_32(keys.data() + i * d, queries.data() + j * d, d);
                 float *to = out + i * CHUNK + j;
                 _tile_stored(0, to, 4 * CHUNK);
                 _tile_stored(1, to + SIDE, 4 * CHUNK);

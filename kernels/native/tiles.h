@@ -43,9 +43,9 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// out[2][2][16][16]: rows i of `left` times rows j of what was packed as `right`, 32 of each, over d numbers (a multiple
-// of 32). A row of `left` has d numbers; `right` has for each 32 numbers and each 16 rows a tile of pairs (`pack_right`).
-TILED inline void multiply_32(const uint16_t *left, const uint16_t *right, int64_t d, float *out) {
+// In sums 0 to 3: rows i of `left` times rows j of what was packed as `right`, 32 of each, over d numbers (a multiple of
+// 32). A row of `left` has d numbers; `right` has for each 32 numbers and each 16 rows a tile of pairs (`pack_right`).
+TILED inline void sum_32(const uint16_t *left, const uint16_t *right, int64_t d) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -61,6 +61,11 @@ TILED inline void multiply_32(const uint16_t *left, const uint16_t *right, int64
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
+}
+
+// out[2][2][16][16]: these sums, square by square.
+TILED inline void multiply_32(const uint16_t *left, const uint16_t *right, int64_t d, float *out) {
+    sum_32(left, right, d);
     _tile_stored(0, out, 4 * SIDE);
     _tile_stored(1, out + SIDE * SIDE, 4 * SIDE);
     _tile_stored(2, out + 2 * SIDE * SIDE, 4 * SIDE);
