@@ -109,7 +109,9 @@ DASHES = ("-", "--", ":", "-.")
 FAMILIES = (  # panels of figures that show one family each
     "drop after the prompt, by its last queries",
     "drop while decoding",
-    "drop by place, keys or chance",
+    "drop for any question",
+    "drop by keys and values",
+    "drop by place or chance",
     "retrieve pages, blocks, clusters",
     "retrieve single tokens",
     "keep fewer bits, or made keys",

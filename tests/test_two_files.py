@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 METHOD = '''"""Keep the tokens whose keys are long.
 
-Figures   drop by place, keys or chance: #123456, circle, --
+Figures   drop by place or chance: #123456, circle, --
 """
 
 from torch import Tensor
@@ -37,7 +37,7 @@ assert own_class(name).title == "Made up"
 assert all(name in methods_for(budget) for budget in ("ratio", "memory")) and name not in methods_for("answer")
 assert name in every_method("ratio", "-random").split(",")
 assert known("made_up_paper") == name
-assert (look(name).colour, family_of(name)) == ("#123456", "drop by place, keys or chance")
+assert (look(name).colour, family_of(name)) == ("#123456", "drop by place or chance")
 assert BUDGETS[name] == Cost(40, 0, 1)
 """
 FOLDERS = "benchmarks conf engine evals hydra_plugins kernels methods plots results tasks tests"

@@ -20,7 +20,7 @@ Differs   - the prompt is read in one exact pass, as in the authors' evaluation 
             its authors recommend.
           - `evict: prompt` is kvpress' form: generated tokens stay in every head.
 Fails     where a streaming head holds what is asked for; where a table was made on text of another kind.
-Figures   drop by place, keys or chance: #C26CEE, down, -.
+Figures   drop by place or chance: #C26CEE, down, -.
 """
 
 import hashlib

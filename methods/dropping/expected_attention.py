@@ -27,7 +27,7 @@ Fails     where one query to come decides, such as a question about one line of 
 
 A file of statistics: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or
 `embedded`, TEXTS a text of which the first 100 pieces of 1,000 characters are read.
-Figures   drop after the prompt, by its last queries: #E2451A, right, --
+Figures   drop for any question: #E2451A, right, --
 """
 
 import hashlib

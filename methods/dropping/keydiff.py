@@ -19,7 +19,7 @@ Differs   - `blocks: simulated` goes through blocks of finished keys, as kvpress
           - of latents that all heads share, the mean over the keys that each head makes of them.
 Fails     where attention sinks have ordinary keys, and on texts whose answer is phrased like everything around it. In
           blocks, a token that was dropped early does not come back when later ones would have made it stand out.
-Figures   drop by place, keys or chance: #B48805, circle, --
+Figures   drop by keys and values: #B48805, circle, --
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -20,7 +20,7 @@ Differs   - the count is the budget's floor; the authors round up (`budget_rule:
 Fails     on models that normalise their keys (Qwen3, Gemma3): what is left of the norms is close to noise.
           `norm_spread` of `method_report` has their standard deviation by their mean, of a head in the mean; on such
           models it is small. The first layers show the correlation least.
-Figures   drop by place, keys or chance: #969625, pillar, -
+Figures   drop by keys and values: #969625, pillar, -
 """
 
 from collections.abc import Hashable, Sequence

@@ -23,7 +23,7 @@ Differs   - exactly as many tokens are kept as the budget has; `match_published`
           - the paper's words of the request differ from its code's, which are used here.
 Fails     where trivial tokens fill the budget: list marks and line ends get weights near 1 when repeated. A prefill of
           the same length is paid about twice.
-Figures   drop after the prompt, by its last queries: #CA3300, circle, -.
+Figures   drop for any question: #CA3300, circle, -.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -23,7 +23,7 @@ Differs   - `budget_rule: fair` keeps the budget's tokens exactly: sinks, last p
           - of equal scores the lower position stays.
 Fails     on prompts of few partitions, of which sinks and last partition take most of the budget, and where what is
           asked for is phrased like the text behind it.
-Figures   drop by place, keys or chance: #7B6C01, hourglass, :
+Figures   drop by keys and values: #7B6C01, hourglass, :
 """
 
 from collections.abc import Hashable, Sequence

@@ -10,7 +10,7 @@ Differs   keys keep their positions (`position: original`), the only form that e
           paper numbers tokens by their slot in the cache (`position: cache`). Recent tokens have the same distances
           either way; only the sinks come nearer, so the query is turned back for the sinks instead of turning keys.
 Fails     on everything that must be looked up in the middle of the prompt.
-Figures   drop by place, keys or chance: #8C49D0, square, -
+Figures   drop by place or chance: #8C49D0, square, -
 """
 
 from collections.abc import Sequence

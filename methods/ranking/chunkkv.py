@@ -19,7 +19,7 @@ Differs   - tokens that the scorer protects, such as SnapKV's window, are kept o
           - of equal chunks, and tokens, the lower position stays.
           - `reuse` is 1; the paper's 2 takes every second layer's chunks from the layer below, and kvpress has it not.
 Fails     where what is asked for is one token among dull neighbours, and where a chunk cuts it in two.
-Figures   drop by place, keys or chance: #8E8E50, bowtie, -
+Figures   drop after the prompt, by its last queries: #8E8E50, bowtie, -
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ Differs   - `beta` is a number, as scores may not depend on the budget; null is 
           - where fewer keys than sketched dimensions are scored, all have one leverage, and attention alone counts.
 Fails     where a head's outliers are not what is asked for: z-scores of all heads are one, so that one loud head
           silences the others.
-Figures   drop by place, keys or chance: #A742DE, right, :
+Figures   drop by keys and values: #A742DE, right, :
 """
 
 import math

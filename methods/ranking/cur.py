@@ -16,7 +16,7 @@ Differs   - squared lengths are leverage only where columns are orthonormal, whi
 Fails     - by accident it keeps the prompt's end: where one token is left for the last window its share is 1. `rest:
             scaled` weighs that window by its length.
           - where what is asked for is not what is long; Knorm keeps the shortest keys, on as good grounds.
-Figures   drop by place, keys or chance: #9078A8, up, -.
+Figures   drop by keys and values: #9078A8, up, -.
 """
 
 import math

@@ -12,7 +12,7 @@ Differs   - kvpress' RandomPress makes its generator anew in each call: all laye
           - numbers are float32. In bfloat16, as kvpress has them with such keys, thousands are equal.
 Fails     as it should: at a tenth of a prompt nine heads in ten have lost its first token. With `n_sink` and `window`
           (`random_ends`) it is the floor for methods that protect them.
-Figures   drop by place, keys or chance: #84909C, plus, :
+Figures   drop by place or chance: #84909C, plus, :
 """
 
 from collections.abc import Sequence
