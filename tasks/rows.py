@@ -1,4 +1,4 @@
-"""Rows of a JSON-lines file, each checked; a bad one is named with file and line.
+"""Rows of a JSON-lines file, or of a list in a .json file, each checked; a bad one is named with file and line or row.
 
 `on_bad_row` says what then: `refuse` ends the run, `skip` leaves the row out and the result says so. A file without
 any good row is refused either way.
@@ -7,15 +7,16 @@ Not here: what a row means (its task's file), where files come from (`tasks/sour
 (`engine/foreign.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json
+from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes
 
 ON_BAD_ROW = ("refuse", "skip")
+LARGEST_LIST = 256 << 20  # bytes of a .json file; it is read whole
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
 TYPE_NAMES = {
     str: "a text",
@@ -53,15 +54,16 @@ def read_rows(
     rows: list[tuple[int, Mapping[str, Any]]] = []
     skipped: list[str] = []
     seen: dict[str, int] = {}  # 1 and "1" would be one sample
-    for number, line in numbered_lines(path):
+    is_list = path.suffix == ".json"
+    for number, one in numbered_items(path) if is_list else numbered_lines(path):
         try:
-            row = parse(line, fields)
+            row = with_fields(one if is_list else parse(one), fields)
             if check is not None:
                 check(row)
             if unique is not None:
                 check_id(unique, row[unique], seen)
         except BadRow as error:
-            problem = f"{path}, line {number}: {error}"
+            problem = f"{path}, {'row' if is_list else 'line'} {number}: {error}"
             if on_bad_row == "refuse":
                 raise ConfigError(
                     f"{problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
@@ -85,16 +87,31 @@ def check_id(name: str, id: Any, seen: Mapping[str, int]) -> None:
         raise BadRow(f"{name}={id!r} stands in line {seen[str(id)]} already")
 
 
-def parse(line: bytes | None, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
-    """One line as an object with these fields."""
+def numbered_items(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a list, from 0."""
+    try:
+        content = parse_json(read_bytes(path, LARGEST_LIST))
+    except NoJson as error:
+        raise ConfigError(f"{path} is no JSON ({error}); fetch it again") from None
+    if not isinstance(content, list):
+        raise ConfigError(f"{path} holds no list of rows; fetch it again")
+    yield from enumerate(content)
+
+
+def parse(line: bytes | None) -> Any:
+    """What a line holds."""
     if line is None:
         raise BadRow(f"the line is longer than {LONGEST_LINE >> 20} MB")
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except NoText as error:
         raise BadRow(str(error)) from None
     except NoJson as error:
         raise BadRow(f"the line {unusable(line, str(error))}") from None
+
+
+def with_fields(row: Any, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
+    """An object that has these fields."""
     if not isinstance(row, dict):
         raise BadRow("the line is no JSON object")
     for name, types in fields.items():

@@ -1,15 +1,16 @@
-"""`python -m tests.golden DIR`: run every reference vector below DIR, a line per case and a count per folder.
+"""`python -m tests.golden DIR [FOLDER…]`: run every reference vector below DIR, a line per case and a count per folder.
 
 DIR holds folders of .npz, .json and .jsonl files: one per method (its name), per prefill (`prefill_NAME`), and of
 tasks. Exit code 1 on any failure, and for a file without a runner whose method, prefill or task the project has. Files
-of what it does not have are no failure: they are named, counted per folder, and in the last line.
+of what it does not have are no failure: they are named, counted per folder, and in the last line. With names of folders
+only those are run.
 
 Beside a method's tests stands the function that runs its vectors; a new one adds a line to `RUNNERS`.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.methods.retrieving import (
     test_oracle,
 )
 from tests.tasks import (
+    test_babilong,
     test_gsm8k,
     test_ifeval_system,
     test_infinitebench,
@@ -44,6 +46,8 @@ TESTS = Path(__file__).resolve().parent
 CONF = TESTS.parent / "conf"
 NOT_YET = "not implemented"
 BAD = ("FAILS", "no runner")
+
+NEWER = (test_babilong,)  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
@@ -78,6 +82,7 @@ RUNNERS: dict[str, Runner] = {
     "metrics/longbench_v2.json": test_longbench_v2.run_vectors,
     "metrics/ifeval.json": test_ifeval_system.run_ifeval,
     "metrics/leakage_rouge.json": test_ifeval_system.run_leakage,
+    **{f"metrics_3/{name}.json": run for test in NEWER for name, run in test.RUNNERS.items()},
 }
 
 
@@ -101,10 +106,11 @@ def of_method(folder: str) -> Runner | None:
 def missing(path: Path) -> str | None:
     """What the project would need for a file of which it has nothing; None where it has the method, prefill or task.
 
-    A folder with a runner is the project's, and so is every file in it.
+    A folder with a runner is the project's, and so is every file in it, but for those of tasks.
     """
     folder, task = path.parent.name, path.stem.partition("_")[0]
-    if of_method(folder) or any(pattern.startswith(f"{folder}/") for pattern in RUNNERS):
+    is_ours = of_method(folder) or any(pattern.startswith(f"{folder}/") for pattern in RUNNERS)
+    if is_ours and folder.partition("_")[0] != "metrics":
         return None
     if (prefill := folder.removeprefix("prefill_")) != folder:
         return None if has("prefill", prefill) else f"no prefill {prefill}"
@@ -121,10 +127,12 @@ def files_below(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("*/*") if path.suffix in (".npz", ".json", ".jsonl"))
 
 
-def run(root: Path) -> dict[str, Counter[str]]:
-    """Run all files; per folder how many cases are ok, fail, have no runner, or are of what there is not yet."""
+def run(root: Path, folders: Sequence[str] = ()) -> dict[str, Counter[str]]:
+    """Run all files, or those of these folders; per folder how many cases are ok, fail, have no runner, or wait."""
     counts: dict[str, Counter[str]] = {}
     for path in files_below(root):
+        if folders and path.parent.name not in folders:
+            continue
         count = counts.setdefault(path.parent.name, Counter())
         runner = find_runner(path)
         if runner is None:
@@ -156,13 +164,13 @@ def summary(counts: dict[str, Counter[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+    if not arguments or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m tests.golden DIR, a folder with one folder of vectors per method",
+            "usage: python -m tests.golden DIR [FOLDER…], a folder with one folder of vectors per method",
             file=sys.stderr,
         )
         return 2
-    counts = run(Path(arguments[0]))
+    counts = run(Path(arguments[0]), arguments[1:])
     if not counts:
         print(f"no vectors below {arguments[0]}", file=sys.stderr)
         return 1

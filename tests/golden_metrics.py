@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tasks.needle import task as needle
 from tasks.ruler import task as ruler
 
@@ -19,6 +21,14 @@ def metrics_folder() -> Path:
     """Where the check vectors are, whether or not they exist."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "golden"
     return Path(os.environ.get("KVBENCH_GOLDEN") or beside) / "metrics"
+
+
+def metrics_3(name: str) -> Path:
+    """A file of the newer cases; a test that asks for one is skipped where there are none."""
+    path = metrics_folder().with_name("metrics_3") / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    return path
 
 
 def run_needle(path: Path) -> list[tuple[str, str | None]]:

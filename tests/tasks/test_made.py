@@ -1,0 +1,157 @@
+"""Generated samples of the newer tasks: a script that reads the prompt scores 1.0, a wrong one chance; and the rest
+that is asked of every generator.
+
+A solver here is the second implementation of what is right: it knows the prompt alone.
+"""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.shapes import ModelShape
+from evals.settings import choice, load_class
+from evals.typed import build_params
+from tasks.base import Sample
+from tasks.prompt import encode
+from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+
+REPO = Path(__file__).resolve().parents[2]
+SHAPE = ModelShape("tiny", 2, 4, 2, 8, 32768, (0, 1))
+TOKENIZER = tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False)
+Solver = Callable[[str, random.Random], str]
+
+
+def made(name: str, tmp_path: Path, seed: int = 0, **given: Any) -> tuple[Any, list[Sample]]:
+    """A task's generated samples."""
+    tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
+    kind: Any = load_class(choice("task", name, tree))
+    values = {key: value for key, value in tree.items() if key != "_target_"} | {"source": "embedded"} | given
+    task = kind(build_params(kind, values, "task"), str(tmp_path), seed)
+    task.check(SHAPE)
+    samples = task.samples(TOKENIZER)
+    return task, [samples[i] for i in range(len(samples))]
+
+
+# --- babilong: the facts one behind the other, by another reading of them than the generator's ---------------------
+
+PLACE, PERSON = "bathroom|bedroom|garden|hallway|kitchen|office", "Daniel|John|Mary|Sandra"
+FACT = re.compile(rf"(?:(?:{PERSON})|The (?:{PLACE})) [a-z]+[^.]*\.")
+
+
+def babilong(prompt: str, rng: random.Random) -> str:
+    """Ask each state of the world behind each fact, from the last one back."""
+    context, _, question = prompt.partition("<context>\n")[2].partition("\n</context>\n\nQuestion: ")
+    question = re.split(r"\?", question)[0] + "?"
+    facts = FACT.findall(context)
+    names = re.findall(rf"\b(?:{PERSON})\b", question)
+    places = re.findall(rf"\b(?:{PLACE})\b", question)
+    things = re.findall(r"\b(?:apple|football|milk)\b", question)
+    if way := re.search(r"north|south|east|west", question):
+        flips = dict(zip("north south east west".split(), "south north west east".split(), strict=True))
+        for fact in facts:
+            first, direction, second = re.findall(rf"{PLACE}|north|south|east|west", fact)
+            for a, by, b in ((first, direction, second), (second, flips[direction], first)):
+                if (question.endswith("of?") and (a, by) == (places[0], way[0])) or (
+                    not question.endswith("of?") and (by, b) == (way[0], places[0])
+                ):
+                    return b if question.endswith("of?") else a
+    if question.startswith("Is "):
+        mine = [fact for fact in facts if fact.startswith(names[0])]
+        last = mine[-1] if mine else ""
+        if "either" in last:
+            return "maybe" if places[0] in last else "no"
+        return "yes" if last.rstrip(".").endswith(places[0]) and " not " not in last and "longer" not in last else "no"
+    gifts = [fact for fact in facts if " to " in fact and re.search("apple|football|milk", fact)]
+    if "gave" in question or "give" in question or "received" in question:
+        fits = [
+            fact for fact in gifts if all(thing in fact for thing in things) and all(name in fact for name in names)
+        ]
+        if "gave" in question and names:
+            fits = [fact for fact in fits if fact.rstrip(".").endswith(names[0])]
+        if "did" in question:
+            fits = [fact for fact in fits if fact.startswith(names[0])]
+        giver, thing, taker = re.findall(rf"{PERSON}|apple|football|milk", fits[-1])
+        return {"Who gave": giver, "Who rece": taker, "Who did ": taker}.get(question[:8], thing)
+    where, holder, places_of, hands = dict[str, str](), dict[str, str](), dict[str, list[str]](), list[str]()
+    for fact in facts:
+        who, *rest = re.findall(rf"{PERSON}|{PLACE}|apple|football|milk", fact)
+        if rest[0] not in PLACE.split("|"):
+            taken = rest[1] if len(rest) == 2 else who
+            is_drop = re.search("discarded|dropped|left|put down", fact)
+            holder.pop(rest[0], None)
+            hands = [one for one in hands if one != rest[0]]
+            if not is_drop:
+                holder[rest[0]] = taken
+                hands.append(rest[0])
+        elif "longer" not in fact and "not" not in fact:
+            where[who] = rest[0]
+        for thing, by in holder.items():
+            seen = places_of.setdefault(thing, [])
+            if by in where and seen[-1:] != [where[by]]:
+                seen.append(where[by])
+    if "carrying" in question:
+        mine = [thing for thing in hands if holder.get(thing) == names[0]]
+        if question.startswith("How"):
+            return ["none", "one", "two", "three"][len(mine)]
+        return ", ".join(mine) or "nothing"
+    if "before" in question:
+        seen = places_of[things[0]]
+        return seen[len(seen) - seen[::-1].index(places[0]) - 2]
+    return where[names[0]] if names else places_of[things[0]][-1]
+
+
+def babilong_wrong(prompt: str, rng: random.Random) -> str:
+    return rng.choice(PLACE.split("|"))
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
+
+# By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
+TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
+    "babilong": (
+        {"datasets": "made", "lengths": ["1k"], "rows": 12, "scoring": "words"}, babilong, babilong_wrong, 0.2,
+    ),
+    "babilong ": ({"datasets": "first", "lengths": ["2k"], "rows": 12}, babilong, babilong_wrong, 0.3),
+}  # fmt: skip
+
+
+def text_of(sample: Sample) -> str:
+    return sample.context + sample.question + sample.answer_prefix
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_script_that_reads_the_prompt_is_right_and_a_wrong_one_is_at_chance(name: str, tmp_path: Path) -> None:
+    given, solve, guess, most = TASKS[name]
+    task, samples = made(name.strip(), tmp_path, **given)
+    rng = random.Random(0)
+    scores = [task.score(sample, solve(text_of(sample), rng)) for sample in samples]
+    assert scores == [1.0] * len(samples), [s.id for s, score in zip(samples, scores, strict=True) if score != 1]
+    wrong = [task.score(sample, guess(text_of(sample), rng)) for sample in samples]
+    assert fmean(wrong) <= most
+    assert all(task.score(sample, "") <= most for sample in samples if sample.references != ("",))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_makes_the_same_samples_and_another_one_others(name: str, tmp_path: Path) -> None:
+    given = TASKS[name][0]
+    first, again, other = (made(name.strip(), tmp_path, seed, **given | {"rows": 2})[1] for seed in (0, 0, 1))
+    assert first == again and [text_of(one) for one in first] != [text_of(one) for one in other]
+    assert len({sample.id for sample in first}) == len(first)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_path: Path) -> None:
+    _, samples = made(name.strip(), tmp_path, **TASKS[name][0] | {"rows": 1})
+    for sample in samples:
+        by = {"chat": "auto", "system_prompt": ""}
+        whole = encode(TOKENIZER, sample, scope="full_prompt", **by)
+        cut = encode(TOKENIZER, sample, scope="context_only", **by)
+        ids = [*cut.context_ids, *cut.question_ids]
+        assert TOKENIZER.decode(whole.context_ids) == TOKENIZER.decode(ids)
+        assert cut.question_ids and not any(one and one in sample.question for one in sample.evidence)
