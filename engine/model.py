@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from engine.causal import Chunk
-from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
+from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
 from engine.errors import ConfigError, first_line
 from engine.latents import ByHeads, Latent
 from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import Turn, rotary_dims, rotations
+from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from engine.width import is_out_of_memory
@@ -89,8 +89,13 @@ class _Running:
     shape: ModelShape
     softmaxes: dict[int, Softmax]  # of the model's layers, which their first calls make
     latents: dict[int, Latent]
+    repeated: set[int]
     layer: int | None = None  # that updated its cache last
     cached: tuple[Tensor, Tensor] | None = None  # by that update
+
+    def has_cached(self, layer: int) -> bool:
+        """Whether this layer updated its cache last, with as many KV heads as its shape says."""
+        return self.layer == layer and self.cached is not None and self.cached[0].shape[1] == self.shape.h_kv
 
 
 _RUNNING: ContextVar[_Running] = ContextVar("running")
@@ -112,6 +117,7 @@ class Model:
     other_digests: tuple[str, ...] = ()  # by which tables and calibrations may know the same files
     softmaxes: dict[int, Softmax] = field(default_factory=dict)  # of layers that attended so far
     latents: dict[int, Latent] = field(default_factory=dict)  # of those of them that cache latents
+    repeated: set[int] = field(default_factory=set)  # those of them that repeat the KV heads of their cache
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -179,7 +185,7 @@ class Model:
     @contextmanager
     def answered_by(self, session: Session) -> Iterator[None]:
         """Inside, the session answers attention calls."""
-        token = _RUNNING.set(_Running(session, self.shape, self.softmaxes, self.latents))
+        token = _RUNNING.set(_Running(session, self.shape, self.softmaxes, self.latents, self.repeated))
         try:
             yield
         finally:
@@ -329,7 +335,8 @@ class Model:
         """As `speculate`, query and key."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
-        arguments |= {"hidden_states": x, "past_key_values": _Entering() if self.shape.is_latent else None}
+        enters = self.shape.is_latent or layer in self.repeated
+        arguments |= {"hidden_states": x, "past_key_values": _Entering() if enters else None}
         forward = self.attentions[layer].forward  # not by its call, which is watched
         try:
             with self.answered_by(_QueryOnly()):
@@ -352,7 +359,23 @@ class Model:
         """An empty cache: compressed layers hand through, all others are the model's own."""
         from engine.caches.through import new_cache
 
-        return new_cache(self.hf.config, self.shape.attention_layers, _enter)
+        self.forget_text()
+        return new_cache(self.hf.config, self.shape.attention_layers, _enter, self.own_cache)
+
+    def forget_text(self) -> None:
+        """Turn the next text's tokens as if there had been none before."""
+        for tables in self.remembering:
+            forget_text(*tables)
+
+    @cached_property
+    def remembering(self) -> list[Any]:
+        """What would turn the tokens of a text as the one before has left it."""
+        return remembering(self.hf)
+
+    @cached_property
+    def own_cache(self) -> Any:
+        """The class of the only cache that the model takes; None: it takes transformers' usual one."""
+        return survey(self.hf.config).own_cache
 
     def count_token(self, cache: Any) -> None:
         """Say that every row read a token without the cache."""
@@ -447,11 +470,35 @@ def _attention(
     if soft is None or soft.scale != scale:  # made once: a sink is not converted at every step
         soft = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
         running.softmaxes[layer] = soft
-    if running.shape.is_latent and layer in running.shape.attention_layers:
+    is_compressed = layer in running.shape.attention_layers
+    if is_compressed and running.shape.is_latent:
         out = _attend_latents(running, module, layer, q, k, v, soft, window)
+    elif is_compressed and k.shape[1] != running.shape.h_kv and running.has_cached(layer):
+        out = _attend_repeated(running, layer, q, k, soft, window)
     else:
         out = running.session.attend(layer, q, k, v, soft, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
+
+
+def _attend_repeated(
+    running: _Running, layer: int, q: Tensor, k: Tensor, soft: Softmax, window: int | Chunk | None
+) -> Tensor:
+    """Attention of a layer that repeats the KV heads of its cache, all of them one time after the other.
+
+    Its session sees them as they are cached, and the query heads of each beside each other.
+    """
+    assert running.cached is not None
+    (keys, values), h = running.cached, q.shape[1]
+    if layer not in running.repeated:
+        if soft.sink is not None or k.shape[1] != h or not torch.equal(k, keys.repeat(1, h // keys.shape[1], 1, 1)):
+            raise ConfigError(
+                f"the model {running.shape.name!r} attends in layer {layer} to other keys than it caches, which "
+                f"KVBench cannot compress; {INSTEAD}"
+            )
+        running.repeated.add(layer)
+    asking = q.unflatten(1, (-1, keys.shape[1])).transpose(1, 2).flatten(1, 2)
+    out = running.session.attend(layer, asking, keys, values, soft, window)
+    return out.unflatten(1, (keys.shape[1], -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _attend_latents(

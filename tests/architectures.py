@@ -100,6 +100,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "gpt_oss": LOCAL_TOO,
     "gpt_neox": SAME_HEADS,
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 24},
+    "jetmoe": {"num_attention_heads": None, "kv_channels": 8},
     "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {
         "intermediate_size_mlp": 56, "attention_chunk_size": CHUNK, "num_experts_per_tok": 1, "floor_scale": 16,

@@ -3,6 +3,9 @@
 Of a layer that keeps a state beside K and V, the state stays with it. Rows are forked and chosen by transformers'
 `reorder_cache`, which does so for layers of every kind; `batch_repeat_interleave` leaves states out.
 
+A model that takes no cache but one of its own class gets that, with layers made as it asks for them; the states that
+such a cache holds beside its layers are forked and chosen like those within.
+
 Not here: where K and V of compressed layers go (`engine/store.py`).
 """
 
@@ -57,14 +60,34 @@ class HandThroughBeside(LinearAttentionAndFullAttentionLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
 
-def new_cache(config: Any, compressed: Iterable[int], enter: Enter) -> Any:
-    """An empty cache."""
+def new_cache(config: Any, compressed: Iterable[int], enter: Enter, own: type[DynamicCache] | None = None) -> Any:
+    """An empty cache; `own` is the class of a model that takes no other."""
+    if own is not None:
+        return lazy_cache(own(), frozenset(compressed), enter)
     cache = DynamicCache(config=config)
     for i in compressed:
         old = cache.layers[i]
         is_hybrid = isinstance(old, LinearAttentionAndFullAttentionLayer)
         cache.layers[i] = HandThroughBeside(i, enter, old.number_of_states) if is_hybrid else HandThrough(i, enter)
     return cache
+
+
+def lazy_cache(cache: Any, compressed: frozenset[int], enter: Enter) -> Any:
+    """A cache that makes its layers when they are asked for, one after the other."""
+
+    def next_layer() -> DynamicLayer:
+        i = len(cache.layers)
+        return HandThrough(i, enter) if i in compressed else DynamicLayer()
+
+    cache.layer_class_to_replicate = next_layer
+    return cache
+
+
+def beside_layers(cache: Any, choose: Callable[[Tensor], Tensor]) -> None:
+    """Choose rows of the states in lists of the cache's own."""
+    for name, states in vars(cache).items():
+        if name != "layers" and isinstance(states, list):
+            states[:] = [choose(state) if isinstance(state, Tensor) else state for state in states]
 
 
 def fork(cache: Any, n: int) -> Any:
@@ -74,6 +97,7 @@ def fork(cache: Any, n: int) -> Any:
         chosen = torch.zeros(n, dtype=torch.long)
         for layer in forked.layers:
             layer.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]
+        beside_layers(forked, lambda state: state.repeat_interleave(n, 0))
     return forked
 
 
@@ -85,3 +109,4 @@ def select_rows(cache: Any, rows: list[int]) -> None:
         if device not in chosen:
             chosen[device] = torch.tensor(rows, dtype=torch.long, device=device)
         layer.reorder_cache(chosen[device])
+    beside_layers(cache, lambda state: state[rows])

@@ -167,7 +167,8 @@ class Survey:
     calls: tuple[Asked, ...]
     why_not: str | None = None
     has_own_code: bool = False  # attention that asks no registered function
-    no_cache: str | None = None  # why it takes no cache of transformers' usual kind
+    no_cache: str | None = None  # why it takes no cache that KVBench can give it
+    own_cache: Any = None  # the class of the only cache that it takes, where that is one of its own
     cached: Mapping[int, Cached] = field(default_factory=dict)  # what each layer gave its cache, where that is known
 
 
@@ -227,10 +228,22 @@ def _surveyed(hashed: Hashed) -> Survey:
             hf(input_ids=ids, use_cache=True, past_key_values=cache)
     except ValueError as error:
         if why_not is None:  # what ran without a cache refuses this one
-            return replace(found, no_cache=one_line(error))
+            cache = own_cache(hf, ids)
+            found = replace(found, own_cache=type(cache)) if cache else replace(found, no_cache=one_line(error))
     except Exception:  # as above; what lies in the cache by then is there
         pass
     return found if cache is None else replace(found, cached=cached_by(cache))
+
+
+def own_cache(hf: Any, ids: Tensor) -> Any:
+    """The cache that a model makes itself, where its layers are made as they are asked for; else None."""
+    try:
+        with torch.inference_mode():
+            cache = hf(input_ids=ids, use_cache=True).past_key_values
+        is_lazy = type(cache)().layer_class_to_replicate is not None
+    except Exception:  # as above
+        return None
+    return cache if is_lazy else None
 
 
 def cached_by(cache: Any) -> dict[int, Cached]:
@@ -403,7 +416,7 @@ def heads(text: Any, found: Survey, layers: tuple[int, ...], name: str) -> tuple
     """Query heads, KV heads and numbers of a key and of a value, as layers that are compressed cache them; latents.
 
     A layer that caches one latent and one rotary key per token, and makes keys and values of all heads of them, has one
-    KV head: its key is both, and its value the latent.
+    KV head: its key is both, and its value the latent. One that repeats what it caches has the KV heads that it caches.
     """
     for call in found.calls:
         if call.expands and call.layer in layers:
@@ -415,7 +428,9 @@ def heads(text: Any, found: Survey, layers: tuple[int, ...], name: str) -> tuple
                 )
             return call.h, 1, cached.d_k + cached.d_v, cached.d_k, True
         if call.layer in layers or (call.layer == -1 and layers):
-            return call.h, call.h_kv, call.d_k, call.d_v, False
+            cached = found.cached.get(call.layer)
+            h_kv = cached.heads if cached is not None and call.h_kv % cached.heads == 0 else call.h_kv
+            return call.h, h_kv, call.d_k, call.d_v, False
     of = of_layer(text, layers[0] if layers else 0)
     h = getattr(of, "num_attention_heads", None) or 1  # a model without attention has none
     d_model = getattr(of, "hidden_size", None) or h

@@ -94,6 +94,7 @@ def own_logits(model: "Model", ids: Tensor, attention: str | None = None) -> Ten
     before = model.hf.config._attn_implementation
     if attention is not None:
         model.hf.set_attn_implementation(attention)
+    model.forget_text()
     try:
         with torch.inference_mode():
             out = model.hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)

@@ -12,7 +12,7 @@ Not here: a rotation as tables (`kernels/rows/rotation.py`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -184,14 +184,35 @@ class Tables:
 
 def tables_of(model: "Model", layer: int) -> Iterator[Tables]:
     """The tables of each rotary embedding: one for all layers, or one for each kind of layer."""
-    config = model.hf.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or ()
-    kind = kinds[layer] if layer < len(kinds) else None
-    for rotary in backbone(model.hf).modules():
-        if hasattr(rotary, "inv_freq") and rope_type(rotary, None) not in GROWING:
-            yield Tables(rotary)
-        elif kind is not None and hasattr(rotary, f"{kind}_inv_freq") and rope_type(rotary, kind) not in GROWING:
-            yield Tables(rotary, (kind,))
+    kinds = kinds_of_layers(model.hf)
+    for rotary, kind in rotaries(model.hf, kinds[layer : layer + 1]):
+        if rope_type(rotary, kind) not in GROWING:
+            yield Tables(rotary, () if kind is None else (kind,))
+
+
+def kinds_of_layers(hf: Any) -> Sequence[str]:
+    return getattr(hf.config.get_text_config(decoder=True), "layer_types", None) or ()
+
+
+def rotaries(hf: Any, kinds: Iterable[str]) -> Iterator[tuple[Any, str | None]]:
+    """The modules that make tables, and of which kind of layer those are; None: of all."""
+    for module in backbone(hf).modules():
+        if hasattr(module, "inv_freq"):
+            yield module, None
+        else:
+            yield from ((module, kind) for kind in kinds if hasattr(module, f"{kind}_inv_freq"))
+
+
+def remembering(hf: Any) -> list[tuple[Any, str | None]]:
+    """The modules whose tables stay as long as the longest text so far has made them."""
+    found = rotaries(hf, dict.fromkeys(kinds_of_layers(hf)))
+    return [(rotary, kind) for rotary, kind in found if rope_type(rotary, kind) == "dynamic"]
+
+
+def forget_text(rotary: Any, kind: str | None) -> None:
+    """Let tables be those of a short text again: what another prompt made of them is not this one's."""
+    first = torch.zeros(1, 1, dtype=torch.long, device=speeds(rotary, kind).device)
+    rotary(first.float(), first, *(() if kind is None else (kind,)))
 
 
 def rope_type(rotary: Any, kind: str | None) -> str | None:
@@ -208,13 +229,14 @@ def rotary_dims(hf: Any) -> int:
     text = backbone(hf)
     if not hasattr(inspect.getmodule(type(text)), "apply_rotary_pos_emb"):
         return 0
-    kinds = [None, *dict.fromkeys(getattr(hf.config.get_text_config(decoder=True), "layer_types", None) or ())]
-    for rotary in text.modules():
-        for kind in kinds:
-            speeds = getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq", None)
-            if isinstance(speeds, Tensor) and rope_type(rotary, kind) not in GROWING:
-                return 2 * len(speeds)
+    for rotary, kind in rotaries(hf, dict.fromkeys(kinds_of_layers(hf))):
+        if rope_type(rotary, kind) not in GROWING:
+            return 2 * len(speeds(rotary, kind))
     return 0
+
+
+def speeds(rotary: Any, kind: str | None) -> Tensor:
+    return getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq")
 
 
 def turner(formula: Callable[..., Any], tables: Tables, is_part: bool = False) -> Turn:

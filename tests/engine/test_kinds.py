@@ -29,7 +29,7 @@ from tests.tiny_run import save_tiny
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 EXACT = (
     *("cohere2", "deepseek_v3", "exaone4", "falcon_h1", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode"),
-    *("gpt_oss", "granitemoehybrid", "hunyuan_v1_dense"),
+    *("gpt_oss", "granitemoehybrid", "hunyuan_v1_dense", "jetmoe", "minimax"),
     *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
     *("smollm3", "stablelm", "zamba2"),
 )
@@ -41,9 +41,7 @@ REFUSED = {
     "doge": "hides tokens by a mask",
     "hrm_text": "attends 8 times in layer 0",
     "inkling_text": "layers of the kind 'hybrid_sliding'",
-    "jetmoe": "4 query heads and 4 KV heads",
     "mamba": "no layer that methods compress",
-    "minimax": "only takes a cache of its own kind",
     "mpt": "code of its own",
 }
 
@@ -145,7 +143,7 @@ def test_attention_within_chunks_is_the_plain_formula(n: int, s: int) -> None:
 # --- states ---
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "minimax", "jetmoe"])
 def test_rows_that_part_each_keep_their_own_state(name: str) -> None:
     """Rows forked from one prompt read tokens of their own; those that stay go on as if they had been alone."""
     config = config_of(name)
@@ -166,6 +164,21 @@ def test_rows_that_part_each_keep_their_own_state(name: str) -> None:
         for row, tokens in enumerate(([7, 8], [5, 9])):
             want = hf(input_ids=torch.tensor([[*ids, *tokens]])).logits[0, -1]
             torch.testing.assert_close(found[row], want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_that_we_cannot_make_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "own_cache", lambda *_: None)
+    config = config_of("minimax")
+    config.eos_token_id = 87  # that nobody asked about before
+    with pytest.raises(ConfigError, match="only takes a cache of its own kind"):
+        shape_of(config, "minimax")
+
+
+def test_a_layer_that_repeats_its_kv_heads_counts_those_that_it_caches() -> None:
+    """JetMoE's attention is called with the KV heads of every expert, which are the same."""
+    config = config_of("jetmoe")
+    shape = shape_of(config, "jetmoe")
+    assert (shape.h, shape.h_kv) == (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
 
 
 # --- rotations ---
@@ -209,6 +222,16 @@ def test_tables_that_grow_with_the_text_are_no_known_rotation() -> None:
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     )  # fmt: skip
     assert loaded(config, model_of(config, 1), "dynamic").turn is None
+
+
+def test_tables_that_one_text_made_longer_are_not_those_of_the_next() -> None:
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=89,
+        max_position_embeddings=40, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )  # fmt: skip
+    hf = model_of(config, 1)
+    want, model = generated(hf, prompt()), loaded(config, hf, "dynamic")
+    assert [answers(model, prompt(), [Full]) for _ in range(2)] == [[want]] * 2
 
 
 # --- before weights are read, and when they are ---
