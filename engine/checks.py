@@ -4,7 +4,7 @@ Not here: checks that only one method has, which stand in its `Params`.
 """
 
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -74,6 +74,8 @@ def sizes(group: str, params: Any, most: int, of: str) -> None:
     """
     for field in fields(params):
         value = getattr(params, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            sizes(f"{group}.{field.name}".removesuffix(".params"), value, most, of)
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):

@@ -27,12 +27,11 @@ from engine.errors import ConfigError, unknown_name
 from engine.lazy import wait_for_torch
 from engine.sampling.spec import Sampling
 from evals import outside
-from evals.typed import build, convert, same_names
+from evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
 from methods.allocator import UNIFORM, Allocator
 from results.names import known, own_methods
 from tasks.prompt import CHATS, SCOPES
 
-METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
@@ -304,7 +303,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         launcher = OmegaConf.select(cfg, "hydra.launcher")
     keys: Keys = build(Keys, plain(cfg), "")
     return Settings(
-        method=choice("method", names["method"], keys.method),
+        method=with_scorers(choice("method", names["method"], keys.method)),
         task=choice("task", names["task"], keys.task),
         model=keys.model,
         prefill=prefill(names, keys.prefill),
@@ -417,6 +416,15 @@ def choice(group: str, name: str, tree: Any) -> Choice:
     return Choice(group, name, tree["_target_"], {k: v for k, v in tree.items() if k != "_target_"})
 
 
+def with_scorers(chosen: Choice) -> Choice:
+    """The method with all values of the scorers that it asks: they identify a run, too."""
+    if outside.is_target(chosen.target):
+        return chosen
+    fields = scorer_fields(load_class(chosen))
+    given = {key: value for key, value in chosen.params.items() if key in fields}
+    return replace(chosen, params={**chosen.params, **{k: scorer_values(v, f"method.{k}") for k, v in given.items()}})
+
+
 def allocator(tree: Any) -> Allocator | None:
     """The chosen division of the budget; None for the method's own. A file has the keys that its division reads."""
     if not isinstance(tree, Mapping) or "name" not in tree:
@@ -435,16 +443,6 @@ def partner(name: str | None) -> Choice | None:
     if name not in (known := [file.stem for file in METHODS.glob("*.yaml")]):
         raise unknown_name("method to compose with", name, known)
     return choice("method", name, values_of(name))
-
-
-def values_of(name: str) -> dict[str, Any]:
-    """A file of conf/method with what it takes from others, which stand before its own values."""
-    tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
-    bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
-    taken: dict[str, Any] = {}
-    for base in bases:
-        taken |= values_of(base)
-    return taken | tree
 
 
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:

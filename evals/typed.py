@@ -3,17 +3,23 @@
 Not here: which keys there are (`evals/settings.py`, each `Params`), the words of a command line (`evals/overrides.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from engine.budget import parse_fraction
 from engine.checks import one_of, word
 from engine.errors import ConfigError, unknown_name
+from methods.rules import Rules, Scorer
+
+METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 
 LONGEST_NAME = 255  # bytes, which no file system exceeds
 LARGEST = 2**63 - 1  # what generators of random numbers and tables of results can hold
@@ -55,6 +61,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     """
     if hint is Any:
         return value
+    if hint is Scorer:
+        return scorer(value, key)
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, key)
     origin, args = get_origin(hint), get_args(hint)
@@ -94,6 +102,49 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             "Literal, or a tuple of these"
         )
     raise ConfigError(f"{key}={word(value)} is not {kinds.get(hint, 'a text')}")
+
+
+def scorer(value: Any, key: str) -> Scorer:
+    """A method that scores tokens, by its name in conf/method; its values are those of the file, and given ones."""
+    values = scorer_values(value, key)
+    module, _, name = values.pop("_target_").rpartition(".")
+    rules: type[Rules] = getattr(import_module(module), name)
+    named = values.pop("name")
+    if not rules.is_scorer:
+        raise ConfigError(
+            f"{key}={named} scores no tokens that another method could choose among; use one that does, such as "
+            f"{key}=snapkv"
+        )
+    try:
+        return Scorer(rules, build_params(rules, values, key))
+    except ConfigError as error:
+        raise ConfigError(f"{key}={named}: {error}") from None
+
+
+def scorer_values(value: Any, key: str) -> dict[str, Any]:
+    """The values of a scorer's file in conf/method, with its `name`, and over them those that were given beside it."""
+    given = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name, known = given.get("name"), [file.stem for file in METHODS.glob("*.yaml")]
+    if not isinstance(name, str):
+        raise ConfigError(f"{key}={word(value)} names no method; write {key}=snapkv or {key}={{name:snapkv,window:16}}")
+    if name not in known:
+        raise unknown_name(key, name, known)
+    return values_of(name) | given
+
+
+def scorer_fields(rules: type[Rules]) -> Collection[str]:
+    """Parameters of a method that are scorers."""
+    return [name for name, hint in get_type_hints(rules.Params).items() if hint is Scorer]
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """A file of conf/method with what it takes from others, which stand before its own values."""
+    tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
+    bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
+    taken: dict[str, Any] = {}
+    for base in bases:
+        taken |= values_of(base)
+    return taken | tree
 
 
 def convert_to_one(value: Any, hints: Iterable[Any], key: str) -> Any:

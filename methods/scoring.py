@@ -53,12 +53,21 @@ class ScoringMethod(SelectiveAttention):
         """Tokens between the ends that the budget pays for, mean over heads and layers."""
         return self.budget.tokens - sum(self.ends())
 
+    def n_summed(self) -> int:
+        """Of how many queries a score adds up the weights; 1 where it is a mean, or no weight."""
+        return 1
+
     def scorer(self) -> Hashable:
         """All that the scores of a sample depend on: variants where it is equal share them."""
         return type(self).__qualname__, self.params, self.plan
 
     def shared_scores(self, layer: int) -> Tensor:
         return self.trace.once(("scores", self.scorer(), self.ends(), layer), lambda: self.scores(layer))
+
+    @property
+    def is_late(self) -> bool:
+        """Scores are there once all layers are, and what follows the prompt was read."""
+        return bool(self.variant.probes)
 
     @property
     def needs_all_layers(self) -> bool:
@@ -90,6 +99,8 @@ class ScoringMethod(SelectiveAttention):
         return divide_heads(self.variant.allocator, self.shared_scores(layer)[0], c, sum(self.ends()))
 
     def arrange(self, layer: int) -> Placement | None:
+        if self.is_late:
+            return None
         if self.needs_all_layers:
             self.shared_scores(layer)  # while the layer is at hand
             return None
@@ -99,7 +110,7 @@ class ScoringMethod(SelectiveAttention):
         return self.keep_best(layer, self.counted[layers.index(layer)])
 
     def arrange_rest(self) -> Mapping[int, Placement]:
-        if not self.needs_all_layers:
+        if not (self.is_late or self.needs_all_layers):
             return {}
         self.counted = self.counts()
         layers = zip(self.scored_layers(), self.counted, strict=True)

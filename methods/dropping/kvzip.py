@@ -26,7 +26,7 @@ Fails     where trivial tokens fill the budget: list marks and line ends get wei
 Figures   drop for any question: #CA3300, circle, -.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,6 @@ from engine.checks import whole_number
 from engine.errors import ConfigError
 from engine.passes.probe import Probe
 from engine.passes.repetition import Repetition
-from engine.placement import Placement
 from engine.shapes import ModelShape
 from methods.allocator import Allocator
 from methods.dropping.allocators import Counts
@@ -150,14 +149,6 @@ class KVzip(ScoringMethod):
         scores = torch.stack(trace.gathered(self.scores(layer)[0] for layer in trace.shape.attention_layers))
         n_heads = scores.shape[0] * scores.shape[1]
         return above_threshold(scores, n_heads * self.plan.n_free).sum(-1).tolist()
-
-    def arrange(self, layer: int) -> None:
-        """Nothing is known of a layer before the context was repeated."""
-
-    def arrange_rest(self) -> Mapping[int, Placement]:
-        self.counted = self.counts()
-        layers = zip(self.trace.shape.attention_layers, self.counted, strict=True)
-        return {layer: self.keep_best(layer, n) for layer, n in layers}
 
     def report(self) -> dict[str, Any]:
         """What heads and layers keep of the prompt."""

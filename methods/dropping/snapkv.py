@@ -99,6 +99,9 @@ class SnapKV(ScoringMethod):
     def n_free(self) -> int:
         return self.plan.cap - self.plan.window
 
+    def n_summed(self) -> int:
+        return self.plan.window
+
     def scorer(self) -> Hashable:
         return voter(self.params)
 

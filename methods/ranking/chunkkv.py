@@ -5,7 +5,7 @@ for all heads of a layer. What tokens mean together then stays together.
 
 Paper     arXiv:2502.00299, 2025; Liu, Xiang; ChunkKV: Semantic-Preserving KV Cache Compression for Efficient
           Long-Context LLM Inference
-Symbols   paper chunk size c, N_reuse, observe window = `chunk`, `reuse`, `window`; kvpress' ChunkKVPress(press,
+Symbols   paper chunk size c, N_reuse = `chunk`, `reuse`, its observe window the scorer's; kvpress' ChunkKVPress(press,
           chunk_length) = `scorer`, `chunk`, its ChunkPress = `choose: within`, its EntropyGatedChunkKVPress = `choose:
           gated` and `low`.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head.
@@ -15,39 +15,31 @@ Differs   - tokens that the scorer protects, such as SnapKV's window, are kept o
             layer's best, and the number of chunks is rounded down. The short last chunk, whole by such a token, stands
             for a long one, whose tokens are lost. Where the chunks could hold more than the budget it is refused.
           - `within` gives every chunk its share, and what rounding leaves to the first ones, which kvpress loses. It
-            takes Knorm alone: kvpress turns the queries of every chunk by the places of the last one's.
+            takes scorers that look at keys alone, chunk by chunk: for others kvpress turns the queries of every chunk
+            by the places of the last one's.
           - of equal chunks, and tokens, the lower position stays.
           - `reuse` is 1; the paper's 2 takes every second layer's chunks from the layer below, and kvpress has it not.
 Fails     where what is asked for is one token among dull neighbours, and where a chunk cuts it in two.
 Figures   drop after the prompt, by its last queries: #8E8E50, bowtie, -
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
+from engine.budget import Budget
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
-from engine.observe import Observation
 from engine.placement import Placement
 from engine.shapes import ModelShape
 from methods.dropping.allocators import Counts
-from methods.dropping.expected_attention import ExpectedAttention
-from methods.dropping.keydiff import KeyDiff
-from methods.dropping.knorm import Knorm
-from methods.dropping.snapkv import POOLINGS, SnapKV
-from methods.dropping.tova import TOVA
-from methods.ranking.cur import CUR
-from methods.ranking.random import Random
+from methods.over import OverScorer, kind_of, refuse_query_heads
+from methods.rules import Scorer
 from methods.scorers import keep_top
 from methods.scoring import ScoringMethod
-from methods.variant import Variant
 
 NO_SUM = 1e-8  # beside a chunk's sum, and within the logarithm of a share
 
@@ -121,57 +113,40 @@ def shares(n: int, chunk: int, start: int, budget: int) -> list[tuple[slice, int
     return list(zip(where, kept, strict=True))
 
 
-# A scorer with its settings: those of conf/method, and SnapKV's window and pooling as they are set here.
-SCORERS: dict[str, tuple[type[ScoringMethod], Callable[["ChunkKV.Params"], object]]] = {
-    "snapkv": (SnapKV, lambda own: SnapKV.Params(own.window, own.kernel, own.pooling, "mean")),
-    "tova": (TOVA, lambda own: TOVA.Params("prompt")),
-    "expected_attention": (
-        ExpectedAttention,
-        lambda own: ExpectedAttention.Params(512, 4, 0.01, Fraction(1), True, True, "prompt", None, "model"),
-    ),
-    "knorm": (Knorm, lambda own: Knorm.Params(0, None, 0, "fair")),
-    "keydiff": (KeyDiff, lambda own: KeyDiff.Params("none", 128, "prompt")),
-    "cur": (CUR, lambda own: CUR.Params("kv_product", 16, "whole", 4, None, 0)),
-    "random": (Random, lambda own: Random.Params("head", 0, 0, 0, "counter")),
-}
-
-
-class ChunkKV(ScoringMethod):
+class ChunkKV(OverScorer):
     title = "ChunkKV"
-    drops = True
-    is_scorer = True
     comparable = "set"
 
     @dataclass(frozen=True)
     class Params:
-        scorer: str
+        scorer: Scorer
         chunk: int
         choose: str
         low: int
         reuse: int
-        window: int
-        kernel: int
-        pooling: str
         match_published: bool
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, scorer=(*SCORERS,), choose=("best", "gated", "within"), pooling=POOLINGS)
+            each_one_of("method", self, choose=("best", "gated", "within"))
             whole_numbers("method", self, chunk=1, low=1, reuse=1)
-            SnapKV.Params(self.window, self.kernel, self.pooling, "mean")
-            if self.choose == "within" and self.scorer != "knorm":
+            refuse_query_heads(self.scorer, ChunkKV.title)
+            if self.choose == "within" and kind_of(self.scorer).score is ScoringMethod.score:
                 raise ConfigError(
-                    f"method.choose=within with method.scorer={self.scorer} is not allowed; a chunk by itself tells "
-                    "only what a token's own key says: use method.scorer=knorm with it"
+                    f"method.choose=within with {self.scorer.rules.title} as method.scorer is not allowed; a chunk by "
+                    "itself tells only what its own keys say: use method.scorer=knorm or keydiff with it"
                 )
 
     @dataclass(frozen=True)
     class Plan:
         inner: object  # the scorer's own integers
-        ends: tuple[int, int]  # first and last tokens that the scorer protects, outside of the chunks
         n_chunks: int | None  # that are kept; None: as many as the budget's tokens fill
 
     params: Params
     plan: Plan
+
+    @classmethod
+    def comparable_over(cls, params: Params) -> str:
+        return cls.comparable
 
     @classmethod
     def evicts(cls, params: Params) -> str:
@@ -180,65 +155,34 @@ class ChunkKV(ScoringMethod):
         return "method.match_published=true counts chunks; use false with it" if params.match_published else ""
 
     @classmethod
-    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        super().check(params, request, shape)
-        kind, made = SCORERS[params.scorer]
-        kind.check(made(params), request, shape)
-
-    @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        kind, made = SCORERS[params.scorer]
-        # As published, the scorer protects what it would with room for it, and that has to stand its own trial.
-        given = replace(budget, tokens=budget.s_prompt) if params.match_published else budget
-        inner = kind.plan_for(made(params), given, shape)
-        first, last = getattr(inner, "n_sink", 0), getattr(inner, "window", getattr(inner, "n_last", 0))
-        if not params.match_published:
-            return ChunkKV.Plan(inner, (first, last), None)
-        if params.choose != "best" or budget.attends_all:
-            return ChunkKV.Plan(inner, (0, 0), None)
+        inner = cls.inner_plan(params, budget, shape)
+        if not params.match_published or params.choose != "best" or budget.attends_all:
+            return ChunkKV.Plan(inner, None)
         m, rest = published_chunks(budget.s_prompt, params.chunk, budget.ratio), budget.s_prompt % params.chunk
-        most = m * params.chunk if not (last and rest) else (m - 1) * params.chunk + rest
+        most = (m - 1) * params.chunk + rest if rest and getattr(inner, "window", 0) else m * params.chunk
         if most > budget.tokens:
             raise ConfigError(
                 f"{m} chunks of {params.chunk} tokens are up to {most}, more than the budget of {budget.tokens}; use "
                 "method.match_published=false, or a smaller method.chunk"
             )
-        return ChunkKV.Plan(inner, (0, 0), m)
+        return ChunkKV.Plan(inner, m)
 
     @classmethod
-    def label(cls, params: Params, request: BudgetRequest) -> str:
-        notes = [] if params.scorer == "snapkv" else [SCORERS[params.scorer][0].title]
-        notes += [] if params.choose == "best" else [params.choose]
-        notes += ["published"] * params.match_published
-        name = super().label(params, request)
-        return name.replace(cls.title, f"{cls.title} ({', '.join(notes)})") if notes else name
-
-    @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
-        kind, made = SCORERS[params.scorer]
-        return kind.observations(made(params), plan.inner)
-
-    def ends(self) -> tuple[int, int]:
-        return self.plan.ends
-
-    def inner(self) -> ScoringMethod:
-        """The scorer, as a variant of its own on this sample."""
-        kind, made = SCORERS[self.params.scorer]
-        variant = Variant(kind, made(self.params), self.budget, self.plan.inner)
-        return cast(ScoringMethod, kind(variant, self.trace, 0))
+    def notes(cls, params: Params) -> list[str]:
+        return super().notes(params) + [params.choose] * (params.choose != "best")
 
     def scores(self, layer: int) -> Tensor:
         layers = self.scored_layers()
         at = layers.index(layer)
         if at % self.params.reuse:
             return self.shared_scores(layers[at - at % self.params.reuse]).to(self.trace.device_of(layer))
-        inner = self.inner()
-        found = inner.shared_scores(layer)
-        if self.params.match_published and any(inner.ends()):
-            if isinstance(inner, SnapKV):
-                found = found / inner.plan.window  # means over the window, to which 1 is more than to sums
-            found = torch.nn.functional.pad(found, inner.ends(), value=float(found.max()) + 1)
-        return found if self.params.choose == "within" else found.sum(1, keepdim=True)
+        if self.params.choose == "within":
+            first, last = self.ends()
+            keys = self.trace.keys(layer)[:, :, first : self.trace.s_prompt - last]
+            parts = [keys[:, :, where] for where, _ in self.parts(keys.shape[2], 0)]
+            return torch.cat([self.inner.worth(layer, part) for part in parts], -1)
+        return self.worths(layer).sum(1, keepdim=True)
 
     def keep_best(self, layer: int, n: Counts) -> Placement:
         assert isinstance(n, int), "all heads keep one number"
@@ -258,10 +202,15 @@ class ChunkKV(ScoringMethod):
         best = best + start
         return self.place(layer, best.expand(-1, self.trace.shape.h_kv, -1).contiguous())
 
+    def parts(self, n_tokens: int, n: int) -> list[tuple[slice, int]]:
+        """Where chunks lie, and how many of `n` tokens each keeps."""
+        parts = shares(n_tokens, self.params.chunk, self.ends()[0], n)
+        if not self.params.match_published:
+            return parts
+        ratio = 1 - float(1 - self.budget.ratio)
+        return [(where, max(1, int((where.stop - where.start) * ratio))) for where, _ in parts]
+
     def of_each(self, scores: Tensor, n: int) -> Tensor:
         """Of every chunk its best, head by head: (1, heads, n)."""
-        parts = shares(scores.shape[-1], self.params.chunk, self.ends()[0], n)
-        if self.params.match_published:
-            ratio = 1 - float(1 - self.budget.ratio)
-            parts = [(where, max(1, int((where.stop - where.start) * ratio))) for where, _ in parts]
+        parts = self.parts(scores.shape[-1], n)
         return torch.cat([keep_top(scores[..., where], k) + where.start for where, k in parts], -1)

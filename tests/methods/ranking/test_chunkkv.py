@@ -9,10 +9,16 @@ import torch
 from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.softmax import Softmax
-from methods.ranking.chunkkv import SCORERS, ChunkKV, entropies, in_order, published_chunks, shares, worth
-from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+from evals.settings import own_class
+from evals.typed import convert
+from methods.dropping.snapkv import SnapKV
+from methods.ranking.chunkkv import ChunkKV, entropies, in_order, published_chunks, shares, worth
+from methods.rules import Scorer
+from results.names import own_methods
+from tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
 
-PARAMS = ChunkKV.Params("snapkv", 20, "best", 4, 1, 32, 7, "max", False)
+SNAPKV = SnapKV.Params(32, 7, "max", "mean")
+PARAMS = ChunkKV.Params(Scorer(SnapKV, SNAPKV), 20, "best", 4, 1, False)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "chunkkv").glob("*.npz"))
 
 
@@ -26,11 +32,12 @@ def run_vectors(path: Path) -> list[Check]:
     if "low" in meta:
         params, budget = replace(params, choose="gated", low=meta["low"]), request(tokens=meta["n_kept"])
     if "window" in meta:
-        params = replace(params, window=meta["window"], kernel=meta["kernel"], pooling="avg")
+        voter = SnapKV.Params(meta["window"], meta["kernel"], "avg", "mean")
+        params = replace(params, scorer=Scorer(SnapKV, voter))
         q = torch.from_numpy(x["q_window"])
         trace.observe(0, LastQueries(meta["window"]), q, k, Softmax(k.shape[3] ** -0.5))
     else:
-        params = replace(params, choose="within", scorer="knorm")
+        params = replace(params, choose="within", scorer=scorer("knorm"))
     row = row_of(ChunkKV, params, trace, budget)
     scores, kept = row.shared_scores(0), row.store[0].positions().sort(-1).values
     if "window" not in meta:
@@ -44,6 +51,11 @@ def run_vectors(path: Path) -> list[Check]:
         None if alike else "heads keep unlike sets",
     )
     return [(path.stem, problem)]
+
+
+def scorer(name: str, **values: Any) -> Scorer:
+    """A method of conf/method as a scorer."""
+    return convert({"name": name} | values, Scorer, "method.scorer")
 
 
 def cut_differs(meta: dict[str, Any], x: dict[str, Any], numbers: torch.Tensor, kept: torch.Tensor) -> str | None:
@@ -61,13 +73,14 @@ def test_chunkkv_agrees_with_reference_vectors(path: Path) -> None:
     assert [problem for _, problem in run_vectors(path)] == [None]
 
 
-def row(n: int, s: int = 130, q: int | None = None, **changes: Any) -> Any:
+def row(n: int, s: int = 130, **changes: Any) -> Any:
     draw = torch.Generator().manual_seed(3)
-    k, v = (torch.randn(1, 2, s, 16, generator=draw) for _ in range(2))
+    q, k, v = (torch.randn(1, heads, s, 16, generator=draw) for heads in (4, 2, 2))
     trace, params = trace_of(k, v, 4), replace(PARAMS, **changes)
-    queries = torch.randn(1, 4, 32, 16, generator=draw)
-    trace.observe(0, LastQueries(params.window), queries, k, trace.softmax[0])
-    return row_of(ChunkKV, params, trace, request(tokens=n))
+    variant = ChunkKV.variant_for(params, request(tokens=n), trace.shape, s)
+    for what in variant.observations:
+        trace.observe(0, what, q, k, trace.softmax[0])
+    return built(variant.row(trace, 64))
 
 
 @pytest.mark.parametrize("choose", ["best", "gated"])
@@ -98,7 +111,7 @@ def test_a_gate_leaves_its_chunks_rest_for_last() -> None:
 def test_each_chunk_has_its_share_and_the_first_ones_the_rest() -> None:
     assert [n for _, n in shares(50, 20, 0, 27)] == [11, 11, 5]
     assert [(where.start, where.stop) for where, _ in shares(50, 20, 4, 27)] == [(0, 16), (16, 36), (36, 50)]
-    assert row(27, s=70, choose="within", scorer="knorm").store[0].positions().shape == (1, 2, 27)
+    assert row(27, s=70, choose="within", scorer=scorer("knorm")).store[0].positions().shape == (1, 2, 27)
 
 
 def test_published_counts_are_in_floating_point() -> None:
@@ -106,20 +119,23 @@ def test_published_counts_are_in_floating_point() -> None:
     assert published_chunks(200, 10, Fraction(1, 10)) == 1  # 20 * (1 - 0.9) is below 2
 
 
-@pytest.mark.parametrize("scorer", [name for name in SCORERS if name not in ("tova", "expected_attention")])
-def test_any_scorer_numbers_the_tokens(scorer: str) -> None:
-    assert row(60, scorer=scorer).store[0].positions().shape == (1, 2, 60)
+SCORERS = [name for name in own_methods() if own_class(name).is_scorer]
+
+
+@pytest.mark.parametrize("name", [name for name in SCORERS if name not in ("kvzip", "chunkkv")])
+def test_any_scorer_numbers_the_tokens(name: str) -> None:
+    more = {"rotary": "none"} if name == "expected_attention" else {}
+    assert row(60, scorer=scorer(name, **more)).store[0].positions().shape == (1, 2, 60)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"scorer": "kvzip"}, "method.scorer=kvzip is not allowed"),
         ({"chunk": 0}, "method.chunk=0 is out of range"),
         ({"reuse": 0}, "method.reuse=0 is out of range"),
         ({"low": 0}, "method.low=0 is out of range"),
-        ({"kernel": 2}, "method.kernel=2 has no middle"),
-        ({"choose": "within"}, "use method.scorer=knorm with it"),
+        ({"choose": "within"}, "use method.scorer=knorm or keydiff with it"),
+        ({"scorer": Scorer(SnapKV, replace(SNAPKV, reduce="query_head"))}, "ChunkKV chooses for KV heads"),
         ({"choose": "all"}, "method.choose=all is not allowed"),
     ],
 )
@@ -130,4 +146,4 @@ def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
 
 def test_published_chunks_that_hold_more_than_the_budget_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 chunks of 20 tokens are up to 60, more than the budget of 57"):
-        row(57, match_published=True, scorer="knorm")
+        row(57, match_published=True, scorer=scorer("knorm"))
