@@ -17,7 +17,6 @@ Figures   drop while decoding: #D34794, bowtie, --
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
@@ -28,7 +27,7 @@ from engine.placement import Change, Placement
 from engine.selection import Cost
 from methods.base import SelectiveAttention
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.schedule import Schedule, check_schedule, schedule_notes
+from methods.decoding.schedule import Schedule, WhenToCut
 from methods.scorers import reduce_group
 
 SUM_BYTES = 4
@@ -38,31 +37,19 @@ class H2ODecode(CuttingMethod):
     title = "H2O while decoding"
     wants_weights = True
 
-    @dataclass(frozen=True)
-    class Params:
-        interval: int
-        schedule: str
-        at_prefill: bool
-
-        def __post_init__(self) -> None:
-            check_schedule(self)
-
-    params: Params
+    Params = WhenToCut
+    params: WhenToCut
     sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, slot by slot
 
     @classmethod
-    def least(cls, params: Params) -> tuple[int, str]:
+    def least(cls, params: WhenToCut) -> tuple[int, str]:
         return 2, "half of it is for heavy hitters and half for recent tokens"
-
-    @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return schedule_notes(params)
 
     def setup(self) -> None:
         self.sums = {}
 
     @classmethod
-    def observations(cls, params: Params, plan: Schedule) -> tuple[Observation, ...]:
+    def observations(cls, params: WhenToCut, plan: Schedule) -> tuple[Observation, ...]:
         return (ColumnSums(),)
 
     @property

@@ -21,10 +21,10 @@ Fails     where an answer returns to what it has not looked at for longer than t
 Figures   drop while decoding: #DD436A, bar, -
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from engine.checks import each_one_of, share
 from engine.errors import ConfigError
 from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.schedule import check_schedule, schedule_notes
+from methods.decoding.schedule import WhenToCut
 from methods.scorers import by_heads, pool_scores
 
 SIMILAR = 0.5  # cosine above which the code calls two keys alike
@@ -80,48 +80,78 @@ def head_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor]) -> Tensor:
     return similar.mean(0).softmax(-1)
 
 
-class RKV(CuttingMethod):
-    title = "R-KV"
+@dataclass(frozen=True)
+class Voting(WhenToCut):
+    """Parameters of a method by which the last queries vote at each cut."""
 
-    @dataclass(frozen=True)
-    class Params:
-        interval: int
-        window: int
-        kernel: int
-        mix: Fraction
-        order: str
-        schedule: str
-        at_prefill: bool
+    window: int
+    kernel: int
+    order: str
 
-        def __post_init__(self) -> None:
-            check_schedule(self)
-            check_window(self)
-            share("method.mix", self.mix)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(
+                f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
+            )
+        each_one_of("method", self, order=("score", "position"))
 
-    params: Params
 
-    @classmethod
-    def least(cls, params: Params) -> tuple[int, str]:
-        return least_with_window(params)
+class VotingMethod(CuttingMethod, ABC):
+    """A method that keeps the last `window` tokens, and those before them that its `scores` name."""
 
-    @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return order_notes(params)
+    params: Voting
 
     @classmethod
-    def n_queries(cls, params: Params) -> int:
+    def least(cls, params: Voting) -> tuple[int, str]:
+        return params.window + 1, f"the last method.window={params.window} tokens stay, and at least one before them"
+
+    @classmethod
+    def notes(cls, params: Voting) -> list[str]:
+        """What a table says where slots are ordered or cut otherwise than the authors do it."""
+        return ["by position"] * (params.order == "position") + super().notes(params)
+
+    @classmethod
+    def n_queries(cls, params: Voting) -> int:
         return params.window
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         n, w = keys.shape[2], self.params.window
-        scores = self.scores(layer, keys)
-        best = best_first(scores, self.plan.target - w)
+        best = best_first(self.scores(layer, keys), self.plan.target - w)
         return with_last(best if self.params.order == "score" else in_place(best), n, w)
 
+    @abstractmethod
     def scores(self, layer: int, keys: Tensor) -> Tensor:
         """What the tokens before the window are worth, (1, h_kv, n - window) float32."""
+
+    def importance(self, layer: int, keys: Tensor) -> Tensor:
+        """How much the last queries look at each of them, (1, h_kv, n - window) float32."""
+        return window_importance(
+            self.queries(layer), keys, self.trace.softmax[layer], self.params.window, self.params.kernel
+        )
+
+    def protected(self, layer: int) -> range:
+        return self.latest(self.params.window)
+
+
+class RKV(VotingMethod):
+    title = "R-KV"
+
+    @dataclass(frozen=True)
+    class Params(Voting):
+        mix: Fraction
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            share("method.mix", self.mix)
+
+    params: Params
+
+    def scores(self, layer: int, keys: Tensor) -> Tensor:
         w, mix = self.params.window, float(self.params.mix)
-        importance = window_importance(self.queries(layer), keys, self.trace.softmax[layer], w, self.params.kernel)
+        importance = self.importance(layer, keys)
         if mix == 1:
             return importance
         redundancy = by_heads(self.trace, layer, keys, self.redundancy)
@@ -129,24 +159,3 @@ class RKV(CuttingMethod):
 
     def redundancy(self, keys: Tensor) -> Tensor:
         return key_redundancy(keys)
-
-    def protected(self, layer: int) -> range:
-        return self.latest(self.params.window)
-
-
-def check_window(params: Any) -> None:
-    """Raise `ConfigError` for a window, a kernel or an order that there is not."""
-    if params.window < 1:
-        raise ConfigError(f"method.window={params.window} is out of range; it is a number of tokens, at least 1")
-    if params.kernel < 1 or params.kernel % 2 == 0:
-        raise ConfigError(f"method.kernel={params.kernel} has no middle; use an odd number of tokens, 1 for no pooling")
-    each_one_of("method", params, order=("score", "position"))
-
-
-def least_with_window(params: Any) -> tuple[int, str]:
-    return params.window + 1, f"the last method.window={params.window} tokens stay, and at least one before them"
-
-
-def order_notes(params: Any) -> list[str]:
-    """What a table says where slots are ordered or cut otherwise than the authors do it."""
-    return ["by position"] * (params.order == "position") + schedule_notes(params)

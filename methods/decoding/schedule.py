@@ -62,6 +62,19 @@ class Schedule:
         return self.target + self.interval if self.cuts_prompt(s_prompt) else s_prompt + self.room(s_prompt)
 
 
+@dataclass(frozen=True)
+class WhenToCut:
+    """Parameters of every method that cuts by a `Schedule`."""
+
+    interval: int
+    schedule: str
+    at_prefill: bool
+
+    def __post_init__(self) -> None:
+        whole_number("method.interval", self.interval, 1)
+        one_of("method.schedule", self.schedule, ("position", "steps"))
+
+
 def target_of(tokens: int, counts: str | None, interval: int) -> int:
     """What a cut leaves, so that `tokens` are what `counts` says."""
     if counts == "mean":
@@ -161,14 +174,4 @@ class DecodingRules(Rules):
     @classmethod
     def notes(cls, params: Any) -> list[str]:
         """What a table says of parameters, behind the title."""
-        return []
-
-
-def check_schedule(params: Any) -> None:
-    """Raise `ConfigError` for an interval or a schedule that there is not."""
-    whole_number("method.interval", params.interval, 1)
-    one_of("method.schedule", params.schedule, ("position", "steps"))
-
-
-def schedule_notes(params: Any) -> list[str]:
-    return [] if params.schedule == "position" else ["kvpress' schedule"]
+        return ["kvpress' schedule"] if getattr(params, "schedule", "position") == "steps" else []

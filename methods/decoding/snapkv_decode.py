@@ -12,50 +12,14 @@ Fails     as R-KV does.
 Figures   drop while decoding: #F55B7E, left, -.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.rkv import check_window, least_with_window, order_notes, window_importance
-from methods.decoding.schedule import check_schedule
+from methods.decoding.rkv import Voting, VotingMethod
 
 
-class SnapKVDecode(CuttingMethod):
+class SnapKVDecode(VotingMethod):
     title = "SnapKV while decoding"
+    Params = Voting
 
-    @dataclass(frozen=True)
-    class Params:
-        interval: int
-        window: int
-        kernel: int
-        order: str
-        schedule: str
-        at_prefill: bool
-
-        def __post_init__(self) -> None:
-            check_schedule(self)
-            check_window(self)
-
-    params: Params
-
-    @classmethod
-    def least(cls, params: Params) -> tuple[int, str]:
-        return least_with_window(params)
-
-    @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return order_notes(params)
-
-    @classmethod
-    def n_queries(cls, params: Params) -> int:
-        return params.window
-
-    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        w, soft = self.params.window, self.trace.softmax[layer]
-        scores = window_importance(self.queries(layer), keys, soft, w, self.params.kernel)
-        best = best_first(scores, self.plan.target - w)
-        return with_last(best if self.params.order == "score" else in_place(best), keys.shape[2], w)
-
-    def protected(self, layer: int) -> range:
-        return self.latest(self.params.window)
+    def scores(self, layer: int, keys: Tensor) -> Tensor:
+        return self.importance(layer, keys)

@@ -16,21 +16,18 @@ from torch import Tensor
 
 from engine.checks import tokens
 from methods.decoding.cutting import CuttingMethod, with_last
-from methods.decoding.schedule import check_schedule, schedule_notes
+from methods.decoding.schedule import WhenToCut
 
 
 class StreamingLLMDecode(CuttingMethod):
     title = "StreamingLLM while decoding"
 
     @dataclass(frozen=True)
-    class Params:
-        interval: int
+    class Params(WhenToCut):
         n_sink: int
-        schedule: str
-        at_prefill: bool
 
         def __post_init__(self) -> None:
-            check_schedule(self)
+            super().__post_init__()
             tokens("method.n_sink", self.n_sink)
 
     params: Params
@@ -38,10 +35,6 @@ class StreamingLLMDecode(CuttingMethod):
     @classmethod
     def least(cls, params: Params) -> tuple[int, str]:
         return params.n_sink + 1, f"method.n_sink={params.n_sink} first tokens stay, and at least one behind them"
-
-    @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return schedule_notes(params)
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         # Slots are in the order of positions: the prompt's are, and a cut leaves them so.

@@ -13,13 +13,11 @@ Fails     as TOVA does, and more with a longer interval: what is left hangs on o
 Figures   drop while decoding: #EA5EA9, square, :
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first, in_place
-from methods.decoding.schedule import check_schedule, schedule_notes
+from methods.decoding.schedule import WhenToCut
 
 
 def query_weights(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
@@ -31,23 +29,11 @@ def query_weights(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
 class TOVADecode(CuttingMethod):
     title = "TOVA while decoding"
 
-    @dataclass(frozen=True)
-    class Params:
-        interval: int
-        schedule: str
-        at_prefill: bool
-
-        def __post_init__(self) -> None:
-            check_schedule(self)
-
-    params: Params
+    Params = WhenToCut
+    params: WhenToCut
 
     @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return schedule_notes(params)
-
-    @classmethod
-    def n_queries(cls, params: Params) -> int:
+    def n_queries(cls, params: WhenToCut) -> int:
         return 1
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from methods.decoding.snapkv_decode import SnapKVDecode
 from tests.methods.decoding.traces import held, on, replay, start, take
 from tests.vectors import Check, differs, first, load, request, trace_of
 
-RKV_PARAMS = RKV.Params(8, 4, 7, Fraction("0.1"), "score", "position", True)
+RKV_PARAMS = RKV.Params(8, "position", True, 4, 7, "score", Fraction("0.1"))
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "rkv").glob("*.npz"))
 
 
@@ -36,7 +36,7 @@ def run_vectors(path: Path) -> list[Check]:
     meta, x = load(path)
     window, kernel = (int(meta.get(name) or meta[f"{name}_size"]) for name in ("window", "kernel"))
     mix = Fraction(str(meta["mix_lambda"]))
-    params = RKV.Params(meta.get("interval", 1), window, kernel, mix, "score", "position", True)
+    params = RKV.Params(meta.get("interval", 1), "position", True, window, kernel, "score", mix)
     q, k, v = (torch.from_numpy(x[name]) for name in ("q_window" if "q_window" in x else "q", "k", "v"))
     if "cache_len" in x:
         row = start(RKV, params, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), meta["S"], meta["budget"])
@@ -92,7 +92,7 @@ def test_of_exact_repeats_two_stay_and_all_that_are_unlike_each_other() -> None:
     """The page's example: 48 keys, a window of 8, a target of 30, and 20 of the 40 candidates one vector."""
     q, k, v = drawn(48, seed=3)
     k[:, :, 5:25] = k[:, :, 5:6]
-    row = start(RKV, RKV.Params(8, 8, 7, Fraction(0), "score", "position", True), q, k, v, 48, 30)
+    row = start(RKV, RKV.Params(8, "position", True, 8, 7, "score", Fraction(0)), q, k, v, 48, 30)
     for head in held(row):
         kept = {*head.tolist()}
         assert {*range(5), *range(25, 48)} <= kept and len(kept & {*range(5, 25)}) == 2
@@ -100,8 +100,8 @@ def test_of_exact_repeats_two_stay_and_all_that_are_unlike_each_other() -> None:
 
 def test_without_redundancy_it_is_snapkv_while_decoding() -> None:
     q, k, v = drawn(100, seed=5)
-    mine = start(RKV, RKV.Params(8, 4, 7, Fraction(1), "score", "position", True), q, k, v, 30, 24)
-    other = start(SnapKVDecode, SnapKVDecode.Params(8, 4, 7, "score", "position", True), q, k, v, 30, 24)
+    mine = start(RKV, RKV.Params(8, "position", True, 4, 7, "score", Fraction(1)), q, k, v, 30, 24)
+    other = start(SnapKVDecode, SnapKVDecode.Params(8, "position", True, 4, 7, "score"), q, k, v, 30, 24)
     for p in range(30, 100):
         assert torch.equal(take(mine, p, q, k, v), take(other, p, q, k, v))
         assert (held(mine) == held(other)).all()
@@ -110,7 +110,7 @@ def test_without_redundancy_it_is_snapkv_while_decoding() -> None:
 def test_the_order_of_slots_decides_who_stays() -> None:
     q, k, v = drawn(100, seed=6)
     by_score, by_position = (
-        start(RKV, RKV.Params(8, 4, 7, Fraction("0.1"), order, "position", True), q, k, v, 30, 24)
+        start(RKV, RKV.Params(8, "position", True, 4, 7, order, Fraction("0.1")), q, k, v, 30, 24)
         for order in ("score", "position")
     )
     for p in range(30, 100):
@@ -118,7 +118,7 @@ def test_the_order_of_slots_decides_who_stays() -> None:
         take(by_position, p, q, k, v)
     assert (held(by_position)[:, 1:] > held(by_position)[:, :-1]).all()
     assert {*held(by_score)[0].tolist()} != {*held(by_position)[0].tolist()}
-    assert "by position" in RKV.label(RKV.Params(8, 4, 7, Fraction(1), "position", "position", True), request(tokens=9))
+    assert "by position" in RKV.label(RKV.Params(8, "position", True, 4, 7, "position", Fraction(1)), request(tokens=9))
 
 
 @pytest.mark.parametrize(

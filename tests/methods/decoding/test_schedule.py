@@ -25,9 +25,9 @@ from tests.vectors import Check, differs, first, load, trace_of
 
 POSITION = ("position", True)
 SMALL: dict[type[CuttingMethod], Any] = {
-    RKV: RKV.Params(6, 4, 3, Fraction("0.1"), "score", *POSITION),
-    SnapKVDecode: SnapKVDecode.Params(6, 4, 3, "score", *POSITION),
-    StreamingLLMDecode: StreamingLLMDecode.Params(6, 4, *POSITION),
+    RKV: RKV.Params(6, *POSITION, 4, 3, "score", Fraction("0.1")),
+    SnapKVDecode: SnapKVDecode.Params(6, *POSITION, 4, 3, "score"),
+    StreamingLLMDecode: StreamingLLMDecode.Params(6, *POSITION, 4),
     H2ODecode: H2ODecode.Params(6, *POSITION),
     TOVADecode: TOVADecode.Params(6, *POSITION),
 }
@@ -41,10 +41,10 @@ def run_vectors(path: Path) -> list[Check]:
     if meta["source"].startswith("kvpress"):
         return [(path.stem, check_kvpress(meta, x, q, k))]
     if meta["method"] == "streamingllm":
-        params = StreamingLLMDecode.Params(meta["interval"], meta["first_tokens"], *POSITION)
+        params = StreamingLLMDecode.Params(meta["interval"], *POSITION, meta["first_tokens"])
         return [(path.stem, replay(start(StreamingLLMDecode, params, q, k, v, meta["S"], meta["budget"]), x))]
     assert meta["method"] == "snapkv", meta["method"]
-    params = SnapKVDecode.Params(meta["interval"], meta["window_size"], meta["kernel_size"], "score", *POSITION)
+    params = SnapKVDecode.Params(meta["interval"], *POSITION, meta["window_size"], meta["kernel_size"], "score")
     if meta["kernel_size"] == 1:
         return [(path.stem, replay(start(SnapKVDecode, params, q, k, v, meta["S"], meta["budget"]), x))]
     return [(path.stem, first(*(check_cut(meta, x, q, k, i) for i in range(len(x["compress_pos"])))))]
@@ -92,7 +92,7 @@ def check_kvpress(meta: dict[str, Any], x: dict[str, np.ndarray], q: Tensor, k: 
             early = positions.argsort(-1)
             return early.gather(-1, best_first(scores, self.plan.target))
 
-    params = StreamingLLMDecode.Params(meta["interval"], 0, "steps", False)
+    params = StreamingLLMDecode.Params(meta["interval"], "steps", False, 0)
     plan = WithRoom(kvpress_target(meta, meta["S"]), meta["interval"], "steps", at_prefill=False)
     return replay(start(Scored, params, q, k, k, meta["S"], plan.target, plan), x, in_order=False)
 
@@ -159,7 +159,7 @@ def test_a_budget_that_holds_prompt_and_answer_cuts_nothing(kind: type[CuttingMe
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_with_an_interval_of_one_streamingllm_holds_sinks_and_the_latest_tokens(n_sink: int) -> None:
     q, k, v = drawn(70)
-    row = start(StreamingLLMDecode, StreamingLLMDecode.Params(1, n_sink, *POSITION), q, k, v, 12, 16)
+    row = start(StreamingLLMDecode, StreamingLLMDecode.Params(1, *POSITION, n_sink), q, k, v, 12, 16)
     for p in range(12, 70):
         take(row, p, q, k, v)
         latest = [*range(max(n_sink, p + 1 - (16 - n_sink)), p + 1)]
@@ -245,4 +245,4 @@ def test_what_no_budget_can_be(kind: type[CuttingMethod], asked: BudgetRequest, 
 def test_a_peak_is_refused_where_a_prompt_is_not_cut() -> None:
     q, k, v = drawn(60)
     with pytest.raises(ConfigError, match="budget=40 with budget_counts=peak is less than the 56 tokens"):
-        start(StreamingLLMDecode, StreamingLLMDecode.Params(6, 4, "steps", False), q, k, v, 50, 40, counts="peak")
+        start(StreamingLLMDecode, StreamingLLMDecode.Params(6, "steps", False, 4), q, k, v, 50, 40, counts="peak")
