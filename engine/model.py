@@ -25,7 +25,7 @@ from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of
 from engine.errors import ConfigError, first_line
 from engine.latents import ByHeads, Latent
 from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations
+from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, unmoved
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from engine.width import is_out_of_memory
@@ -123,7 +123,8 @@ class Model:
     def checkpoint(self) -> Checkpoint:
         """What was known of it before it was loaded, and whether its layers do turn as its modules let expect."""
         n_rotary = 0 if self.turn is None else rotary_dims(self.hf)
-        return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary)
+        unturned = tuple(layer for layer, turn in (self.turn or {}).items() if turn is unmoved)
+        return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary, unturned)
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's weights lie, and with them its K and V."""

@@ -60,6 +60,7 @@ class Checkpoint:
     shape: ModelShape
     digests: tuple[str, ...]  # names of what its files hold, its own first
     n_rotary: int  # dimensions of a head that its positions turn by a formula that is known; 0: none
+    unturned: tuple[int, ...] = ()  # compressed layers that turn none all the same, once weights have shown it
 
     @property
     def is_drawn(self) -> bool:

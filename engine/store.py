@@ -21,10 +21,12 @@ from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.copies import Shelf
 from engine.caches.queries import QueryRing
 from engine.caches.token_code import TokenCode
+from engine.keeping import AS_THEY_ARE, Keeping, kept_mask
 from engine.layouts.coded import CodedLayer
 from engine.layouts.fetching import Fetching
 from engine.layouts.home import Home
 from engine.layouts.layer import Layer
+from engine.layouts.memory import Pair
 from engine.layouts.slots import Marked, Slots
 from engine.layouts.whole import RaggedView, View
 from engine.placement import (
@@ -70,6 +72,7 @@ class Store:
         self.ledger = Ledger()
         self.checked_for = checked_for  # whom errors name; empty: the row is believed
         self.layers: dict[int, Layer] = {}
+        self.keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
         self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
         self.shelves: dict[torch.device, Shelf] = {}  # one for all layers of a GPU: each needs it until its attention
@@ -85,7 +88,10 @@ class Store:
         assert layer not in self.layers, f"layer {layer} is placed twice"
         check_kept(placement, layer, self.shape, self.trace.s_prompt, self.checked_for)
         coded = placement if self.coder is None else self.as_codes(layer, placement, self.coder)
-        made = self.layers[layer] = self.layouts[type(coded)](self.home(layer, coded), coded)
+        home = self.home(layer, coded)
+        if self.keeping.changes:
+            home.made = self.kept_as_asked(layer, placement, home)
+        made = self.layers[layer] = self.layouts[type(coded)](home, coded)
         if (queries := getattr(placement, "queries", None)) is not None:
             made.queries, made.takes_feeds = QueryRing(*queries), False
 
@@ -116,6 +122,11 @@ class Store:
         blocks = BlockCache(spec) if fetches and spec is not None and spec.tokens else None
         meter = Meter(self.shape, blocks, self.accesses)
         return Home(self.trace, layer, self.n_new, meter, self.checked_for, self.host_code, self.shelf_of(layer))
+
+    def kept_as_asked(self, layer: int, placement: Placement, home: Home) -> Pair | None:
+        """K and V of the prompt with those that stay changed; None where they all stay."""
+        kept = kept_mask(placement, self.shape.h_kv, home.s_prompt, home.device)
+        return None if kept is None or bool(kept.all()) else self.keeping.of(self.trace, layer, kept)
 
     def shelf_of(self, layer: int) -> Shelf:
         return self.shelves.setdefault(self.trace.device_of(layer), Shelf(self.trace.s_prompt + self.n_new, 0))

@@ -21,10 +21,11 @@ from engine.budget import EVERYTHING
 from engine.caches.blocks import BlockCacheSpec
 from engine.checkpoints.header import header_shape, shape_of_config
 from engine.errors import ConfigError
+from engine.keeping import AS_THEY_ARE, Keeping, Merging
 from engine.shapes import ModelShape
 from engine.terminal import say
 from evals import outside
-from evals.settings import ORDERS, Choice, ModelSpec, Settings, load_class, methods_for
+from evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
 from evals.typed import build, build_params
 from methods.allocator import check_allocator
 from methods.rules import Coding, Rules
@@ -54,6 +55,7 @@ class Asked:
     shape: ModelShape | None  # None: the model's header does not say it
     sparsity: "SparsePrefill | None"  # of the prefill
     coding: Coding | None = None  # who makes codes of what the method keeps, or has on the host
+    keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
 
 
 class Lookups:
@@ -141,8 +143,10 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     settings = given
     if not rules.has_budget:
         settings = replace(
-            given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0]
-        )
+            given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0],
+            keeping=GivenKeeping(None, None, Merging()),
+        )  # fmt: skip
+    keeping = keeping_of(settings, rules, params)
     if settings.allocator is not None:
         with naming(settings):
             check_allocator(rules, params, settings.allocator)
@@ -158,6 +162,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     if task.asking is not None:
         with naming(settings):
             is_plain = settings.allocator is settings.compose is settings.budget.memory is None
+            is_plain &= not keeping.changes
             task.asking.check(rules, params, is_plain)
         if not settings.sampling.is_greedy:
             raise ConfigError(
@@ -172,7 +177,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     refuse_answers(settings, rules, task)
     shape = look(early_shape, settings)
     sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
-    asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding)
+    asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding, keeping)
     if shape is not None:
         check(asked, shape)
     return asked
@@ -186,6 +191,7 @@ def check(asked: Asked, shape: ModelShape) -> None:
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
         rules.check_cache(asked.params, settings.cache)
+        asked.keeping.check(shape)
         if asked.coding is not None:
             asked.coding.rules.check_shape(asked.coding.params, shape)
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
@@ -292,6 +298,16 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
             f"compose_order=quantise_first is for methods that drop tokens, and {rules.title} drops none; leave it out"
         )
     return coding
+
+
+def keeping_of(settings: Settings, rules: type[Rules], params: Any) -> Keeping:
+    """What becomes of keys and values that the method keeps; `ConfigError` where that cannot be."""
+    if not rules.has_budget:
+        return AS_THEY_ARE
+    keeping = settings.keeping.over(rules.own_keeping(params))
+    if keeping.changes and (reason := rules.unchangeable(params)):
+        raise ConfigError(f"method={settings.method.name} cannot have {keeping.asked}: {reason}")
+    return keeping
 
 
 def early_shape(settings: Settings) -> ModelShape | None:

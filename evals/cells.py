@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.errors import ConfigError
+from engine.keeping import AS_THEY_ARE, Keeping
 from engine.sampling.spec import draw_id, draw_seed
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
@@ -41,6 +42,7 @@ class Cell:
     path: Path
     sparsity: SparsePrefill | None = None  # of the prefill
     coding: Coding | None = None  # of a composition: who makes codes
+    keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
     draw: int | None = None  # of a prompt's answers, where several are drawn
 
     @property
@@ -59,6 +61,8 @@ class Cell:
             label += ", whole prompt"
         if self.settings.allocator is not None:
             label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)
+        if self.keeping.changes:
+            label += f" ({self.keeping.label()})"
         if self.coding is not None:
             label += f" + {self.coding.title(self.rules.drops)}"
         if self.sparsity is None:
@@ -70,8 +74,9 @@ class Cell:
         with naming(self.settings):
             asked = self.settings
             found = self.kind.variant_for(
-                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner
-            )
+                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner,
+                self.keeping,
+            )  # fmt: skip
         return replace(found, is_checked=True) if is_target(asked.method.target) else found
 
     def draws(self) -> "list[Cell]":
@@ -98,6 +103,7 @@ class Cell:
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
             *("memory", "compose", "compose_version", "compose_order", "allocator", "budget_counts"),
+            *("positions", "dropped", "merging"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
@@ -147,9 +153,12 @@ def ready_cell(asked: Asked, look: Lookups) -> Cell:
     path = place(settings, config)
     if not is_finished(path):
         with naming(settings):
-            asked.rules.check_model(asked.params, look(look_into, settings))
+            checkpoint = look(look_into, settings)
+            asked.rules.check_model(asked.params, checkpoint)
+            asked.keeping.check_model(checkpoint)
     return Cell(
-        settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding
+        settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding,
+        asked.keeping,
     )  # fmt: skip
 
 
@@ -158,6 +167,7 @@ def check_loaded(cells: Iterable[Cell], model: Checkpoint) -> None:
     for cell in cells:
         with naming(cell.settings):
             cell.rules.check_model(cell.params, model)
+            cell.keeping.check_model(model)
 
 
 def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:

@@ -246,5 +246,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
+        keeping=cell.keeping.label() or None,
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
     )

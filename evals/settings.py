@@ -24,6 +24,7 @@ from engine.budget import COUNTS, BudgetRequest, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError, unknown_name
+from engine.keeping import Keeping, Merging
 from engine.lazy import wait_for_torch
 from engine.sampling.spec import Sampling
 from evals import outside
@@ -43,7 +44,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "run": {
         **{"weights": "trained", "device_map": None, "cuda_graphs": "auto", "budget_counts": "target"},
         **{"compose": None, "compose_order": ORDERS[0], "memory": None, "prefill": None, "prefill_chunk": None},
-        **{"allocator": None},
+        **{"allocator": None, "positions": None, "dropped": None, "merging": {"threshold": 0.0, "share": "1"}},
     },
 }
 KINDS = {  # what a group's classes are, and the package that they are taken from
@@ -143,6 +144,28 @@ POOLS = {"ray": RayPool, "submitit_slurm": SlurmPool}  # by the file in conf/hyd
 
 
 @dataclass(frozen=True)
+class GivenKeeping:
+    """What the keys of a run say of kept keys and values; None: as the method itself has them."""
+
+    positions: str | None
+    dropped: str | None
+    merging: Merging
+
+    def __post_init__(self) -> None:
+        if self.merging != Merging() and self.dropped != "merged":
+            raise ConfigError("merging.threshold and merging.share are of dropped=merged; give that, or leave them out")
+        self.over(Keeping())
+
+    def over(self, own: Keeping) -> Keeping:
+        """The method's own, but for what is given."""
+        return Keeping(self.positions or own.positions, self.dropped or own.dropped, self.merging)
+
+    def identity(self) -> dict[str, Any]:
+        merging = {"threshold": self.merging.threshold, "share": exact(self.merging.share)}
+        return {"positions": self.positions, "dropped": self.dropped, "merging": merging}
+
+
+@dataclass(frozen=True)
 class Settings:
     """One run, as the user asked for it."""
 
@@ -156,6 +179,7 @@ class Settings:
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
     compose_order: str  # of ORDERS: whether the method chooses among exact tokens
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
+    keeping: GivenKeeping
     cache: BlockCacheSpec  # of retrieving methods
     scope: str
     seed: int
@@ -207,6 +231,7 @@ class Settings:
             "prefill": self.prefill and identity(self.prefill),
             "prefill_chunk": self.chunk,
             "allocator": self.allocator and identity_of_allocator(self.allocator),
+            **self.keeping.identity(),
         }
         return always | unusual("run", hardware) | self.sampling.identity() | unusual("run", more)
 
@@ -266,6 +291,9 @@ class Keys:
     compensate: bool
     compose: str | None
     compose_order: Literal["drop_first", "quantise_first"]
+    positions: str | None
+    dropped: str | None
+    merging: Merging
     cache: BlockCacheSpec
     compression_scope: Any
     temperature: float
@@ -315,6 +343,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         compose=partner(keys.compose),
         compose_order=keys.compose_order,
         allocator=allocator(keys.allocator),
+        keeping=GivenKeeping(keys.positions, keys.dropped, keys.merging),
         cache=keys.cache,
         scope=keys.compression_scope,
         seed=keys.seed,

@@ -29,6 +29,7 @@ from engine.attend import Part
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
+from engine.keeping import Keeping
 from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.placement import Change, Placement, Whole
@@ -58,6 +59,7 @@ class SelectiveAttention(Rules, Turns, ABC):
         self.store = store(trace, n_new, variant.cache, variant.checked_for)
         if variant.partner is not None and not variant.is_full:
             variant.partner.join(self)
+        self.store.keeping = variant.keeping
         self.setup()
 
     def setup(self) -> None:
@@ -74,16 +76,18 @@ class SelectiveAttention(Rules, Turns, ABC):
         allocator: Allocator | None = None,
         frame: Frame = NO_FRAME,
         partner: Coding | None = None,
+        keeping: Keeping | None = None,
     ) -> Variant:
         """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
 
         Without an `allocator` a scorer's budget is divided as the method itself does. A `partner` makes codes of what
-        the method keeps, or sends to the host.
+        the method keeps, or sends to the host. Without `keeping` kept tokens become what the method makes of them.
         """
         budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, partner)
         divided = allocator or cls.own_allocator(params) or UNIFORM
         made = None if partner is None else Partner(partner, partner.rules.plan_for(partner.params, budget, shape))
-        return Variant(cls, params, budget, plan, cache, divided, made)
+        kept = cls.own_keeping(params) if keeping is None else keeping
+        return Variant(cls, params, budget, plan, cache, divided, made, kept)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:

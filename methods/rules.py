@@ -15,6 +15,7 @@ from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show,
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
+from engine.keeping import AS_THEY_ARE, Keeping
 from engine.shapes import Checkpoint, ModelShape
 
 if TYPE_CHECKING:
@@ -292,6 +293,26 @@ class Rules:
     def own_allocator(cls, params: Any) -> "Allocator | None":
         """How the method itself divides its budget over layers and heads; None: all alike."""
         return None
+
+    @classmethod
+    def own_keeping(cls, params: Any) -> Keeping:
+        """What the method itself makes of keys and values that stay, where no key asks for another form."""
+        return AS_THEY_ARE
+
+    @classmethod
+    def unchangeable(cls, params: Any) -> str:
+        """Why keys and values that the method keeps stay as they are; "" where they can be made others."""
+        if not cls.drops:
+            return f"{cls.title} drops no tokens"
+        if cls.changes:
+            return f"{cls.title} makes keys and values of its own"
+        if cls.thins:
+            return f"{cls.title} has a prefill of its own"
+        if cls.of_answers:
+            return f"{cls.title} goes on dropping while it decodes"
+        if cls.is_query_wide(params):
+            return "each query head keeps tokens of its own"
+        return cls.evicts(params)
 
     @classmethod
     def evicts(cls, params: Any) -> str:

@@ -10,6 +10,7 @@ from engine.books.audit import checks_all
 from engine.budget import Budget
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.rebuilt import RebuiltTrace
+from engine.keeping import AS_THEY_ARE, Keeping
 from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.placement import Coder
@@ -57,6 +58,7 @@ class Variant:
     cache: BlockCacheSpec | None = None  # of a method that retrieves
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
     partner: "Partner | None" = None  # what makes codes of tokens
+    keeping: Keeping = AS_THEY_ARE  # what becomes of keys and values that stay
     is_checked: bool = (
         False  # the engine looks at what it selects and counts what it attends to (engine/books/audit.py)
     )

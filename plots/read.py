@@ -59,10 +59,12 @@ class Run:
     def method(self) -> str:
         """The method whose setting this is: `h2o` of `h2o_pqcache`. A file of the user's own is no setting of ours.
 
-        With another allocator it is a method of its own, which nobody published under the scorer's name.
+        With another allocator, or other keys and values than were kept, it is a method of its own, which nobody
+        published under the scorer's name.
         """
         method = self.result.method if self.file else known(self.result.method) or self.result.method
-        return method if self.result.allocator is None else f"{method}+{self.result.allocator}"
+        found = [method, self.result.allocator, self.result.keeping]
+        return "+".join(each for each in found if each is not None)
 
     @property
     def file(self) -> dict[str, str]:
@@ -78,7 +80,7 @@ class Run:
     @property
     def is_preset(self) -> bool:
         """Whether the method's or the prefill's settings are somebody's."""
-        own = self.result.allocator is None
+        own = self.result.allocator is self.result.keeping is None
         return own and (self.result.method, self.result.prefill) != (self.method, self.prefill)
 
     @property

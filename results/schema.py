@@ -286,6 +286,7 @@ class RunFacts:
     prefill: str = EXACT  # a file of conf/prefill
     prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
     allocator: str | None = None  # what divided the budget, where it was not the method itself
+    keeping: str | None = None  # what became of kept keys and values: "contiguous", "merged values"
     budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
     memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
@@ -309,6 +310,7 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "allocator": None,
+    "keeping": None,
     "budget_counts": None,
     "sampling": {},
     **dict.fromkeys(COSTS),

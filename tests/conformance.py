@@ -34,6 +34,7 @@ from engine.books.ledger import Entry
 from engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
 from engine.decode import attend_group, decode
 from engine.errors import ConfigError
+from engine.keeping import Keeping
 from engine.layouts.fetching import Fetching
 from engine.layouts.layer import Layer
 from engine.model import Model
@@ -90,6 +91,7 @@ class Subject:
     comm: str = "1/16"
     allocator: Allocator | None = None  # another one than the method's own
     counts: str | None = None  # what the budget of prompt and answer counts
+    keeping: Keeping | None = None  # of the kept keys and values, where it is another one than the method's own
     keeps_budget: bool = True  # presets reproduce published settings, whose budgets are other ones
 
 
@@ -124,13 +126,16 @@ class Said:
 
 def subject(words: Sequence[str]) -> Subject:
     """The method of a command line such as `method=snapkv method.window=16`."""
-    part = from_words(words).method
+    asked = from_words(words)
+    part = asked.method
     kind: Any = load_class(part)
     family = (known(part.name) or part.name) if part.name in METHODS else ""
+    params = build_params(kind, part.params, "method")
     return Subject(
         name=part.name,
         kind=kind,
-        params=build_params(kind, part.params, "method"),
+        params=params,
+        keeping=asked.keeping.over(kind.own_keeping(params)),
         comm=FITTED_COMM.get(family, "1/16"),
         keeps_budget=part.name not in METHODS or part.name == family,
     )
@@ -187,7 +192,7 @@ def variant(one: Subject, ratio: str) -> Variant:
         request = BudgetRequest(None, max(1, floor((S + N_NEW) * Fraction(ratio))), Fraction(0), counts=one.counts)
     try:
         one.kind.check(one.params, request, model().shape)
-        return one.kind.variant_for(one.params, request, model().shape, S, allocator=one.allocator)
+        return one.kind.variant_for(one.params, request, model().shape, S, allocator=one.allocator, keeping=one.keeping)
     except ConfigError as error:
         advice = re.search(r"ratio=(0\.\d+) or more", str(error))
         if advice is None or Fraction(advice[1]) <= Fraction(ratio):

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tests import golden_metrics
-from tests.engine import test_budget, test_entries, test_latents, test_softmax
+from tests.engine import test_budget, test_entries, test_keeping, test_latents, test_softmax
 from tests.engine.caches import test_blocks
 from tests.engine.sparse import test_rules
 from tests.methods.decoding import test_schedule
@@ -52,6 +52,8 @@ NEWER = (test_babilong,)  # tests of tasks with the runners of their own files
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
     "attention_kinds/s*.npz": test_softmax.run_vectors,
+    "key_rerotation/*.npz": test_keeping.run_rotation_vectors,
+    "merging/*.npz": test_keeping.run_merging_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,

@@ -32,6 +32,7 @@ class Home:
     checked_for: str  # whose selections are looked at before memory is read there; empty: nobody's
     host_code: TokenCode | None  # in which tokens lie on the host
     shelf: Shelf  # where copies of fetched tokens lie, if the host is another memory
+    made: Pair | None = None  # K and V of the prompt where what stays is not as the model made it (engine/keeping.py)
 
     @property
     def device(self) -> torch.device:
@@ -43,7 +44,7 @@ class Home:
 
     def prompt(self, tokens: slice | Tensor = slice(None)) -> Pair:
         """K and V of the prompt's tokens: a view of them, or a copy of those at positions (1, h_kv, n)."""
-        k, v = self.trace.keys(self.layer), self.trace.values(self.layer)
+        k, v = self.made or (self.trace.keys(self.layer), self.trace.values(self.layer))
         if isinstance(tokens, slice):
             return k[:, :, tokens], v[:, :, tokens]
         return move_both(lambda x: gather_tokens(x, tokens), k, v)

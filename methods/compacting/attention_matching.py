@@ -150,6 +150,10 @@ class AttentionMatching(SelectiveAttention):
         return Footprint(budget.tokens * (token_bytes(shape) + biases))
 
     @classmethod
+    def unchangeable(cls, params: Params) -> str:
+        return "Attention Matching makes keys and values of its own"
+
+    @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         s = budget.s_prompt
         frame = budget.frame if params.frame == "keep" else NO_FRAME

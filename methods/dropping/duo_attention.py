@@ -184,6 +184,11 @@ class DuoAttention(SelectiveAttention):
     def uncodable(cls, params: Params) -> str:
         return super().uncodable(params) or "DuoAttention keeps other numbers of tokens in each head"
 
+    @classmethod
+    def evicts(cls, params: Params) -> str:
+        rolls = params.evict == "always"
+        return "DuoAttention's heads roll while it decodes; use method.evict=prompt with it" if rolls else ""
+
     def arrange(self, layer: int) -> Placement:
         s, heads = self.trace.s_prompt, range(self.trace.shape.h_kv)
         windows = [self.plan.recent.get((layer, head), -1) for head in heads]

@@ -78,6 +78,10 @@ class StreamingLLM(SelectiveAttention):
             )
         return super().uncodable(params)
 
+    @classmethod
+    def unchangeable(cls, params: Params) -> str:
+        return super().unchangeable(params) or cls.uncodable(params)
+
     def arrange(self, layer: int) -> Kept:
         n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)
         rolls = self.params.generated == "inside"

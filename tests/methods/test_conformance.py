@@ -28,6 +28,18 @@ def test_a_method_holds_at_every_ratio(name: str, ratio: str, what: str) -> None
         pytest.skip(f"{name} cannot meet ratio {ratio} on the test model: {error}")
 
 
+KEPT = [
+    ("snapkv", ["positions=contiguous"]), ("adakv", ["positions=contiguous", "dropped=merged"]),
+    ("knorm", ["dropped=merged"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ONCE)
+@pytest.mark.parametrize(("name", "keys"), KEPT)
+def test_a_method_holds_with_other_keys_and_values(name: str, keys: list[str], what: str) -> None:
+    ONCE[what](ours(name, *keys))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_of_ours_lies_in_methods(name: str) -> None:
     assert ours(name).kind.__module__.startswith("methods.")
