@@ -21,10 +21,11 @@ from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.copies import Shelf
 from engine.caches.queries import QueryRing
 from engine.caches.token_code import TokenCode
-from engine.keeping import AS_THEY_ARE, Keeping, kept_mask
+from engine.keeping import AS_THEY_ARE, Keeping
 from engine.layouts.coded import CodedLayer
 from engine.layouts.fetching import Fetching
 from engine.layouts.home import Home
+from engine.layouts.kept import kept_as, kept_mask
 from engine.layouts.layer import Layer
 from engine.layouts.memory import Pair
 from engine.layouts.slots import Marked, Slots
@@ -126,7 +127,7 @@ class Store:
     def kept_as_asked(self, layer: int, placement: Placement, home: Home) -> Pair | None:
         """K and V of the prompt with those that stay changed; None where they all stay."""
         kept = kept_mask(placement, self.shape.h_kv, home.s_prompt, home.device)
-        return None if kept is None or bool(kept.all()) else self.keeping.of(self.trace, layer, kept)
+        return None if kept is None or bool(kept.all()) else kept_as(self.keeping, self.trace, layer, kept)
 
     def shelf_of(self, layer: int) -> Shelf:
         return self.shelves.setdefault(self.trace.device_of(layer), Shelf(self.trace.s_prompt + self.n_new, 0))

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.causal import causal
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping, Merging, kept_mask, targets
+from engine.keeping import AS_THEY_ARE, Keeping, Merging
+from engine.layouts.kept import kept_mask, targets
 from engine.placement import Kept
 from engine.prefill import Trace, prefill
 from engine.shapes import Checkpoint, ModelShape
