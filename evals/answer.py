@@ -249,7 +249,7 @@ class Answering:
 
     def stops(self, sample: Sample) -> frozenset[int]:
         """The tokens that end an answer."""
-        chat_used = uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
+        chat_used = sample.is_rendered or uses_chat(self.model.tokenizer, sample, self.first.settings.model.chat)
         if sample.stop_at_newline and self.newlines is None:  # scans the vocabulary, once
             self.newlines = newline_ids(self.model.tokenizer)
         return stop_ids(self.model.tokenizer, self.model.hf.generation_config, sample, chat_used, self.newlines)

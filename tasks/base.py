@@ -35,6 +35,7 @@ class Sample:
     stop_texts: tuple[str, ...] = ()  # the last token of each of these texts ends an answer too
     min_new_tokens: int = 0  # no token ends an answer before it has so many
     system_prompt: str = ""  # the task's own system turn; one that the user sets for the model takes its place
+    is_rendered: bool = False  # its texts hold a chat template already, whose ends of turns end an answer too
     use_chat: bool = True  # whether `chat=auto` may wrap this prompt into the model's chat template
     thinks: bool = False  # whether a chat template that can switch thinking on does so
     evidence: tuple[str, ...] = ()  # parts of the context that hold the answer, which a report shows

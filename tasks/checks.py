@@ -30,6 +30,22 @@ def check_counts(params: Any, *names: str) -> None:
             raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
 
 
+def check_numbers(params: Any, **least: int) -> None:
+    """Each of these fields has one number or more, from its least one on and each once."""
+    for name, from_on in least.items():
+        given = getattr(params, name)
+        if not given or min(given) < from_on or len({*given}) < len(given):
+            raise ConfigError(f"task.{name}={list(given)} is no list of numbers from {from_on} on, each of them once")
+
+
+def check_some(params: Any, **known: Sequence[Any]) -> None:
+    """Each of these fields has one or more of what is known, each once."""
+    for name, allowed in known.items():
+        given = getattr(params, name)
+        if not given or not {*given} <= {*allowed} or len({*given}) < len(given):
+            raise ConfigError(f"task.{name}={list(given)} must have some of {list(allowed)}, each of them once")
+
+
 def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The datasets that `task.datasets` names, one by one or by the name of a list."""
     return lists.get(datasets, (datasets,)) if isinstance(datasets, str) else datasets

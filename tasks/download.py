@@ -49,7 +49,7 @@ class Piece:
     repo: str  # owner/name
     revision: str  # a full commit
     path: str  # in the repository
-    target: str  # below the data folder; of an archive the folder for its members
+    target: str  # below the data folder; of an archive the folder for its members, of a .parquet its rows as .jsonl
     sha256: str | None = None  # None: as the hub states it for this commit
     site: str = "hub"  # "hub" (a dataset) or "github"
     members: str | None = None  # of a .zip: which of its files, such as data/*.jsonl; None: no archive
@@ -168,12 +168,30 @@ def write_down(
     return files
 
 
+def write_lines(piece: Piece, source: Path, target: Path) -> None:
+    """The rows of a Parquet file as JSON lines."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    scratch = target.with_name(f".{target.name}.new")
+    try:
+        with ParquetFile(source) as file, scratch.open("w", encoding="utf-8") as lines:
+            for batch in file.iter_batches(batch_size=16):  # rows of MRCR have megabytes
+                lines.writelines(f"{json.dumps(row, default=str)}\n" for row in batch.to_pylist())
+    except ArrowException as error:
+        raise ConfigError(f"{piece.name} is no Parquet file that can be read ({error}); fetch it again") from None
+    scratch.replace(target)
+
+
 def put(piece: Piece, source: Path, root: Path) -> list[Path]:
     """Move a file, or an archive's members, to their place; nothing half written is ever seen there."""
     target = root / piece.target
     if piece.members is None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        source.replace(target)
+        if piece.path.endswith(".parquet"):
+            write_lines(piece, source, target)
+        else:
+            source.replace(target)
         return [target]
     target.mkdir(parents=True, exist_ok=True)
     files = []

@@ -7,7 +7,7 @@ Not here: what a sample holds (each task).
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +20,28 @@ def in_turns(columns: Sequence[Sequence[Any]]) -> list[Any]:
     """The first of each column, then the second of each, and so on; shorter columns end earlier."""
     turns = zip_longest(*columns)
     return [one for turn in turns for one in turn if one is not None]
+
+
+def most_units(n_tokens: Callable[[int], int], limit: int, fewest: int, guess: int) -> int | None:
+    """The most units that fit into `limit` tokens, of which more take more; None where the fewest do not fit.
+
+    A good guess, such as what fitted another sample, saves tries.
+    """
+    if n_tokens(fewest) > limit:
+        return None
+    low, high, step = fewest, max(fewest + 1, guess), max(1, guess // 64)
+    while n_tokens(high) <= limit:
+        low, high, step = high, high + step, 2 * step
+    back = 1
+    while low == fewest and high - back > fewest:
+        if n_tokens(high - back) <= limit:
+            low = high - back
+        else:
+            high, back = high - back, 2 * back
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if n_tokens(middle) <= limit else (low, middle)
+    return low
 
 
 class LazySamples(Sequence[Sample]):

@@ -86,7 +86,7 @@ def uses_chat(tokenizer: Any, sample: Sample, chat: str) -> bool:
     if chat not in CHATS:
         raise unknown_name("chat", chat, CHATS)
     has_wrapper = chat == "inst" or (chat == "auto" and bool(tokenizer.chat_template))
-    return has_wrapper and sample.use_chat
+    return has_wrapper and sample.use_chat and not sample.is_rendered
 
 
 def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str) -> tuple[str, str]:
@@ -138,6 +138,24 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> 
         raise ConfigError(
             f"this model's chat template cannot be rendered ({first_line(error)}); use model.chat=none or another model"
         ) from error
+
+
+def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> str:
+    """A whole conversation by the chat template, in which each turn must stand word for word."""
+    if not tokenizer.chat_template:
+        raise ConfigError("this model has no chat template; ask with task.template=plain, or use another model")
+    text = render(tokenizer, turns, False)
+    at = 0
+    for turn in turns:
+        words = turn["content"].strip()
+        found = text.find(words, at)
+        if found < 0:
+            raise ConfigError(
+                f"this model's chat template changes or leaves out a turn ({words[:40]!r}); ask with "
+                "task.template=plain, or use another model"
+            )
+        at = found + len(words)
+    return text
 
 
 def around(text: str, words: str) -> tuple[str, str]:

@@ -9,8 +9,10 @@ Not here: what is done with a window (`tasks/pg19.py`, `tasks/fidelity.py`).
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,13 @@ class Corpus:
     data_source: str
     digest: str | None  # of the files; None: embedded
     notes: tuple[str, ...] = ()  # what was left out of JSONL files
+
+
+@cache
+def sentences() -> tuple[str, ...]:
+    """Those of the embedded prose, in its order."""
+    parts = embedded_prose().split("\n\n")
+    return tuple(text for part in parts for text in re.split(r"(?<=[.!?])\s+", part) if text)
 
 
 def embedded() -> Corpus:

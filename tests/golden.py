@@ -29,12 +29,14 @@ from tests.methods.retrieving import (
 )
 from tests.tasks import (
     test_babilong,
+    test_graphwalks,
     test_gsm8k,
     test_ifeval_system,
     test_infinitebench,
     test_longbench,
     test_longbench_v2,
     test_longproc,
+    test_mrcr,
     test_reasoning,
     test_scbench_rules,
 )
@@ -47,7 +49,7 @@ CONF = TESTS.parent / "conf"
 NOT_YET = "not implemented"
 BAD = ("FAILS", "no runner")
 
-NEWER = (test_babilong,)  # tests of tasks with the runners of their own files
+NEWER = (test_babilong, test_graphwalks, test_mrcr)  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,

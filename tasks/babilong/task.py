@@ -22,7 +22,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from tasks.checks import check_choices, check_counts, check_datasets, chosen
 from tasks.download import Piece
 from tasks.lazy import LazySamples, in_turns
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest
+from tasks.texts import digest, sentences
 
 DATASETS = tuple(f"qa{i}" for i in range(1, 21))
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M")  # published ones
@@ -53,7 +52,6 @@ UPSTREAM = "hub dataset RMT-team/babilong (python -m evals.fetch babilong)"
 REVISION = "ee0d588794c7ac098062ee0d247c733d62e94fe2"
 SHORTEST = 10  # tokens of a sentence of the long text
 AROUND = 500  # tokens that prompt and question may take
-SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True)
@@ -261,12 +259,6 @@ class Rows(LazySamples):
         start, has = rng.randrange(len(known)), sum(map(len, known))
         around = known[start:] + known[:start]
         return around * (n // has + 1)
-
-
-@cache
-def sentences() -> list[str]:
-    """Those of the embedded prose."""
-    return [text for part in prose.embedded_prose().split("\n\n") for text in SENTENCE.split(part) if text]
 
 
 def check_row(name: str) -> Any:

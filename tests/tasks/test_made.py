@@ -4,6 +4,7 @@ that is asked of every generator.
 A solver here is the second implementation of what is right: it knows the prompt alone.
 """
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -110,6 +111,64 @@ def babilong_wrong(prompt: str, rng: random.Random) -> str:
     return rng.choice(PLACE.split("|"))
 
 
+# --- mrcr: the i-th message of this kind -------------------------------------------------------------------------
+
+
+def pieces_asked(prompt: str) -> tuple[str, list[str], int]:
+    """The ten characters, all pieces of the asked kind, and which of them is wanted."""
+    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    found = re.search(r"Prepend (\w+) to the (\d+)\w\w \(1 indexed\) (.+) about (\w+)\. Do not", turns[-1][1])
+    assert found
+    asks = rf"write an? {found[3]} about {found[4]}"
+    alike = [text for (_, ask), (_, text) in itertools.pairwise(turns) if re.fullmatch(asks, ask)]
+    return found[1], alike, int(found[2])
+
+
+def mrcr(prompt: str, rng: random.Random) -> str:
+    start, alike, wanted = pieces_asked(prompt)
+    return start + alike[wanted - 1]
+
+
+def mrcr_wrong(prompt: str, rng: random.Random) -> str:
+    """Another one of those that are alike."""
+    start, alike, wanted = pieces_asked(prompt)
+    return start + alike[wanted % len(alike)]
+
+
+# --- graphwalks: all ways from the start, of which the shortest one counts ---------------------------------------
+
+
+def distances(prompt: str) -> tuple[dict[str, int], list[tuple[str, str]], str, int | None]:
+    text, _, asked = prompt.rpartition("Operation:")
+    lines = text.rpartition("edges:\n")[2].split("\n")
+    edges = [(line.split(" -> ")[0], line.split(" -> ")[1]) for line in lines if " -> " in line]
+    node = re.findall(r"node (\w+)", asked)[0]
+    depth = re.findall(r"depth (\d+)", asked)
+    far = {node: 0}
+    for _ in edges:
+        far_now = {b: far[a] + 1 for a, b in edges if a in far}
+        shorter = {b: n for b, n in far_now.items() if n < far.get(b, len(edges) + 1)}
+        shorter |= {b: min(far[a] + 1 for a, c in edges if c == b and a in far) for b in shorter}
+        if not shorter:
+            break
+        far |= shorter
+    return far, edges, node, int(depth[0]) if depth else None
+
+
+def graphwalks(prompt: str, rng: random.Random) -> str:
+    far, edges, node, depth = distances(prompt)
+    found = {a for a, b in edges if b == node and a != node}
+    if depth is not None:
+        found = {b for b, n in far.items() if n == depth}
+    return f"Looking at all edges.\nFinal Answer: [{', '.join(sorted(found))}]\n"
+
+
+def graphwalks_wrong(prompt: str, rng: random.Random) -> str:
+    """Some nodes."""
+    nodes = sorted({node for edge in distances(prompt)[1] for node in edge})
+    return f"Final Answer: [{', '.join(rng.sample(nodes, 3))}]"
+
+
 # --- all of them -------------------------------------------------------------------------------------------------
 
 # By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
@@ -118,7 +177,13 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
         {"datasets": "made", "lengths": ["1k"], "rows": 12, "scoring": "words"}, babilong, babilong_wrong, 0.2,
     ),
     "babilong ": ({"datasets": "first", "lengths": ["2k"], "rows": 12}, babilong, babilong_wrong, 0.3),
+    "mrcr": ({"needles": [2, 4], "lengths": [8000], "rows": 4}, mrcr, mrcr_wrong, 0.4),
+    "graphwalks": ({"lengths": [3000], "rows": 8}, graphwalks, graphwalks_wrong, 0.2),
 }  # fmt: skip
+LENGTHS: dict[str, dict[str, Any]] = {
+    "mrcr": {"needles": [2], "lengths": [2000, 6000]},
+    "graphwalks": {"lengths": [2000, 5000]},
+}
 
 
 def text_of(sample: Sample) -> str:
@@ -140,9 +205,19 @@ def test_a_script_that_reads_the_prompt_is_right_and_a_wrong_one_is_at_chance(na
 @pytest.mark.parametrize("name", TASKS)
 def test_a_seed_makes_the_same_samples_and_another_one_others(name: str, tmp_path: Path) -> None:
     given = TASKS[name][0]
-    first, again, other = (made(name.strip(), tmp_path, seed, **given | {"rows": 2})[1] for seed in (0, 0, 1))
+    few: dict[str, Any] = {**given, "rows": 2}
+    first, again, other = (made(name.strip(), tmp_path, seed, **few)[1] for seed in (0, 0, 1))
     assert first == again and [text_of(one) for one in first] != [text_of(one) for one in other]
     assert len({sample.id for sample in first}) == len(first)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_length_is_filled_to_two_per_cent(name: str, tmp_path: Path) -> None:
+    _, samples = made(name, tmp_path, **LENGTHS[name] | {"rows": 2})
+    for sample in samples:
+        prompt = encode(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
+        used = len(prompt) + (sample.max_new_tokens if name == "mrcr" else 0)
+        assert 0.98 * sample.fields["length"] < used <= sample.fields["length"], (sample.id, used)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,0 +1,1 @@
+"""GraphWalks: nodes of a graph that is given by its edges."""

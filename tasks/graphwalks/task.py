@@ -1,0 +1,281 @@
+"""GraphWalks: nodes at a depth of a breadth-first search, or the parents of a node, in a graph given by its edges.
+
+Names       GraphWalks; walks in drawn graphs
+Asks        which nodes of a graph lie at a depth, or lead to a node
+Lengths     2.6k to 1.75M characters published, any with source=embedded
+Answers     up to 512 tokens, 8,192 with task.thinking=true
+Licence     MIT by its card
+
+Sources     graphwalks/short.jsonl and long.jsonl of the data folder, or what is fetched: the hub's parquet files as
+            JSON lines. With `source=embedded` graphs are drawn (`graphs.py`) and asked about in words of our own.
+Truth       `task.truth=recomputed` from the edges; `file` as published, where some rows count a node among its own
+            parents. The result says how many rows differ.
+Score       F1 of the nodes, both empty is 1. `task.extraction=harness` reads the list from its bracket, `card` as the
+            published code does, with which the first node never counts. `exact` and `no_answer` stand beside. With
+            `task.strip_end=true` blank lines behind an answer are forgiven, which the card does not.
+Rows        that do not fit are left out and counted, never cut.
+
+Not here: graphs (`graphs.py`), scores (`scores.py`).
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import write_csv
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Data, Sample, Task
+from tasks.checks import SLACK, check_choices, check_counts, check_numbers, check_some
+from tasks.download import Piece
+from tasks.graphwalks import graphs
+from tasks.graphwalks.scores import CUE, verdict
+from tasks.lazy import LazySamples, in_turns, most_units
+from tasks.prompt import encode
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest
+
+REVISION = "f338bb265735a56a79f4b0f5def722c9c3268ead"
+UPSTREAM = "hub dataset openai/graphwalks (python -m evals.fetch graphwalks)"
+KINDS = ("parents", "bfs")
+PARTS = {"short": "graphwalks_128k_and_shorter", "long": "graphwalks_256k_to_1mil"}
+PIECES = tuple(
+    Piece("openai/graphwalks", REVISION, f"{name}.parquet", f"graphwalks/{part}.jsonl") for part, name in PARTS.items()
+)
+NEW_TOKENS, THINKING_TOKENS = 512, 8192
+CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
+HEAD = f"""\
+Below is a directed graph as a list of its edges, and behind it an operation to carry out on it. A breadth-first \
+search (BFS) with depth N asks for the nodes whose shortest way from the start has N edges; the start does not count. \
+The parents of a node are the other nodes with an edge to it.
+
+An example, with the edges
+red -> blue
+blue -> gold
+gray -> blue
+
+{graphs.OPERATION}
+Perform a BFS from node red with depth 2.
+{CUE} [gold]
+
+{graphs.OPERATION}
+Find the parents of node blue.
+{CUE} [red, gray]
+
+{graphs.HEADING}
+"""
+TAIL = f"""
+
+Give all nodes of the answer, between commas, in a last line as in the example: {CUE} [node1, node2]"""
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: drawn graphs
+    parts: tuple[str, ...]  # files: short, long
+    problems: tuple[str, ...]
+    depths: tuple[int, ...]  # of drawn searches
+    out_degree: int  # edges from each drawn node
+    lengths: tuple[int, ...]  # tokens of drawn prompts
+    rows: int | None  # of each problem and length; None: all, or 30 drawn ones
+    truth: str
+    extraction: str
+    strip_end: bool
+    thinking: bool
+    max_new_tokens: int | None  # None: 512, or 8192 with thinking
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self, source=("auto", "local", "hub", "embedded"), truth=("recomputed", "file"),
+            extraction=("harness", "card"), on_bad_row=ON_BAD_ROW,
+        )  # fmt: skip
+        check_counts(self, "rows", "max_new_tokens", "out_degree")
+        check_some(self, parts=tuple(PARTS), problems=KINDS)
+        check_numbers(self, lengths=500, depths=1)
+
+    @property
+    def n_new(self) -> int:
+        return self.max_new_tokens or (THINKING_TOKENS if self.thinking else NEW_TOKENS)
+
+
+class GraphWalks(Task):
+    """The rows of each chosen problem, in turns."""
+
+    name = "graphwalks"
+    version = 1
+    Params = Params
+    data = Data(
+        tuple(piece.target for piece in PIECES), "without them drawn graphs (task.source=embedded)", pieces=PIECES
+    )
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
+        depths = f"-{'+'.join(map(str, params.depths))}" if "bfs" in params.problems and self.is_embedded else ""
+        size = f"{'+'.join(map(str, params.lengths))}-tokens" if self.is_embedded else "+".join(params.parts)
+        self.dataset = f"{size}/{'+'.join(params.problems)}{depths}"
+        self.rows: list[tuple[str, Mapping[str, Any]]] = []
+        self.notes: list[str] = []
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.data_source == "embedded"
+
+    def check(self, shape: ModelShape) -> None:
+        params, self.room = self.params, shape.window - self.params.n_new - SLACK
+        self.notes = [f"extraction: {params.extraction}", f"blank lines behind an answer: {params.strip_end}"]
+        longest = max(params.lengths) if self.is_embedded else 0
+        if self.room < max(longest, SLACK):
+            raise ConfigError(
+                f"answers of {params.n_new} tokens leave {max(0, self.room)} of the {shape.window} of {shape.name} for "
+                "a prompt; give a smaller task.max_new_tokens or task.lengths, or use a longer model"
+            )
+        if self.is_embedded:
+            self.notes.append("drawn graphs, not comparable with GraphWalks")
+            return
+        names = [f"graphwalks/{part}.jsonl" for part in params.parts]
+        paths = sources.obtain(names, params.source, self.data_dir, UPSTREAM, instead="drawn graphs")
+        fields = {"prompt": str, "problem_type": str}
+        n_differ = 0
+        for part, path in zip(params.parts, paths, strict=True):
+            found = read_rows(path, fields, params.on_bad_row, check=check_row)
+            self.notes += found.notes
+            for number, row in found.rows:
+                right = sorted(graphs.answer(graphs.edges_of(row["prompt"]), asked(row)))
+                n_differ += right != sorted(set(given(row)))
+                self.rows.append((f"{part}-{number}", {**row, "right": right}))
+        self.notes.append(
+            f"truth: {params.truth}; {n_differ} of {len(self.rows)} published answers differ from the edges'"
+        )
+        self.data_digest = digest(paths)
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if self.is_embedded:
+            return Drawn(self, tokenizer)
+        by_kind: dict[str, list[Sample]] = {kind: [] for kind in self.params.problems}
+        left_out = 0
+        for id, row in self.rows:
+            found = by_kind.get(row["problem_type"])
+            if found is None or len(found) == self.params.rows:
+                continue
+            right = row["right"] if self.params.truth == "recomputed" else sorted(set(given(row)))
+            one = self.sample(id, row["prompt"], asked(row), right, {})
+            is_long = len(row["prompt"]) > CHARACTERS * self.room or n_tokens(tokenizer, one) > self.room
+            left_out += is_long
+            found += [] if is_long else [one]
+        note = f"{left_out} rows left out that do not fit {self.room} tokens"
+        if left_out and note not in self.notes:
+            self.notes.append(note)
+        if not any(by_kind.values()):
+            raise ConfigError("no row of GraphWalks fits the model's window; use a longer model")
+        return in_turns([*by_kind.values()])
+
+    def sample(
+        self, id: str, prompt: str, walk: graphs.Walk, right: Sequence[str], fields: Mapping[str, Any]
+    ) -> Sample:
+        cut = prompt.rindex(graphs.OPERATION)
+        return Sample(
+            id=id,
+            context=prompt[:cut],
+            question=prompt[cut:],
+            references=tuple(right),
+            max_new_tokens=self.params.n_new,
+            thinks=self.params.thinking,
+            fields={"dataset": walk.kind, "depth": walk.depth, "n_right": len(right), **fields},
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        text = prediction.rstrip() if self.params.strip_end else prediction
+        found = verdict(text, sample.references, self.params.extraction)
+        return found.f1, {"exact": found.exact, "no_answer": float(found.failed)}
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """graphwalks.csv: by problem and depth."""
+        scores: dict[tuple[str, int], list[float]] = {}
+        for row in rows:
+            if row["score"] is not None:
+                scores.setdefault((row["dataset"], row["depth"]), []).append(row["score"])
+        lines = [[*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in sorted(scores.items())]
+        write_csv(folder / "graphwalks.csv", ["problem", "depth", "rows", "score_percent"], lines)
+
+
+def n_tokens(tokenizer: Any, sample: Sample) -> int:
+    return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
+
+
+class Drawn(LazySamples):
+    """The first graph of every problem and length, then the second of every one."""
+
+    def __init__(self, task: GraphWalks, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        n = task.params.rows or 30
+        cells = [(kind, length) for length in task.params.lengths for kind in task.params.problems]
+        self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
+        self.edges: dict[int, int] = {}  # that fitted a length last
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def sample(self, i: int) -> Sample:
+        kind, length, number = self.places[i]
+        guess = self.edges.get(length) or length // 20
+        n = most_units(lambda n: n_tokens(self.tokenizer, self.made(kind, length, number, n)), length, 8, guess)
+        if n is None:
+            raise ConfigError(f"task.lengths={length} is too short for a graph of eight edges; give more tokens")
+        self.edges[length] = n
+        return self.made(kind, length, number, n)
+
+    def made(self, kind: str, length: int, number: int, n_edges: int) -> Sample:
+        params, again, walk, edges = self.task.params, 0, None, []
+        while walk is None:
+            rng = random.Random(f"graphwalks {self.task.seed} {kind} {length} {number} {n_edges} {again}")
+            edges = graphs.draw_edges(rng, n_edges, params.out_degree)
+            walk = graphs.draw_walk(rng, edges, kind, params.depths)
+            again += 1
+            if again > 50:
+                raise ConfigError(
+                    f"graphs of {n_edges} edges have no node at the depths {list(params.depths)}; give other "
+                    "task.depths or a larger task.out_degree"
+                )
+        lines = "\n".join(f"{a} -> {b}" for a, b in edges)
+        prompt = f"{HEAD}{lines}\n\n{graphs.OPERATION}\n{walk.words}{TAIL}"
+        right = sorted(graphs.answer(edges, walk))
+        nodes = len({node for edge in edges for node in edge})
+        return self.task.sample(
+            f"{kind}-{length}-{number}", prompt, walk, right, {"length": length, "nodes": nodes, "edges": n_edges}
+        )
+
+
+# --- rows of files -----------------------------------------------------------------------------
+
+
+def given(row: Mapping[str, Any]) -> list[str]:
+    """The published answer, under its newer or its older name."""
+    return row["answer_nodes"] if "answer_nodes" in row else row["answer"]
+
+
+def asked(row: Mapping[str, Any]) -> graphs.Walk:
+    walk = graphs.walk_of(row["prompt"].rpartition(graphs.OPERATION)[2])
+    assert walk is not None, "the row was checked"
+    return walk
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """What a row must hold beyond the types of its fields."""
+    if row["problem_type"] not in KINDS:
+        raise BadRow(f"field 'problem_type' is {row['problem_type'][:40]!r}, none of {', '.join(KINDS)}")
+    answer = row.get("answer_nodes", row.get("answer"))
+    if not isinstance(answer, list) or not all(isinstance(node, str) for node in answer):
+        raise BadRow("field 'answer_nodes' is no list of texts")
+    walk = graphs.walk_of(row["prompt"].rpartition(graphs.OPERATION)[2])
+    if graphs.OPERATION not in row["prompt"] or walk is None or walk.kind != row["problem_type"]:
+        raise BadRow("field 'prompt' asks for no operation of this problem_type behind its last 'Operation:'")
+    if not graphs.edges_of(row["prompt"]):
+        raise BadRow("field 'prompt' has no edges")

@@ -1,0 +1,291 @@
+"""MRCR: the i-th of two, four or eight alike pieces out of a long dialogue, repeated word for word.
+
+Names       MRCR; alike pieces in a dialogue
+Asks        the i-th of several alike pieces of a dialogue, word for word
+Lengths     4k to 1M published, any up to 40k with source=embedded
+Answers     those of the piece and 32 more
+Licence     MIT
+
+Sources     mrcr/2needle.jsonl, 4needle.jsonl, 8needle.jsonl of the data folder, or what is fetched: the hub's parquet
+            files as JSON lines. With `source=embedded` dialogues are drawn (`made.py`) from Python's help topics.
+Prompts     the dialogue as chat turns by the model's template; `task.template=plain` writes `User: ` and `Assistant: `.
+Length      of prompt and answer. A row that does not fit is left out and counted, never cut.
+Answers     may have the piece's tokens and 32 more, which tells its length, to all methods alike.
+Score       0 unless the answer begins with the row's ten characters, at its first one; then the ratio of difflib, whose
+            frequent characters of long references are junk. `task.strip_start=true`, ours: blanks before them are
+            forgiven. `prefix` and `exact` (a ratio of 0.99) stand beside. A finished run's mrcr.csv has the means by
+            number of alike pieces and by bin of length, in percent, with the model's own tokens.
+
+Not here: the dialogues that are drawn (`made.py`).
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import NoJson, parse_json, write_csv
+from engine.shapes import ModelShape
+from methods.calibration import prose
+from tasks import sources
+from tasks.base import Data, Sample, Task
+from tasks.checks import check_choices, check_counts, check_numbers, check_some
+from tasks.download import Piece
+from tasks.lazy import LazySamples, in_turns, most_units
+from tasks.mrcr.made import Dialogue, Plan
+from tasks.prompt import first_ids, rendered
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest, sentences
+
+NEEDLES = (2, 4, 8)
+REVISION = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
+UPSTREAM = "hub dataset openai/mrcr (python -m evals.fetch mrcr)"
+PARTS = 2  # files of each number of needles
+EXTRA = 32  # tokens that an answer may have beyond its reference
+EXACT = 0.99
+CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
+BINS = tuple(4096 << i for i in range(9))
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: drawn dialogues
+    needles: tuple[int, ...]  # pieces that are alike
+    lengths: tuple[int, ...]  # tokens of drawn dialogues, answer included
+    rows: int | None  # of each number of needles and length; None: all, or 30 drawn ones
+    template: str
+    answer_part: str
+    strip_start: bool
+    max_prompt_tokens: int | None  # longer rows are left out; None: what the window holds
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self, source=("auto", "local", "hub", "embedded"), template=("chat", "plain"),
+            answer_part=("all", "after_think"), on_bad_row=ON_BAD_ROW,
+        )  # fmt: skip
+        check_counts(self, "rows", "max_prompt_tokens")
+        check_some(self, needles=NEEDLES)
+        check_numbers(self, lengths=500)
+
+
+def ratio(prediction: str, reference: str, start: str, strip_start: bool = False) -> float:
+    """The card's score of an answer."""
+    prediction = prediction.lstrip() if strip_start else prediction
+    if not prediction.startswith(start):
+        return 0.0
+    return SequenceMatcher(None, prediction.removeprefix(start), reference.removeprefix(start)).ratio()
+
+
+def bin_of(n_tokens: int) -> str:
+    """The published bin of a length: above its first number, up to its second."""
+    high = next((high for high in BINS if n_tokens <= high), BINS[-1])
+    return f"{high // 2048}k-{high // 1024}k" if high > BINS[0] else f"0k-{high // 1024}k"
+
+
+def pieces() -> tuple[Piece, ...]:
+    return tuple(
+        Piece("openai/mrcr", REVISION, f"{n}needle/{n}needle_{part}.parquet", f"mrcr/{n}needle_{part}.jsonl")
+        for n in NEEDLES for part in range(PARTS)
+    )  # fmt: skip
+
+
+class MRCR(Task):
+    """The dialogues of each number of needles, in turns."""
+
+    name = "mrcr"
+    version = 1
+    Params = Params
+    data = Data(
+        tuple(piece.target for piece in pieces()), "without them drawn dialogues (task.source=embedded)",
+        pieces=pieces(),
+    )  # fmt: skip
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
+        size = f"{'+'.join(map(str, params.lengths))}-tokens/" if params.source == "embedded" else ""
+        words = "" if params.template == "chat" else "/plain"
+        self.dataset = f"{size}{'+'.join(map(str, params.needles))}needle{words}"
+        self.rows: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+        self.notes: list[str] = []
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.data_source == "embedded"
+
+    def check(self, shape: ModelShape) -> None:
+        self.window = shape.window
+        params = self.params
+        self.notes = [f"template: {params.template}"]
+        self.notes += [f"answer: {params.answer_part}"] if params.answer_part != "all" else []
+        self.notes += ["blanks before an answer are forgiven, which the authors do not"] if params.strip_start else []
+        if self.is_embedded:
+            if max(params.lengths) > shape.window:
+                raise ConfigError(
+                    f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of "
+                    f"{shape.name}; give shorter ones"
+                )
+            self.notes += ["drawn dialogues, not comparable with MRCR", f"pieces: {prose.prose_name()}"]
+            return
+        used = list[Path]()
+        for n in params.needles:
+            whole = None if params.source == "hub" else sources.find(f"mrcr/{n}needle.jsonl", self.data_dir)
+            names = [f"mrcr/{n}needle_{part}.jsonl" for part in range(PARTS)]
+            paths = [whole] if whole else sources.obtain(
+                names, params.source, self.data_dir, UPSTREAM, instead="drawn dialogues"
+            )  # fmt: skip
+            fields = {"prompt": str, "answer": str, "random_string_to_prepend": str}
+            found = [read_rows(path, fields, params.on_bad_row, check=check_row) for path in paths]
+            self.notes += [note for one in found for note in one.notes]
+            self.rows[n] = list(enumerate(row for one in found for _, row in one.rows))
+            used += paths
+        self.data_digest = digest(used)
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if self.is_embedded:
+            return Drawn(self, tokenizer)
+        by_needles = [self.fitting(tokenizer, n) for n in self.params.needles]
+        found = in_turns(by_needles)
+        if not found:
+            raise ConfigError("no row of MRCR fits the model's window or task.max_prompt_tokens; use a longer model")
+        return found
+
+    def fitting(self, tokenizer: Any, n: int) -> list[Sample]:
+        """The rows that fit, as many as are asked for; the result says how many of those before the last do not."""
+        found, left_out = list[Sample](), 0
+        limit = min(self.window, self.params.max_prompt_tokens or self.window)
+        for number, row in self.rows[n]:
+            if len(found) == self.params.rows:
+                break
+            if len(row["prompt"]) > CHARACTERS * limit:
+                left_out += 1
+                continue
+            turns = parse_json(row["prompt"])
+            one = self.sample(tokenizer, turns, row["answer"], row["random_string_to_prepend"], f"{n}needle-{number}", {
+                "dataset": f"{n}needle", "wanted": row.get("desired_msg_index"),
+            })  # fmt: skip
+            n_prompt = one.fields["tokens"] - len(tokenizer.encode(row["answer"], add_special_tokens=False))
+            if n_prompt + one.max_new_tokens > self.window or n_prompt > limit:
+                left_out += 1
+            else:
+                found.append(one)
+        note = f"{n}needle: {left_out} rows left out that do not fit {limit} tokens"
+        if left_out and note not in self.notes:
+            self.notes.append(note)
+        return found
+
+    def sample(
+        self, tokenizer: Any, turns: Sequence[Mapping[str, str]], answer: str, start: str, id: str,
+        fields: Mapping[str, Any],
+    ) -> Sample:  # fmt: skip
+        asks = turns[-1]["content"]
+        if self.params.template == "plain":
+            text = "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns) + "Assistant:"
+        else:
+            text = rendered(tokenizer, turns)
+        cut = text.rindex(asks.strip())
+        n_answer = len(tokenizer.encode(answer, add_special_tokens=False))
+        n_tokens = len(first_ids(tokenizer, text)) + n_answer
+        return Sample(
+            id=id,
+            context=text[:cut],
+            question=text[cut:],
+            references=(answer,),
+            max_new_tokens=n_answer + EXTRA,
+            evidence=(answer.removeprefix(start),),
+            is_rendered=self.params.template == "chat",
+            use_chat=False,
+            fields={"start": start, "tokens": n_tokens, "bin": bin_of(n_tokens), **fields},
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        if self.params.answer_part == "after_think":
+            prediction = prediction.rpartition("</think>")[2].lstrip()
+        start = sample.fields["start"]
+        found = ratio(prediction, sample.references[0], start, self.params.strip_start)
+        begins = prediction.lstrip() if self.params.strip_start else prediction
+        return found, {"prefix": float(begins.startswith(start)), "exact": float(found >= EXACT)}
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """mrcr.csv: by number of needles and bin, never over bins of unlike size."""
+        scores: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            if row["score"] is not None:
+                scores.setdefault((row["dataset"], row["bin"]), []).append(row["score"])
+        lines = [[*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in sorted(scores.items())]
+        write_csv(folder / "mrcr.csv", ["dataset", "bin", "rows", "score_percent"], lines)
+
+
+class Drawn(LazySamples):
+    """The first dialogue of every number of needles and length, then the second of every one."""
+
+    def __init__(self, task: MRCR, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        n = task.params.rows or 30
+        cells = [(needles, length) for length in task.params.lengths for needles in task.params.needles]
+        self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
+        self.words: dict[int, int] = {}  # that fitted a length last
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def sample(self, i: int) -> Sample:
+        needles, length, number = self.places[i]
+        for again in range(20):  # some draws have long pieces
+            rng = random.Random(f"mrcr {self.task.seed} {needles} {length} {number} {again}")
+            plan = Plan(rng, needles, sentences())
+
+            def made(words: int, plan: Plan = plan) -> Sample:
+                return self.made(plan.of(words), needles, length, number)
+
+            guess = self.words.get(length) or length // 2
+            words = most_units(lambda words: self.used(made(words)), length, plan.fewest, guess)
+            if words is not None:
+                if words > plan.most:
+                    raise ConfigError(
+                        f"task.lengths={length} is more than the prose that is here ({plan.most} words); give less"
+                    )
+                self.words[length] = words
+                return made(words)
+        raise ConfigError(f"task.lengths={length} is too short for {needles} alike pieces; give more tokens")
+
+    @staticmethod
+    def used(sample: Sample) -> int:
+        return sample.fields["tokens"] + EXTRA
+
+    def made(self, dialogue: Dialogue, needles: int, length: int, number: int) -> Sample:
+        fields = {"dataset": f"{needles}needle", "length": length, "wanted": dialogue.wanted}
+        return self.task.sample(
+            self.tokenizer,
+            dialogue.messages,
+            dialogue.answer,
+            dialogue.start,
+            f"{needles}needle-{length}-{number}",
+            fields,
+        )
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """What a row must hold beyond the types of its fields."""
+    try:
+        turns = parse_json(row["prompt"])
+    except NoJson as error:
+        raise BadRow(f"field 'prompt' is no JSON ({error})") from None
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("field 'prompt' holds no list of messages")
+    for turn in turns:
+        is_turn = isinstance(turn, dict) and turn.get("role") in ("user", "assistant")
+        if not is_turn or not isinstance(turn.get("content"), str) or not turn["content"].strip():
+            raise BadRow("field 'prompt' holds a message that has no role or no text")
+    if turns[-1]["role"] != "user":
+        raise BadRow("the last message of field 'prompt' is no question of the user")
+    start = row["random_string_to_prepend"]
+    if not start or not row["answer"].startswith(start) or row["answer"] == start:
+        raise BadRow("field 'answer' does not begin with random_string_to_prepend, or has nothing behind it")
