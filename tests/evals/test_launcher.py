@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.types import RunMode
 
 from engine.errors import ConfigError
 from evals import answer, runner
@@ -180,3 +181,23 @@ def test_how_a_sweep_is_run_is_no_part_of_its_identity() -> None:
 def test_bad_values_are_named(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         composed(*words)
+
+
+def test_cells_share_the_files_that_they_are_composed_of_and_nothing_else() -> None:
+    """Files are parsed once for a sweep; what one cell's words change in them does not show in the next one."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+    from omegaconf import OmegaConf
+
+    from hydra_plugins.kvbench_launcher import FilesReadOnce
+
+    words = [f"method={m} ratio={r} task={t}" for m in ("h2o", "full") for r in (0.1, 0.3) for t in ("needle", "pg19")]
+    shared, apart = (ConfigLoaderImpl(create_config_search_path(str(CONF))) for _ in range(2))
+    shared.repository = FilesReadOnce(shared.repository)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def composed(loader: ConfigLoaderImpl) -> list[dict[str, Any]]:
+        made = [loader.load_configuration("config", each.split(), RunMode.RUN) for each in words]
+        return [{k: v for k, v in OmegaConf.to_container(cfg).items() if k != "hydra"} for cfg in made]  # type: ignore[union-attr]
+
+    assert composed(shared) == composed(apart)
+    assert len({str(cell) for cell in composed(shared)}) == len(words)
