@@ -1,8 +1,9 @@
 """A set shaped like LongBench from text that every Python has: its help topics and the sources of its modules.
 
 Seven datasets, one or two for each of LongBench's kinds of task, eight rows each, 1,500 to 6,000 tokens of SmolLM2 with
-the prompt. The same Python gives the same rows; another one has other text, so a result names the Python and the hash
-of all rows.
+the prompt. With `task.rows` above eight, further rows of 1,650 tokens each are drawn from the same texts; only
+docs_summary has no more. The same Python gives the same rows; another one has other text, so a result names the Python
+and the hash of the first eight rows of each.
 
 The set is made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word for
 word, and the prompt ends with the words that stand before them there. A method that drops those tokens cannot answer.
@@ -19,7 +20,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -28,7 +29,7 @@ from typing import Any
 
 from methods.calibration.prose import HEADING, as_prose
 
-N_ROWS = 8
+N_ROWS = 8  # of a dataset, a length for each
 LENGTHS = (1_650, 3_000, 4_700, 2_000, 3_600, 5_500, 2_400, 4_100)  # tokens of SmolLM2 per context, about
 KINDS = ("grammar", "example", "sentence", "title")
 SENTENCE_END = re.compile(r"(?<=[a-z)]\.) (?=[A-Z])")
@@ -46,6 +47,7 @@ class Embedded:
     max_new_tokens: int
     letters: float = 4.75  # characters per token of this dataset's contexts, as measured
     cue: str = ""  # stays behind the context when the question moves before it; "": the question cannot move
+    has_more: bool = True  # rows than `N_ROWS`
 
 
 # --- the text ----------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ DATASETS = {
     "docs_summary": Embedded(
         make_summary,
         "Read the text. Then say in one sentence what it is about.\n\n{context}\n\nThe text in one sentence:",
-        "rouge", "summarization", 48,
+        "rouge", "summarization", 48, has_more=False,
     ),
     "docs_classify": Embedded(
         make_classify,
@@ -339,19 +341,26 @@ DATASETS = {
 
 @lru_cache(maxsize=1)
 def rows() -> dict[str, tuple[Row, ...]]:
-    """All rows with LongBench's fields."""
-    return {name: tuple(whole_rows(name, dataset)) for name, dataset in DATASETS.items()}
+    """The first rows of each dataset, with LongBench's fields."""
+    return {name: tuple(whole_row(name, number) for number in range(N_ROWS)) for name in DATASETS}
 
 
-def whole_rows(name: str, dataset: Embedded) -> Iterator[Row]:
-    for number in range(N_ROWS):
-        length = round(LENGTHS[number] * dataset.letters)
-        row = {"language": "en", "all_classes": None, **dataset.make(number, length)}
-        words = " ".join([row["input"], row["context"], *row["answers"]]).split()
-        yield {**row, "dataset": name, "_id": f"{number:02d}", "length": len(words)}
+def rows_of(name: str, n: int | None) -> tuple[Row, ...]:
+    """As many rows of a dataset, where it has so many; None: the first ones."""
+    last = n or N_ROWS if DATASETS[name].has_more else N_ROWS
+    return rows()[name] + tuple(whole_row(name, number) for number in range(N_ROWS, last))
+
+
+def whole_row(name: str, number: int) -> Row:
+    """One row of a dataset; those behind the first ones are the shortest."""
+    dataset = DATASETS[name]
+    length = round((LENGTHS[number] if number < N_ROWS else min(LENGTHS)) * dataset.letters)
+    row = {"language": "en", "all_classes": None, **dataset.make(number, length)}
+    words = " ".join([row["input"], row["context"], *row["answers"]]).split()
+    return {**row, "dataset": name, "_id": f"{number:02d}", "length": len(words)}
 
 
 def content_hash() -> str:
-    """Of all rows and templates: 16 hex digits that name this Python's set."""
+    """Of the first rows and the templates: 16 hex digits that name this Python's set."""
     everything = [rows(), {name: dataset.template for name, dataset in DATASETS.items()}]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]

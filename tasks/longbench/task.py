@@ -271,7 +271,7 @@ class LongBench(Task):
         for name in self.names:
             check_room("dataset", name, self.new_tokens[name], self.params.max_prompt_tokens, shape)
             if self.data_source == "embedded":
-                self.rows[name] = embedded.rows()[name]
+                self.rows[name] = embedded.rows_of(name, self.params.rows)
                 continue
             rows = read_rows(self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name))
             self.notes += rows.notes

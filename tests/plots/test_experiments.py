@@ -20,7 +20,8 @@ PAPERS = {
     "figure10d figure11a figure11b figure11c figure11d figure12a figure12b figure12c figure12c_latency",
     "clusterkv": "table1 figure9 figure10 figure11a figure11b figure12 figure13a figure13b",
     "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
-    "results": "longbench needle fidelity",  # docs/results.md
+    "results": "longbench needle fidelity",  # docs/hour.md
+    "evidence": "docs needle ruler shared gsm8k",  # docs/results.md
 }
 
 

@@ -28,6 +28,15 @@ def test_there_are_rows_of_every_dataset_with_longbenchs_fields() -> None:
     assert len({(name, row["_id"]) for name, row in ALL}) == len(ALL)
 
 
+def test_any_number_of_further_rows_is_short_and_each_asks_on_a_context_of_its_own() -> None:
+    for name in ("docs_qa", "docs_retrieval"):
+        found = embedded.rows_of(name, 40)
+        assert found[:N_ROWS] == rows()[name] == embedded.rows_of(name, None)
+        assert len({row["_id"] for row in found}) == len({row["context"] for row in found}) == 40
+        assert max(len(row["context"]) for row in found[N_ROWS:]) <= 1_650 * DATASETS[name].letters
+    assert len(embedded.rows_of("docs_summary", 40)) == N_ROWS
+
+
 def test_another_process_makes_the_same_set() -> None:
     code = "from tasks.longbench import embedded; print(embedded.content_hash())"
     done = subprocess.run(
