@@ -319,6 +319,8 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
         if call.others:
             what = SAID.get(call.others[0], f"hands {call.others[0]} to its attention")
             raise ConfigError(f"the model {name!r} {what} in layer {call.layer}, which KVBench cannot; {INSTEAD}")
+        if call.window is not None:
+            check_counts(name, {"sliding_window": call.window})
     compressed = compressed_layers(kinds)
     twice = [layer for layer, n in seen.items() if layer >= 0 and n > 1]
     if twice:

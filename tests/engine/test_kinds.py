@@ -317,6 +317,9 @@ def folder_of(name: str, changes: dict[str, Any], folder: Path) -> str:
         ("gemma3_text", {"head_dim": -8}),
         ("qwen3", {"hidden_size": -48}),
         ("llama4_text", {"attention_chunk_size": 0}),
+        ("gemma2", {"sliding_window": 0}),
+        ("olmo3", {"sliding_window": 0}),
+        ("gpt_oss", {"sliding_window": -3}),
     ],
 )
 def test_counts_that_are_none_are_refused_although_no_pass_ends(
