@@ -97,9 +97,8 @@ class OverScorer(ScoringMethod):
         return (0, 0) if self.params.match_published else self.inner.ends()
 
     def worths(self, layer: int) -> Tensor:
-        """The scorer's numbers; with `match_published` of all tokens, weights as means over queries."""
-        found = self.inner.shared_scores(layer)
+        """The scorer's numbers, weights as means over queries; with `match_published` of all tokens."""
+        found = self.inner.shared_scores(layer) / self.inner.n_summed()
         if self.params.match_published and any(self.inner.ends()):
-            found = found / self.inner.n_summed()  # 1 is more beside means than beside sums
             found = torch.nn.functional.pad(found, self.inner.ends(), value=float(found.max()) + 1)
         return found

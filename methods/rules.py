@@ -285,6 +285,11 @@ class Rules:
         return "query_head" in (getattr(params, "reduce", None), getattr(params, "index_scope", None))
 
     @classmethod
+    def weighs_values(cls, params: Any) -> bool:
+        """Whether the norms of values are in a scorer's numbers."""
+        return False
+
+    @classmethod
     def n_whole(cls, params: Any, shape: ModelShape) -> int:
         """Layers that the method leaves whole on purpose."""
         return sum(layer < params.full_layers for layer in shape.attention_layers) if cls.skips else 0

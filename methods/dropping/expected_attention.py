@@ -199,6 +199,10 @@ class ExpectedAttention(ScoringMethod):
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
     @classmethod
+    def weighs_values(cls, params: Params) -> bool:
+        return params.value_norm
+
+    @classmethod
     def own_allocator(cls, params: Params) -> Allocator:
         return Allocator("head_protect", params.alpha)
 
