@@ -41,6 +41,7 @@ keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: met
 flags
   -m, --multirun     run every combination of the values given with commas
   --check            say what this machine has, and whether the main job works on it
+  --check model=X    say what a model has and which methods run on it, before its weights are downloaded
   --cfg job          print the composed configuration instead of running it
   --hydra-help       flags of Hydra, which composes the configuration
 
@@ -131,14 +132,26 @@ def main(argv: list[str], show: "Show | None" = None) -> int:
         say(help_text())
         return 0
     if "--check" in argv:
-        from evals.screen.check import main as check
-
-        return check()
+        return checked([word for word in argv if word != "--check"])
     try:
         return answer(argv, show)
     except KeyboardInterrupt as stop:
         say("run.py: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
+
+
+def checked(words: list[str]) -> int:
+    """Say what this machine has, or with `model=NAME` what a model has."""
+    if not words:
+        from evals.screen.check import main as check
+
+        return check()
+    try:
+        from evals.screen.model import main as check_model
+
+        return check_model(words)
+    except ConfigError as error:
+        return refuse(error)
 
 
 def answer(argv: list[str], show: "Show | None") -> int:

@@ -33,7 +33,7 @@ from methods.base import SelectiveAttention
 from tasks.base import Sample
 from tasks.forced import ForcedContinuation, ForcedTask, Outcome
 from tasks.latency import Latency, Timed
-from tasks.prompt import answer_text, newline_ids, stop_ids, uses_chat
+from tasks.prompt import answer_text, decoded_answer, newline_ids, stop_ids, uses_chat
 from tasks.turns.encode import TalkPrompt
 
 
@@ -83,7 +83,7 @@ class Answering:
             for together in [[cell] for cell in sharing] if task.is_timed else [sharing]:
                 for given in self.together(one, together, forced):
                     if isinstance(given, Given) and given.answer.ids:
-                        text = self.model.tokenizer.decode(given.answer.ids, skip_special_tokens=True)
+                        text = decoded_answer(self.model.tokenizer, one.sample, given.answer.ids)
                         given.text = answer_text(one.sample, text)
                     yield given
 

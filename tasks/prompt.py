@@ -35,6 +35,10 @@ TURN_ENDS = (
     "<|end|>",  # Phi, gpt-oss
     "<|user|>",  # GLM writes the next turn's header instead
 )
+THOUGHT = "</think>"  # ends a thought, and is what stands in an answer for the marks of other families:
+FINAL = "<|channel|>final<|message|>"  # gpt-oss: behind it is the answer, and other channels are thoughts
+THOUGHT_ENDS = (FINAL, "<channel|>")  # Gemma 4
+CHANNEL_END = "<|end|>"  # of a thought in a channel, too
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def chat_wrapper(tokenizer: Any, system_prompt: str, thinks: bool = False) -> tu
 def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> str:
     """A conversation by the chat template, which may raise what it likes, up to where the model is to answer."""
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             turns,
             tokenize=False,
             add_generation_prompt=True,
@@ -138,6 +142,17 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> 
         raise ConfigError(
             f"this model's chat template cannot be rendered ({first_line(error)}); use model.chat=none or another model"
         ) from error
+    return text if thinks else answering(tokenizer, text)
+
+
+def answering(tokenizer: Any, text: str) -> str:
+    """A conversation up to where the model is to answer; one with channels is led past its thoughts."""
+    return text + FINAL if has_channels(tokenizer) and not text.endswith(FINAL) else text
+
+
+def has_channels(tokenizer: Any) -> bool:
+    """Whether a model says in which channel it speaks, as gpt-oss does."""
+    return None not in (known_id(tokenizer, "<|channel|>"), known_id(tokenizer, "<|message|>"))
 
 
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> str:
@@ -246,7 +261,8 @@ def stop_ids(
     ids = set(eos if isinstance(eos, list | tuple) else [eos])
     ids.add(tokenizer.eos_token_id)
     if chat_used:
-        ids |= {known_id(tokenizer, token) for token in TURN_ENDS}
+        goes_on = CHANNEL_END if sample.thinks and has_channels(tokenizer) else None
+        ids |= {known_id(tokenizer, token) for token in TURN_ENDS if token != goes_on}
     for text in sample.stop_texts:
         ids |= set(tokenizer.encode(text, add_special_tokens=False)[-1:])
     if sample.stop_at_newline:
@@ -267,3 +283,17 @@ def answer_text(sample: Sample, text: str) -> str:
     Decode the token that stopped the answer too: an id such as that of ".\\n" carries its last word.
     """
     return text.partition("\n")[0] if sample.stop_at_newline else text
+
+
+def decoded_answer(tokenizer: Any, sample: Sample, ids: Sequence[int]) -> str:
+    """The text of what was answered; behind a thought stands `</think>`, whichever marks the model's family has."""
+    for mark in THOUGHT_ENDS if sample.thinks else ():
+        end = token_ids(tokenizer, mark)
+        if known_id(tokenizer, mark[: mark.index(">") + 1]) != end[0]:  # no mark to this tokenizer, but letters
+            continue
+        places = [i for i in range(len(ids) - len(end) + 1) if tuple(ids[i : i + len(end)]) == end]
+        if places:
+            parts = ids[: places[-1]], ids[places[-1] + len(end) :]
+            thought, answer = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+            return f"{thought}{THOUGHT}{answer}"
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -65,6 +65,7 @@ class Asked:
     window: int | None
     others: tuple[str, ...]  # names of what else would change the result
     is_capped: bool = False
+    has_sink: bool = False
     expands: bool = False  # its module makes keys and values of what it caches
 
 
@@ -73,7 +74,13 @@ def asked(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Any, 
     names += [] if mask is None else ["attention_mask"]
     sizes = q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2]
     return Asked(
-        number_of(module), *sizes, window, tuple(names), bool(others.get("softcap")), hasattr(module, "expand_kv")
+        number_of(module),
+        *sizes,
+        window,
+        tuple(names),
+        bool(others.get("softcap")),
+        others.get("s_aux") is not None,
+        hasattr(module, "expand_kv"),
     )
 
 
@@ -170,6 +177,8 @@ class Survey:
     no_cache: str | None = None  # why it takes no cache that KVBench can give it
     own_cache: Any = None  # the class of the only cache that it takes, where that is one of its own
     cached: Mapping[int, Cached] = field(default_factory=dict)  # what each layer gave its cache, where that is known
+    state_bytes: Mapping[int, int] = field(default_factory=dict)  # what else a layer caches, of any text
+    n_weights: int = 0  # numbers that the model is made of
 
 
 def survey(config: Any) -> Survey:
@@ -221,7 +230,7 @@ def _surveyed(hashed: Hashed) -> Survey:
     found = Survey(tuple(calls), why_not, has_own_code or (why_not is None and not calls))
     if hf is None:
         return found
-    cache = None
+    found, cache = replace(found, n_weights=sum(weight.numel() for weight in hf.parameters())), None
     try:
         with torch.inference_mode():
             cache = DynamicCache(config=hashed.config)
@@ -232,7 +241,23 @@ def _surveyed(hashed: Hashed) -> Survey:
             found = replace(found, own_cache=type(cache)) if cache else replace(found, no_cache=one_line(error))
     except Exception:  # as above; what lies in the cache by then is there
         pass
-    return found if cache is None else replace(found, cached=cached_by(cache))
+    if cache is None:
+        return found
+    states = {i: bytes_in(states_of(layer)) for i, layer in enumerate(cache.layers)}
+    return replace(found, cached=cached_by(cache), state_bytes={i: n for i, n in states.items() if n})
+
+
+def states_of(layer: Any) -> list[Any]:
+    """What a cache layer holds beside keys and values."""
+    return [x for name, x in vars(layer).items() if name not in ("keys", "values")]
+
+
+def bytes_in(x: Any) -> int:
+    """Of all tensors in it."""
+    if isinstance(x, Tensor):
+        return x.nbytes
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return sum(map(bytes_in, parts))
 
 
 def own_cache(hf: Any, ids: Tensor) -> Any:

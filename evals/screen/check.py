@@ -23,6 +23,7 @@ from rich.table import Table
 from engine import terminal
 from engine.checkpoints import header
 from engine.errors import ConfigError
+from evals.screen import fits
 from evals.screen.fits import FORMULA, Shipped, shipped
 from results.machine import cpu_model
 from results.sheet import Sheet, on_terminal
@@ -274,18 +275,24 @@ def converted(cache: Path, file: Path) -> bool:
 
 
 def models() -> Table:
-    """Each shipped model: whether it is here, and its longest prompt."""
+    """Each shipped model that is here, and its longest prompt; the others by their names."""
     load = import_module("engine.checkpoints.load")
     width = import_module("engine.width")
     kind = load.resolve_dtype("auto", "auto")
-    rows = list[list[str]]()
+    rows, others = list[list[str]](), list[str]()
     for model in shipped():
+        if (place := where(model)) == model.id:
+            others.append(model.name)
+            continue
         n = longest(model)
-        fits = "does not fit" if n == 0 else f"{n:,}" + (" (all)" if n == model.window else "")
-        rows.append([model.name, where(model), gb(model.n_weights * ELEMENT_BYTES[kind]), fits])
-    table = on_terminal(Sheet(["model", "here, or hf download …", "weights", "longest prompt"], rows, n_keys=2))
+        rows.append([model.name, place, gb(model.n_weights * ELEMENT_BYTES[kind]), tokens(n, model.shape.window)])
+    table = on_terminal(Sheet(["model", "here", "weights", "longest prompt"], rows, n_keys=2))
     formula = FORMULA.format(share=width.SHARE, pass_values=width.PASS_VALUES)
-    table.caption, table.caption_justify = f"{formula}; {kind}, full attention", "left"
+    table.caption_justify = "left"
+    table.caption = (
+        f"{formula}; {kind}, full attention\n{len(others)} more have settings and are on the hub: {', '.join(others)}; "
+        "what one has and which methods run on it: python run.py --check model=NAME"
+    )
     return table
 
 
@@ -293,7 +300,12 @@ def longest(model: Shipped) -> int:
     """Tokens of the longest prompt that fits now, as runs plan with memory."""
     load, width = import_module("engine.checkpoints.load"), import_module("engine.width")
     element_bytes = ELEMENT_BYTES[load.resolve_dtype("auto", "auto")]
-    return model.longest(free_bytes(), element_bytes, width.SHARE, width.PASS_VALUES)
+    return fits.longest(model.shape, model.n_weights, free_bytes(), element_bytes, width.SHARE, width.PASS_VALUES)
+
+
+def tokens(n: int, window: int) -> str:
+    """How long a prompt may be."""
+    return "does not fit" if n == 0 else f"{n:,}" + (" (all)" if n == window else "")
 
 
 def where(model: Shipped) -> str:

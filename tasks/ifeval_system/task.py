@@ -31,6 +31,7 @@ from tasks.checks import check_choices, check_counts
 from tasks.ifeval_system import checks
 from tasks.ifeval_system.grade import followed
 from tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
+from tasks.prompt import answering
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from tasks.texts import digest
 
@@ -152,7 +153,7 @@ def conversation(tokenizer: Any, system: str, user: str) -> tuple[str, str]:
     turns = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     try:
         head = tokenizer.apply_chat_template(turns[:1], tokenize=False)
-        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        whole = answering(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template raises what it likes
         reason = first_line(error)
         raise ConfigError(f"this model's chat template takes no system turn ({reason}); choose another model") from None

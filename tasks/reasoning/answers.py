@@ -15,13 +15,12 @@ from typing import Any
 
 from engine.errors import ConfigError
 from tasks.base import Sample
-from tasks.prompt import encode
+from tasks.prompt import THOUGHT, encode
 from tasks.reasoning.grade import GRADERS
 from tasks.reasoning.judge import RUNTIME, Graded, Judge
 
 TEMPLATES = ("plain", "chat")
 PARTS = ("all", "after_think")
-THOUGHT = "</think>"
 PLAIN = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
     "need to provide the chain-of-thought, then provide the final answer.\n\n Provide the final answer in the format: "

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import ConfigError, first_line
-from tasks.prompt import SENTINEL
+from tasks.prompt import SENTINEL, answering
 
 MODES = ("independent", "golden", "dialogue")
 FIELD = re.compile(r"\{(\w+)\}")
@@ -133,13 +133,14 @@ def reference_of(task: str, turn: Mapping[str, Any]) -> Any:
 def user_turn(tokenizer: Any, text: str) -> str:
     """A user's turn and the opening of the answer."""
     try:
-        return tokenizer.apply_chat_template(
+        said = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template raises what it likes
         raise ConfigError(
             f"this model's chat template cannot be rendered ({first_line(error)}); choose another model"
         ) from error
+    return answering(tokenizer, said)
 
 
 def next_turn(tokenizer: Any, answer: str, question: str) -> str:
@@ -148,7 +149,7 @@ def next_turn(tokenizer: Any, answer: str, question: str) -> str:
     for before in ([{"role": "system", "content": ""}], [{"role": "user", "content": SENTINEL}]):
         try:
             texts = [
-                tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+                answering(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
                 for turns in (before, [*before, *talk])
             ]
         except Exception:

@@ -165,6 +165,42 @@ def test_stop_ids_join_the_models_list_the_tokenizers_eos_and_the_end_of_turn() 
     assert prompt.stop_ids(tokenizer, config, SAMPLE, True) == {7, 8, eos} | turn_ends
 
 
+CHANNEL_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def channel_tokenizer() -> Any:
+    """One with channels, as gpt-oss has them."""
+    tokenizer = tiny_tokenizer(CHANNEL_TEMPLATE, adds_bos=False)
+    marks = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    return tokenizer
+
+
+def test_a_model_with_channels_answers_at_once_where_it_is_not_to_think() -> None:
+    tokenizer, end = channel_tokenizer(), "<|end|>"
+    plain, thinking = (encode(tokenizer, edit(SAMPLE, thinks=thinks, answer_prefix="")) for thinks in (False, True))
+    assert tokenizer.decode(plain.context_ids).endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert tokenizer.decode(thinking.context_ids).endswith("<|start|>assistant")
+    config = SimpleNamespace(eos_token_id=tokenizer.convert_tokens_to_ids("<|return|>"))
+    stops = [prompt.stop_ids(tokenizer, config, edit(SAMPLE, thinks=thinks), True) for thinks in (False, True)]
+    assert [tokenizer.convert_tokens_to_ids(end) in each for each in stops] == [True, False]
+
+
+def test_behind_the_thought_of_a_model_with_channels_stands_its_answer() -> None:
+    tokenizer, sample = channel_tokenizer(), edit(SAMPLE, thinks=True)
+    thought = "<|channel|>analysis<|message|>It was the best.<|end|><|start|>assistant"
+    ids = tokenizer.encode(f"{thought}<|channel|>final<|message|>The answer is 12345.<|return|>")
+    said = prompt.decoded_answer(tokenizer, sample, ids)
+    assert said.rpartition("</think>")[2] == "The answer is 12345."
+    assert "</think>" not in prompt.decoded_answer(tokenizer, sample, tokenizer.encode(thought)), "it never answered"
+    letters = tiny_tokenizer(None, adds_bos=False)  # to which the marks are letters
+    ids = letters.encode("a<|channel|>final<|message|>b")
+    assert prompt.decoded_answer(letters, sample, ids) == "a<|channel|>final<|message|>b"
+
+
 @pytest.mark.parametrize("eos", [None, 7])
 def test_a_generation_config_may_have_one_eos_or_none(eos: int | None) -> None:
     tokenizer = tiny_tokenizer(None, adds_bos=True)

@@ -1,0 +1,184 @@
+"""`python run.py --check model=NAME`: what a model has and which methods run on it, before its weights are downloaded.
+
+All of it is told by the model's configuration: its file on the hub or in a folder, or what conf/architecture has where
+the hub does not answer. The model's own class runs once without numbers (`engine/checkpoints/kinds.py`), and each
+method is asked as a run asks it, with a prompt of 4,096 tokens or what the window holds.
+
+Not here: whether answers agree, which the loaded model is asked (`engine/passes/agreement.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import terminal
+from engine.budget import token_bytes
+from engine.checkpoints.digests import digests_of
+from engine.checkpoints.kinds import Survey, check_compresses, compressed_layers, kinds_of, survey
+from engine.checkpoints.load import empty_model, read_checkpoint, read_config, shape_of
+from engine.errors import ConfigError
+from engine.passes.rotations import rotary_dims
+from engine.shapes import Checkpoint, ModelShape
+from engine.width import PASS_VALUES, SHARE
+from evals.asked import architecture, rules_and_params
+from evals.screen import check
+from evals.screen.fits import longest
+from evals.settings import ModelSpec, from_words, methods_for
+
+PROMPT = 4096  # tokens that each method is planned for
+BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * PROMPT}"}  # in a command's words
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model of which no weight was read."""
+
+    spec: ModelSpec
+    config: Any
+    checkpoint: Checkpoint
+    told_by: str  # where the configuration comes from
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.checkpoint.shape
+
+    @property
+    def survey(self) -> Survey:
+        return survey(self.config)
+
+    @property
+    def kinds(self) -> list[str]:
+        return kinds_of(self.config, self.shape.name)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the screen; `ConfigError` for a model that KVBench refuses."""
+    console = terminal.console(highlight=False)
+    if not console.is_terminal:
+        console.width = check.WIDTH
+    known = look(words)
+    console.print(check.grid(facts(known)))
+    verdicts = {name: refusal(name, budget, known, words) for name, budget in known_methods().items()}
+    runs = [name for name, why in verdicts.items() if why is None]
+    console.print(check.grid([("run on it", f"{len(runs)} methods: {', '.join(runs)}")]))
+    if refused := [(name, why) for name, why in verdicts.items() if why is not None]:
+        console.print(check.grid(refused, "refused"))
+    return 0
+
+
+def look(words: Sequence[str]) -> Known:
+    """The model that a command line names, by its configuration."""
+    other = next((word for word in words if not word.startswith(("model=", "model.", "dtype="))), None)
+    if other is not None:
+        raise ConfigError(f"{other} says nothing of a model; give --check with model=NAME alone, or without any key")
+    spec = from_words(["method=full", *words]).model
+    given = architecture(spec)
+    how: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    try:
+        checkpoint = read_checkpoint(spec.name, spec.id, **how)
+        config, told_by = read_config(spec.id, **how), "its own configuration"
+    except ConfigError as error:
+        if given is None or not is_not_had(error):
+            raise
+        config, told_by = read_config(spec.id, given), "conf/architecture, as the hub does not answer"
+        digests = digests_of(spec.id, spec.revision)
+        checkpoint = Checkpoint(shape_of(config, spec.name), digests, rotary_dims(empty_model(config)))
+    check_compresses(checkpoint.shape)
+    return Known(spec, config, checkpoint, told_by)
+
+
+def is_not_had(error: ConfigError) -> bool:
+    """Whether a model's files could not be had, and nothing is said against the model."""
+    return "could not be had from the hub" in str(error)
+
+
+# --- what it has ---------------------------------------------------------------------------------
+
+
+def facts(known: Known) -> Iterator[tuple[str, str]]:
+    """Lines of the screen."""
+    shape, spec, n_weights = known.shape, known.spec, known.survey.n_weights
+    revision = f" at {spec.revision[:12]}" if spec.revision else ""
+    yield "model", f"{shape.name}: {spec.id}{revision}, told by {known.told_by}"
+    n = longest(shape, n_weights, check.free_bytes(), 2, SHARE, PASS_VALUES)
+    yield "weights", f"{n_weights / 1e9:,.2f} billion numbers of its text model, {check.gb(2 * n_weights)} in 16 bits"
+    yield "window", f"{shape.window:,} tokens; longest prompt here, in 16 bits: {check.tokens(n, shape.window)}"
+    yield "layers", layers(known)
+    yield "compressed", of_a_token(shape)
+    if extras := [*particulars(known)]:
+        yield "and", "; ".join(extras)
+    each = token_bytes(shape) * len(shape.attention_layers)
+    yield "K and V", f"{each:,} bytes a token in 16 bits, {check.gb(each * shape.window)} at {shape.window:,} tokens"
+    if left := left_bytes(known, shape.window):
+        part = each * shape.window / (each * shape.window + left)
+        yield "beside them", f"{left / 1e6:,.1f} MB at {shape.window:,} tokens that no method changes"
+        yield "so", f"methods compress {part:.1%} of what a text of {shape.window:,} tokens takes"
+
+
+def layers(known: Known) -> str:
+    """How many there are of each kind."""
+    names = Counter(known.kinds)
+    n, of = len(known.shape.attention_layers), known.shape.n_layers
+    left = [f"{names[kind]} {kind}" for kind in names if kind not in ("full_attention", "hybrid")]
+    rest = f"; left as they are: {', '.join(left)}" if left else ""
+    return f"{n} of {of} are compressed{rest}"
+
+
+def of_a_token(shape: ModelShape) -> str:
+    """What a compressed layer keeps of a token."""
+    if shape.is_latent:
+        return (
+            f"one latent of {shape.d_v} numbers and a rotary key of {shape.d_h - shape.d_v} a token, for "
+            f"{shape.h} query heads"
+        )
+    widths = f"{shape.d_h}" if shape.d_h == shape.d_v else f"{shape.d_h} (keys) and {shape.d_v} (values)"
+    return f"{shape.h_kv} KV heads of {widths} numbers, {shape.h} query heads"
+
+
+def particulars(known: Known) -> Iterator[str]:
+    """What else methods meet in such a layer."""
+    if known.shape.readers:
+        yield f"{len(known.shape.readers)} layers read K and V of others, which count once"
+    if known.shape.hybrid_layers:
+        yield f"{len(known.shape.hybrid_layers)} of them keep a state beside K and V"
+    if known.shape.is_capped:
+        yield "logits are capped"
+    if any(call.has_sink for call in known.survey.calls):
+        yield "each head has a learned sink"
+    if not known.checkpoint.n_rotary:
+        yield "no rotation of queries is known before it is loaded"
+
+
+def left_bytes(known: Known, s: int) -> int:
+    """Of `s` tokens in layers that are not compressed, in 16 bits: what lies within their windows, and states."""
+    found, compressed = known.survey, compressed_layers(known.kinds)
+    n = sum(found.state_bytes.values())
+    for call in found.calls:
+        cached = found.cached.get(call.layer)
+        if call.layer not in compressed and cached is not None:
+            seen = min(s, call.window or known.shape.chunk or s)
+            n += 2 * seen * cached.heads * (cached.d_k + cached.d_v)
+    return n
+
+
+# --- which methods run on it ---------------------------------------------------------------------
+
+
+def known_methods() -> dict[str, str]:
+    """Every method of ours, and the budget that it takes in the words of a command."""
+    return {name: words for takes, words in reversed(BUDGETS.items()) for name in methods_for(takes)}
+
+
+def refusal(name: str, budget: str, known: Known, words: Sequence[str]) -> str | None:
+    """Why a method cannot run on this model; None where nothing speaks against it before weights are read."""
+    settings = from_words([f"method={name}", budget, *words])
+    shape = known.shape
+    try:
+        rules, params = rules_and_params(settings.method)
+        rules.check(params, settings.budget, shape)
+        rules.planned(params, settings.budget, shape, min(PROMPT, shape.window // 2))
+        rules.check_model(params, known.checkpoint)
+    except ConfigError as error:
+        return str(error)
+    return None
