@@ -52,6 +52,7 @@ class Part:
     bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
     is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
     packed: Packed | None = None  # in place of k and v, which have no tokens
+    channels: Tensor | None = None  # (1, h, 1, d_h) numbers of a query that meet those of k, d_h: none does
     # What `tokens` made: a part that a layer holds is asked at every step, when it is complete.
     made: Tokens | None = field(default=None, init=False)
 
@@ -92,6 +93,7 @@ def attend_rows(
     On a GPU one launch for all rows, and `work` is what it was told at the last step. What q has behind the rows is
     nobody's.
     """
+    ask_channels(q, rows)
     if q.device.type == "cpu":
         return attend_rows_cpu(q, rows, soft, wants_weights)
     h = q.shape[1]
@@ -108,6 +110,16 @@ def attend_rows(
     if soft.sink is not None:
         out[: len(rows)], lse = soft.finish(out[: len(rows)], lse)
     return out, soften_rows(logits, lse)
+
+
+def ask_channels(q: Tensor, rows: Sequence[list[Part]]) -> None:
+    """Give parts whose keys have other channels, or an order of their own, a query that goes with them."""
+    asking = [(i, part) for i, parts in enumerate(rows) for part in parts if part.channels is not None]
+    if asking:
+        wide = torch.nn.functional.pad(q, (0, 1))  # with a number that is 0
+        for i, part in asking:
+            assert part.channels is not None
+            part.q = wide[i : i + 1].gather(3, part.channels)
 
 
 def value_width(rows: Sequence[list[Part]]) -> int:

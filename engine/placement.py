@@ -18,7 +18,8 @@ from engine.selection import FREE, Cost
 if TYPE_CHECKING:
     from torch import Tensor
 
-Coder = Callable[["Tensor", "Tensor", int], Any]  # a codec of K and V (1, h_kv, n, d_h), and of so many tokens to come
+Seen = Callable[[Any], "Tensor"]  # what was observed of a layer
+Coder = Callable[["Tensor", "Tensor", int, Seen], Any]  # a codec of K and V (1, h_kv, n, d_h), for so many more tokens
 
 
 class Size(NamedTuple):

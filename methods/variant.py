@@ -78,7 +78,11 @@ class Variant:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        return self.method.observations(self.params, self.plan)
+        own = self.method.observations(self.params, self.plan)
+        if self.partner is None:
+            return own
+        (rules, params, _), plan = self.partner.coding, self.partner.plan
+        return own + rules.observations(params, plan)  # type: ignore[attr-defined]
 
     @property
     def probes(self) -> tuple[Probe, ...]:

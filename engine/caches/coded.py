@@ -39,6 +39,15 @@ class Codec(ABC):
     def part(self) -> Part:
         """All tokens, to attend to."""
 
+    def parts(self) -> list[Part]:
+        """The same where it takes several."""
+        return [self.part()]
+
+    def rebuilt(self) -> tuple[Tensor, Tensor]:
+        """K and V of all tokens as attention sees them, (1, h_kv, n, d_h or d_v)."""
+        part = self.part().gathered()
+        return part.k, part.v
+
     @abstractmethod
     def settle(self) -> None:
         """After attention: pack what is to be packed now."""

@@ -5,10 +5,12 @@ What the prefill observed, such as attention of the prompt's last queries, is th
 Not here: what makes codes (`methods/quantising`).
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from engine.observe import Observation
 from engine.placement import Coder
 from engine.prefill import Trace
 from kernels.gather import move_both
@@ -34,9 +36,13 @@ class RebuiltTrace(Trace):
     def values(self, layer: int) -> Tensor:
         return self._rebuilt(layer)[1]
 
+    def _seen(self, layer: int, what: Observation) -> Tensor:
+        return self._exact.observed(what, layer)
+
     def _rebuilt(self, layer: int) -> tuple[Tensor, Tensor]:
         if self._latest is None or self._latest[0] != layer:
-            part = self._coder(self._exact.keys(layer), self._exact.values(layer), 0).part().gathered()
-            k, v = move_both(lambda x: x.contiguous(), part.k, part.v)
+            exact, seen = self._exact, partial(self._seen, layer)
+            k, v = self._coder(exact.keys(layer), exact.values(layer), 0, seen).rebuilt()
+            k, v = move_both(lambda x: x.contiguous(), k, v)
             self._latest = layer, k, v
         return self._latest[1:]

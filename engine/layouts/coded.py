@@ -27,7 +27,8 @@ class CodedLayer(Layer):
     @classmethod
     def of(cls, home: Home, placement: Coded) -> Layer:
         k, v = home.prompt(slice(None) if placement.chosen is None else placement.chosen)
-        return cls(home, placement.make(k, v, home.n_new), placement.chosen)
+        codec = placement.make(k, v, home.n_new, lambda what: home.trace.observed(what, home.layer))
+        return cls(home, codec, placement.chosen)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.advance(k_new, v_new)
@@ -39,7 +40,7 @@ class CodedLayer(Layer):
         return []
 
     def resident(self) -> list[Part]:
-        return [self.codec.part()]
+        return self.codec.parts()
 
     def close(self, step: int) -> Entry:
         """End the step: what has aged is packed, and bytes are the codec's."""

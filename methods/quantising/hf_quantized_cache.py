@@ -161,7 +161,7 @@ class HFQuantizedCache(QuantisingMethod):
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new: WholeCodec(plan, k, v, n_new)
+        return lambda k, v, n_new, _: WholeCodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
         return {} if self.variant.is_full else {"bits": self.plan.bits, "group": self.plan.group}

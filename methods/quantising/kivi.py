@@ -224,7 +224,7 @@ class KIVI(QuantisingMethod):
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new: KIVICodec(plan, k, v, n_new)
+        return lambda k, v, n_new, _: KIVICodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
         if self.variant.is_full:

@@ -312,7 +312,7 @@ class TurboQuant(QuantisingMethod):
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new: TurboQuantCodec(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
+        return lambda k, v, n_new, _: TurboQuantCodec(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
 
     def skipped_layers(self) -> Sequence[int]:
         return sorted(boundary(self.params, self.trace.shape))
