@@ -64,7 +64,11 @@ class Cost:
 
 GOAL = Cost(45, 3, 1)  # the model itself has 37, and 5 more a layer where embedding and head are shared out among four
 GOAL_WITH_WEIGHTS = Cost(55, 6, 1)  # of methods that learn from weights
-ABOVE = {"retroinfer": Cost(47, 2, 1), "tova": Cost(43, 0, 1)}  # it estimates as well; it learns by its usual setting
+ABOVE = {
+    "retroinfer": Cost(47, 2, 1),  # it estimates as well
+    "tova": Cost(43, 0, 1),  # it learns by its usual setting
+    "think": Cost(43, 2, 1),  # each row asks thin keys by a query of its own
+}
 
 
 def budget_of(name: str) -> Cost:

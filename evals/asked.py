@@ -293,6 +293,11 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
         reason = rules.uncodable(params)
     if reason:
         raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
+    if not rules.drops and coding.token_code() is None:
+        raise ConfigError(
+            f"method={settings.method.name} cannot be composed with {chosen.name}: {coding.rules.title} makes no codes of "
+            "single tokens, which a step could fetch"
+        )
     if coding.first and not rules.drops:
         raise ConfigError(
             f"compose_order=quantise_first is for methods that drop tokens, and {rules.title} drops none; leave it out"

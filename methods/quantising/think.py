@@ -15,7 +15,7 @@ Differs   - a KV head has one set, by its group's squared queries, as kvpress ha
           - equal scores: the lower channel goes. Logits are divided by sqrt(d_h) of the whole head, as in both codes.
           - behind a method that drops, norms are those of the keys that it keeps, queries the prompt's.
 Fails     where a question's queries lean on other channels than the context's last ones.
-Figures   keep fewer bits, or made keys: #3C6E9E, bar, -.
+Figures   keep fewer bits, or made keys: #DB3ACD, hourglass, -.
 """
 
 from collections.abc import Iterable, Sequence

@@ -169,3 +169,9 @@ def test_heads_with_other_counts_cannot_be_thinned() -> None:
     settings = from_words(["method=snapkv", "allocator=head_mix", "compose=think", "task=needle"])
     with pytest.raises(ConfigError, match="gives layers or heads other numbers of tokens"):
         coding_of(settings, *rules_and_params(settings.method))
+
+
+def test_tokens_that_are_fetched_one_by_one_cannot_be_thinned() -> None:
+    settings = from_words(["method=pqcache", "compose=think", "task=needle"])
+    with pytest.raises(ConfigError, match="ThinK makes no codes of single tokens"):
+        coding_of(settings, *rules_and_params(settings.method))
