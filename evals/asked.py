@@ -295,8 +295,8 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
         raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
     if not rules.drops and coding.token_code() is None:
         raise ConfigError(
-            f"method={settings.method.name} cannot be composed with {chosen.name}: {coding.rules.title} makes no codes of "
-            "single tokens, which a step could fetch"
+            f"method={settings.method.name} cannot be composed with {chosen.name}: {coding.rules.title} makes no "
+            "codes of single tokens, which a step could fetch"
         )
     if coding.first and not rules.drops:
         raise ConfigError(

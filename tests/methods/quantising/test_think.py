@@ -49,7 +49,8 @@ def run_vectors(path: Path) -> list[Check]:
         pruned = every.scatter_(1, kept, False).nonzero()[:, 1].view(heads, -1)
         return [(path.stem, first(problem, differs("pruned", pruned, x["pruned_channels"][0])))]
     row = row_with(k, v, q, params)
-    out = step(row, *(torch.from_numpy(x[name]) for name in ("q_step", "k_new", "v_new")))
+    q_step, k_new, v_new = (torch.from_numpy(x[name]) for name in ("q_step", "k_new", "v_new"))
+    out = step(row, q_step, k_new, v_new)
     return [
         (path.stem, first(problem, differs("kept", kept, x["kept_channels"][0]), differs("out", out, x["out"], 1e-5)))
     ]
@@ -68,9 +69,8 @@ def drawn(s: int = 90, h: int = 4, d: int = 16) -> tuple[Tensor, Tensor, Tensor]
 
 def stepped(row: Any) -> Tensor:
     draw = torch.Generator().manual_seed(1)
-    return step(
-        row, torch.randn(1, 4, 1, 16, generator=draw), *(torch.randn(1, 2, 1, 16, generator=draw) for _ in "kv")
-    )
+    q, k, v = (torch.randn(1, heads, 1, 16, generator=draw) for heads in (4, 2, 2))
+    return step(row, q, k, v)
 
 
 def test_nothing_dropped_and_nothing_old_enough_is_full_attention() -> None:
