@@ -47,7 +47,9 @@ def line_of(one: PreparedSample, given: Given) -> tuple[SampleRow, dict[str, lis
     else:
         asked = Prompt(prompt.context_ids, said.feed_ids, prompt.frame)
         line = answer_line(sample, asked, one.sha, given, given.row)
-        line = replace(line, fields=line.fields | turn_columns(one.sample, given, said, line.score))
+        columns = turn_columns(one.sample, given, said, line.score)
+        columns["measures"] |= line.fields.get("measures", {})
+        line = replace(line, fields=line.fields | columns)
     return line, given.row.store.ledger.columns()
 
 

@@ -28,6 +28,7 @@ from tests.methods.retrieving import (
     test_oracle,
 )
 from tests.tasks import (
+    test_agent_traces,
     test_babilong,
     test_graphwalks,
     test_gsm8k,
@@ -49,7 +50,12 @@ CONF = TESTS.parent / "conf"
 NOT_YET = "not implemented"
 BAD = ("FAILS", "no runner")
 
-NEWER = (test_babilong, test_graphwalks, test_mrcr)  # tests of tasks with the runners of their own files
+NEWER = (
+    test_agent_traces,
+    test_babilong,
+    test_graphwalks,
+    test_mrcr,
+)  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,

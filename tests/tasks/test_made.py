@@ -5,6 +5,7 @@ A solver here is the second implementation of what is right: it knows the prompt
 """
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from evals.settings import choice, load_class
 from evals.typed import build_params
 from tasks.base import Sample
 from tasks.prompt import encode
+from tasks.turns.encode import prompt_of
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
@@ -169,6 +171,70 @@ def graphwalks_wrong(prompt: str, rng: random.Random) -> str:
     return f"Final Answer: [{', '.join(rng.sample(nodes, 3))}]"
 
 
+# --- agent_traces: the work once more, from what the prompt shows --------------------------------------------------
+
+ASKED = {
+    "as you last read": "current", "What was the first value": "first", "before the one that you know": "before_last",
+    "did get_record give last": "last_read", "How many times have you called": "n_calls",
+    "How many times have you changed": "n_changes", "Which id did": "step_argument", "back to the first": "restore",
+    "last refused change": "reread",
+}  # fmt: skip
+
+
+def history(prompt: str) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], str]:
+    """Calls with their outputs, and the last question."""
+    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    steps = list[tuple[dict[str, Any], dict[str, Any]]]()
+    for (_, text), (_, reply) in itertools.pairwise(turns):
+        if text.startswith("<tool_call>") and reply.startswith("<tool_response>"):
+            steps.append((json.loads(text.split("\n")[1]), json.loads(reply.split("\n")[1])))
+    return steps, turns[-1][1]
+
+
+def agent(prompt: str, rng: random.Random) -> str:
+    steps, question = history(prompt)
+    kind = next(kind for words, kind in ASKED.items() if words in question)
+    id = ([*re.findall(r"record (\w+)", question), ""])[0]
+    name = ([*re.findall(r" (?:of|changed) (\w+) of", question), ""])[0]
+    if "puts" in question:
+        name = re.findall(r"puts (\w+) of", question)[0]
+    known: list[tuple[str, Any]] = []  # how it was learnt, and what
+    for call, output in steps:
+        asked = call["arguments"]
+        if call["name"] == "get_record" and asked["id"] == id and name:
+            known.append(("read", output["fields"][name]))
+        if call["name"] == "set_field" and (asked["id"], asked["field"]) == (id, name) and output["ok"]:
+            known.append(("write", asked["value"]))
+    said = [value for _, value in known]
+    if kind == "n_calls":
+        return str(sum(f"called {call['name']}?" in question for call, _ in steps))
+    if kind == "n_changes":
+        return str(sum(how == "write" for how, _ in known))
+    if kind == "step_argument":
+        return steps[int(re.findall(r"number (\d+)", question)[0]) - 1][0]["arguments"]["id"]
+    if kind == "reread":
+        refused = [call for call, output in steps if output.get("ok") is False]
+        return json.dumps({"name": "get_record", "arguments": {"id": refused[-1]["arguments"]["id"]}})
+    if kind == "restore":
+        arguments = {"id": id, "field": name, "value": said[0]}
+        return f"<tool_call>{json.dumps({'name': 'set_field', 'arguments': arguments})}</tool_call>"
+    picked = {
+        "current": said[-1:], "first": said[:1], "last_read": [value for how, value in known if how == "read"][-1:],
+        "before_last": [value for value in said if value != said[-1]][-1:],
+    }[kind]  # fmt: skip
+    return picked[0] if isinstance(picked[0], str) else json.dumps(picked[0])
+
+
+def agent_wrong(prompt: str, rng: random.Random) -> str:
+    """A value of any record, or the last call again."""
+    steps, question = history(prompt)
+    if "Give the call" in question:
+        return json.dumps(steps[-1][0])
+    read = [value for _, output in steps for value in output.get("fields", {}).values()]
+    value = rng.choice(read)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 # --- all of them -------------------------------------------------------------------------------------------------
 
 # By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
@@ -179,10 +245,14 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     "babilong ": ({"datasets": "first", "lengths": ["2k"], "rows": 12}, babilong, babilong_wrong, 0.3),
     "mrcr": ({"needles": [2, 4], "lengths": [8000], "rows": 4}, mrcr, mrcr_wrong, 0.4),
     "graphwalks": ({"lengths": [3000], "rows": 8}, graphwalks, graphwalks_wrong, 0.2),
+    "agent_traces": (
+        {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
+    ),
 }  # fmt: skip
 LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr": {"needles": [2], "lengths": [2000, 6000]},
     "graphwalks": {"lengths": [2000, 5000]},
+    "agent_traces": {"lengths": [7000], "output_tokens": 60, "turns": 3},
 }
 
 
@@ -215,8 +285,10 @@ def test_a_seed_makes_the_same_samples_and_another_one_others(name: str, tmp_pat
 def test_a_length_is_filled_to_two_per_cent(name: str, tmp_path: Path) -> None:
     _, samples = made(name, tmp_path, **LENGTHS[name] | {"rows": 2})
     for sample in samples:
-        prompt = encode(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
-        used = len(prompt) + (sample.max_new_tokens if name == "mrcr" else 0)
+        prompt = prompt_of(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
+        talk = sample.conversation
+        answer = talk.turns[-1].max_new_tokens if talk else sample.max_new_tokens if name == "mrcr" else 0
+        used = len(prompt) + answer
         assert 0.98 * sample.fields["length"] < used <= sample.fields["length"], (sample.id, used)
 
 

@@ -1,0 +1,479 @@
+"""Agent traces: a fixed history of calls and outputs; at each decision a method gives the next action.
+
+Names       agent traces; work on drawn records
+Asks        an agent's next call, or what it has seen, on one growing conversation
+Lengths     2k to 9k tokens a trace, several in a row with task.sessions; any with source=embedded
+Answers     those of the recorded action and 32 more
+Licence     MIT (tau-bench)
+
+A score says how often a method acts as recorded, not whether the job is done: the trace's own action and its output are
+fed afterwards, whatever was answered, so that all methods see the same history.
+
+Sources     agent_traces/NAME.jsonl, NAME_policy.md and NAME_tools.json of the data folder; `task.sessions` traces stand
+            one behind the other, and the last one's decisions are asked (`task.points=all`: those of all). With
+            `source=embedded` work on records is drawn (`made.py`), and questions on it come in between.
+Asked       of a trace those calls whose every value stands in an earlier message (`task.ask=grounded`); `calls` all
+            calls, `all` texts, too, of which only the kind is compared.
+Modes       `golden`: every turn's output is fed and compressed, then the next action is asked. `independent` compresses
+            the policy and earlier sessions alone. `query_aware` reads each decision's whole history in a prompt of its
+            own. A trace is fixed, so that there is no `dialogue`.
+Score       1 where kind, name and all arguments agree. `name` and `arguments` stand beside; of drawn work `fresh`
+            (what was seen last), `stale` (what was seen before) and `count`.
+Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
+            the last place where it stands. A finished run's agents.csv has scores by turn and by age, in percent.
+
+Not here: actions (`actions.py`), templates (`render.py`), the same traces token by token (`forced.py`).
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engine.errors import ConfigError
+from engine.foreign import NoJson, read_json, read_text, write_csv
+from engine.shapes import ModelShape
+from methods.calibration import prose
+from tasks import sources
+from tasks.agent_traces import made
+from tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
+from tasks.agent_traces.render import Message, Renderer, Talk, spoken
+from tasks.base import Data, Sample, Task
+from tasks.checks import check_choices, check_counts, check_numbers
+from tasks.lazy import LazySamples, most_units
+from tasks.prompt import first_ids
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest, sentences
+from tasks.turns.conversation import Asking, Conversation, Turn
+from tasks.turns.questions import QueryAware
+
+FOLDER = "agent_traces"
+UPSTREAM = "GitHub sierra-research/tau-bench (historical_trajectories, as the README of that folder says)"
+EXTRA = 32  # tokens that an answer may have beyond the recorded action
+AGES = (500, 2000, 8000)  # tokens: bins of a run's table
+NOTE = "a score says how often a method acts as recorded, not whether the job is done"
+ROLES = ("user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: drawn work
+    domain: str  # NAME of the files
+    sessions: int  # traces in one context
+    points: str  # last: decisions of the last session; all
+    ask: str  # grounded | calls | all
+    lengths: tuple[int, ...]  # tokens of drawn work, the last answer included
+    turns: int  # questions on drawn work
+    output_tokens: int  # of a drawn output, about
+    rows: int | None  # samples; None: as many as there are traces, or 10 drawn ones
+    template: str
+    max_new_tokens: int | None  # None: the recorded action's and 32
+    on_bad_row: str
+    mode: str
+    feed: str
+    budget_base: str
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self, source=("auto", "local", "embedded"), points=("last", "all"), ask=("grounded", "calls", "all"),
+            template=("auto", "plain"), on_bad_row=ON_BAD_ROW, mode=("golden", "independent", "query_aware"),
+        )  # fmt: skip
+        check_counts(self, "sessions", "turns", "output_tokens", "rows", "max_new_tokens")
+        check_numbers(self, lengths=1000)
+        _ = self.asking
+
+    @property
+    def asking(self) -> Asking:
+        return Asking(self.mode, self.feed, self.budget_base)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision that is asked: the message that was recorded, and what is right."""
+
+    index: int  # of the message
+    reference: str  # the recorded action or value in words
+    fields: Mapping[str, Any]
+    needs: tuple[str, ...] = ()  # texts of which the oldest says how far back one must look
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One sample: a talk, where its context ends, and the decisions behind that."""
+
+    id: str
+    talk: Talk
+    n_context: int  # messages that are compressed before the first turn
+    decisions: Sequence[Decision]
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class AgentTraces(Task):
+    """A conversation for each sample, a turn for each decision."""
+
+    asking: Asking
+    name = "agent_traces"
+    version = 1
+    Params = Params
+    data: ClassVar[Data | None] = Data(
+        tuple(f"{FOLDER}/airline{end}" for end in (".jsonl", "_policy.md", "_tools.json")),
+        "without them drawn work (task.source=embedded)", by_hand=UPSTREAM,
+    )  # fmt: skip
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
+        self.data_source = "embedded" if params.source == "embedded" else "local"
+        if self.is_embedded:
+            self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{params.turns}-turns"
+        else:
+            self.dataset = f"{params.domain}/{params.sessions}-sessions/{params.ask}"
+        self.traces: list[tuple[str, list[Message]]] = []
+        self.policy, self.tools = made.POLICY, list[Any]()
+        self.notes: list[str] = []
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.data_source == "embedded"
+
+    def check(self, shape: ModelShape) -> None:
+        params, self.window = self.params, shape.window
+        self.notes = [NOTE]
+        if self.is_embedded:
+            if max(params.lengths) > shape.window:
+                raise ConfigError(
+                    f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of "
+                    f"{shape.name}; give shorter ones"
+                )
+            self.tools = [schema(*tool) for tool in made.TOOLS]
+            self.notes.append(f"drawn work; notes in outputs: {prose.prose_name()}")
+            return
+        names = [f"{FOLDER}/{params.domain}{end}" for end in (".jsonl", "_policy.md", "_tools.json")]
+        paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn work")
+        found = read_rows(paths[0], {"id": str, "messages": list}, params.on_bad_row, unique="id", check=check_row)
+        self.traces = [(row["id"], row["messages"]) for _, row in found.rows]
+        self.policy, self.tools = read_text(paths[1]), read_json(paths[2], f"get it again from {UPSTREAM}")
+        if not isinstance(self.tools, list) or not all(isinstance(tool, dict) for tool in self.tools):
+            raise ConfigError(f"{paths[2]} holds no list of tools; get it again from {UPSTREAM}")
+        if params.sessions > len(self.traces):
+            raise ConfigError(
+                f"task.sessions={params.sessions} is more than the {len(self.traces)} traces of {paths[0]}; give fewer"
+            )
+        self.notes += found.notes
+        self.data_digest = digest(paths)
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        samples = Drawn(self, tokenizer) if self.is_embedded else self.recorded(tokenizer)
+        if self.asking.mode != "query_aware":
+            return samples
+        if isinstance(samples, Drawn):
+            return QueryAware(samples, [self.params.turns] * len(samples))
+        return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
+
+    def recorded(self, tokenizer: Any) -> list[Sample]:
+        """The traces that fit, each behind others in an order that is drawn."""
+        found, too_long, without = list[Sample](), 0, 0
+        for i, (_id, _) in enumerate(self.traces):
+            if len(found) == self.params.rows:
+                break
+            trace = self.in_a_row(i)
+            if not trace.decisions:
+                without += 1
+                continue
+            sample = self.sample(tokenizer, trace)
+            if sample.fields["tokens"] > self.window:
+                too_long += 1
+            else:
+                found.append(sample)
+        notes = [f"{too_long} traces left out that do not fit {self.window} tokens"] if too_long else []
+        notes += (
+            [f"{without} traces left out without a decision that task.ask={self.params.ask} asks"] if without else []
+        )
+        self.notes += [note for note in notes if note not in self.notes]
+        if not found:
+            raise ConfigError(
+                f"no trace fits the {self.window} tokens of the model and has a decision to ask; give fewer "
+                "task.sessions, another task.ask, or use a longer model"
+            )
+        return found
+
+    def in_a_row(self, last: int) -> Trace:
+        """A trace behind as many others as there are sessions."""
+        others = [i for i in range(len(self.traces)) if i != last]
+        id = self.traces[last][0]
+        rng = random.Random(f"agent_traces {self.seed} {id} {self.params.sessions}")
+        order = [*rng.sample(others, self.params.sessions - 1), last]
+        messages = [message for i in order for message in self.traces[i][1]]
+        first = len(messages) - len(self.traces[last][1])
+        n_context = first if self.params.points == "last" else 0
+        decisions = [
+            decision_of(messages, point) for point in points_of(messages)
+            if point.index >= n_context and self.is_asked(point)
+        ]  # fmt: skip
+        return Trace(id, Talk(self.policy, self.tools, messages), n_context, decisions, {"sessions": len(order)})
+
+    def is_asked(self, point: Point) -> bool:
+        is_call = point.action["kind"] == "call"
+        return {"all": True, "calls": is_call, "grounded": is_call and point.is_grounded}[self.params.ask]
+
+    def sample(self, tokenizer: Any, trace: Trace) -> Sample:
+        """A trace as a conversation: what is new since the last decision, then the next one."""
+        renderer = Renderer(tokenizer, trace.talk, self.params.template)
+        note = f"template: {renderer.name}"
+        self.notes = self.notes if note in self.notes else [*self.notes, note]
+        texts = renderer.steps([decision.index for decision in trace.decisions])
+        context = self.context(renderer, trace, texts[0])
+        keeps = self.asking.mode == "golden"
+        before, turns = context, list[Turn]()
+        for text, decision in zip(texts, trace.decisions, strict=True):
+            ids = tokenizer.encode(decision.reference, add_special_tokens=False)
+            turns.append(
+                Turn(
+                    question=text.removeprefix(before if keeps else context),
+                    references=(decision.reference,),
+                    max_new_tokens=self.params.max_new_tokens or len(ids) + EXTRA,
+                    fields={**decision.fields, "age": age(tokenizer, text, decision.needs)},
+                )
+            )
+            before = text
+        used = self.size(tokenizer, trace, texts[-1])
+        return Sample(
+            id=trace.id,
+            context=context,
+            question="",
+            max_new_tokens=max(turn.max_new_tokens for turn in turns),
+            is_rendered=bool(tokenizer.chat_template),
+            use_chat=False,
+            conversation=Conversation(tuple(turns), self.asking, is_rendered=True),
+            fields={"dataset": self.params.domain if not self.is_embedded else "drawn", "tokens": used, **trace.fields},
+        )
+
+    def size(self, tokenizer: Any, trace: Trace, text: str | None = None) -> int:
+        """Tokens of the whole conversation, with room for the last answer; `text` is all that stands before that."""
+        last = trace.decisions[-1]
+        if text is None:
+            text = Renderer(tokenizer, trace.talk, self.params.template).before(last.index)
+        n_last = len(tokenizer.encode(last.reference, add_special_tokens=False))
+        return len(first_ids(tokenizer, text)) + (self.params.max_new_tokens or n_last + EXTRA)
+
+    def context(self, renderer: Renderer, trace: Trace, first: str) -> str:
+        """The policy and what stands before the first session that is asked, as far as its first prompt has it so."""
+        text = renderer.before(trace.n_context)
+        n = next((i for i, (a, b) in enumerate(zip(text, first, strict=False)) if a != b), min(len(text), len(first)))
+        return first[:n]
+
+    # -- scores --
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        return self.verdict(sample, prediction)[0]
+
+    def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
+        fields = sample.fields
+        if fields.get("kind") in made.GROUPS and fields["kind"] not in made.CALLS:
+            found = made.score(prediction, fields["value"], fields["superseded"])
+            return found, {fields["group"]: found}
+        same = agreement(action_of(prediction), fields["action"])
+        groups = {fields["group"]: same.action} if "group" in fields else {}
+        return same.action, {"name": same.name, "arguments": same.arguments, **groups}
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """agents.csv: scores by turn, by age and by what is asked."""
+        scores: dict[tuple[str, Any], list[float]] = {}
+        for row in rows:
+            if row["score"] is not None:
+                for key in self.keys(row):
+                    scores.setdefault(key, []).append(row["score"])
+        lines: list[list[Any]] = [
+            [*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in scores.items()
+        ]
+        order = ("turn", "age", "group", "kind")
+        lines = sorted(lines, key=lambda line: (order.index(str(line[0])), line[1] if line[0] == "turn" else 0))
+        write_csv(folder / "agents.csv", ["by", "of", "turns", "score_percent"], lines)
+
+    @staticmethod
+    def keys(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The lines of the table that a turn counts for."""
+        yield "turn", row["turn"]
+        yield "age", age_bin(row["age"])
+        yield from ((key, row[key]) for key in ("group", "kind") if key in row)
+
+
+def age(tokenizer: Any, text: str, needs: Sequence[str]) -> int | None:
+    """Tokens behind the oldest text that is needed, each at the last place where it stands."""
+    places = [at for need in needs if (at := text.rfind(need)) >= 0]
+    return len(tokenizer.encode(text[min(places) :], add_special_tokens=False)) if places else None
+
+
+def age_bin(tokens: int | None) -> str:
+    if tokens is None:
+        return "unknown"
+    above = [0, *(edge for edge in AGES if tokens > edge)][-1]
+    return next((f"{above}-{edge}" for edge in AGES if tokens <= edge), f"above {AGES[-1]}")
+
+
+def decision_of(messages: Sequence[Message], point: Point) -> Decision:
+    fields = {
+        "kind": point.action["kind"], "action": dict(point.action), "n_values": point.n_values,
+        "distance": None if point.oldest is None else point.index - point.oldest,
+    }  # fmt: skip
+    needs = tuple(values(point.action["arguments"])) if point.action["kind"] == "call" else ()
+    return Decision(point.index, spoken(messages[point.index]), fields, needs)
+
+
+def schema(name: str, description: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    properties = {key: {} if kind == "any" else {"type": kind} for key, kind in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+# --- drawn work --------------------------------------------------------------------------------
+
+
+class Work:
+    """One sample's work: events with padded outputs, and questions in its second half."""
+
+    def __init__(self, task: AgentTraces, length: int, number: int, n_events: int, n_padding: int) -> None:
+        params = task.params
+        self.rng = random.Random(f"agent_traces {task.seed} {length} {number}")
+        self.events = made.draw_events(self.rng, n_events, n_records=max(4, params.lengths[0] // 800))
+        self.id, self.length, self.n_turns = f"drawn-{length}-{number}", length, params.turns
+        self.words = words()
+        self.at = self.rng.randrange(len(self.words))
+        self.per_output, self.n_padding = max(0, params.output_tokens - 40) * 3 // 4, n_padding
+        self.task = task
+
+    def note(self, n: int) -> str:
+        """The next n words of the embedded prose."""
+        start, self.at = self.at % len(self.words), self.at + n
+        return " ".join((self.words[start:] + self.words[:start])[:n])
+
+    def trace(self) -> Trace:
+        n, messages, decisions = len(self.events), list[Message](), list[Decision]()
+        asked = {n // 2 + (i + 1) * (n - n // 2) // self.n_turns for i in range(self.n_turns)}
+        kinds, outputs, n_context = [*made.KINDS], list[str](), 0
+        self.rng.shuffle(kinds)
+        messages.append({"role": "user", "content": "Please keep the records in order today."})
+        for i, event in enumerate(self.events, start=1):
+            output = event["output"] | {"notes": self.note(self.per_output)}
+            if i == 1:
+                output["more"] = " ".join(self.words[: self.n_padding])
+            outputs.append(json.dumps(output, ensure_ascii=False))
+            call = {"function": {"name": event["tool"], "arguments": json.dumps(event["arguments"])}}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "tool", "name": event["tool"], "content": outputs[-1]})
+            n_context = len(messages) - 1 if i == n // 2 else n_context
+            if i in asked and (question := made.draw_some(self.rng, self.events[:i], kinds)):
+                kinds.remove(question["kind"])
+                kinds.append(question["kind"])
+                decisions.append(self.decision(question, i, outputs, messages))
+        return Trace(
+            self.id, Talk(made.POLICY, self.task.tools, messages), n_context, decisions, {"length": self.length}
+        )
+
+    def decision(self, question: made.Question, i: int, outputs: Sequence[str], messages: list[Message]) -> Decision:
+        """Ask behind event number i, and put question, answer and what follows into the messages."""
+        right, oldest = made.answer_at(self.events[:i], question)
+        kind = question["kind"]
+        messages.append({"role": "user", "content": made.asks(question)})
+        fields: dict[str, Any] = {"kind": kind, "group": made.GROUPS[kind], "asked_at": i}
+        if kind in made.CALLS:
+            call = {"function": {"name": right["name"], "arguments": right["arguments"]}}
+            reply: Message = {"role": "assistant", "content": spoken({"role": "assistant", "tool_calls": [call]})}
+            fields["action"] = {"kind": "call", **right}
+        else:
+            reply = {"role": "assistant", "content": right if isinstance(right, str) else json.dumps(right)}
+            fields |= {"value": right, "superseded": made.superseded(self.events[:i], question)}
+        fields["events_ago"] = None if oldest is None else i - 1 - oldest
+        index = len(messages)
+        messages.extend([reply, {"role": "user", "content": made.GO_ON}])
+        return Decision(index, str(reply["content"]), fields, () if oldest is None else (outputs[oldest],))
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """Those of the embedded prose."""
+    return tuple(" ".join(sentences()).split())
+
+
+class Drawn(LazySamples):
+    """Samples of every length in turns."""
+
+    def __init__(self, task: AgentTraces, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.places = [(length, i) for i in range(task.params.rows or 10) for length in task.params.lengths]
+        self.events: dict[int, int] = {}  # that fitted a length last
+        self.last: tuple[int, Sample | None] = (-1, None)  # the sample that was made last: `query_aware` asks it often
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def fewest(self) -> int:
+        return 2 * self.task.params.turns + 4
+
+    def sample(self, i: int) -> Sample:
+        length, number = self.places[i]
+
+        def work(n_events: int, n_padding: int = 0) -> Trace:
+            return Work(self.task, length, number, n_events, n_padding).trace()
+
+        def size(n_events: int, n_padding: int = 0) -> int:
+            return self.task.size(self.tokenizer, work(n_events, n_padding))
+
+        if i != self.last[0]:
+            guess = self.events.get(length) or length // (self.task.params.output_tokens + 60)
+            n = most_units(size, length, self.fewest, guess)
+            if n is None:
+                raise ConfigError(
+                    f"task.lengths={length} is too short for {self.fewest} events and the questions on them; "
+                    "give more tokens, fewer task.turns or a smaller task.output_tokens"
+                )
+            self.events[length] = n
+            padding = most_units(lambda words: size(n, words), length, 0, (length - size(n)) // 2)
+            self.last = i, self.task.sample(self.tokenizer, work(n, padding or 0))
+        assert self.last[1] is not None
+        return self.last[1]
+
+
+# --- rows of files -----------------------------------------------------------------------------
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """What a row must hold beyond the types of its fields."""
+    if not row["messages"]:
+        raise BadRow("field 'messages' is empty")
+    for i, message in enumerate(row["messages"]):
+        problem = wrong_with(message)
+        if problem:
+            raise BadRow(f"message {i} {problem}")
+
+
+def wrong_with(message: Any) -> str | None:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return "has no role of user, assistant and tool"
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and calls):
+        return "has no content"
+    if calls is None:
+        return None
+    if (
+        message["role"] != "assistant"
+        or not isinstance(calls, list)
+        or len(calls) != 1
+        or not isinstance(calls[0], dict)
+    ):
+        return "has other than one call of an assistant"
+    function = calls[0].get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return "has a call without a name"
+    if not isinstance(function.get("arguments"), str):
+        return "has a call whose arguments are no JSON in a text"
+    try:
+        arguments = recorded(message)["arguments"]
+    except NoJson as error:
+        return f"has a call whose arguments are no JSON ({error})"
+    return None if isinstance(arguments, dict) else "has a call whose arguments are no object"
