@@ -10,6 +10,7 @@ same at first use. With a text or a length of your own say where to write (`out`
 kinds      channels  Double Sparsity's scores of channels
            pca       Loki's principal components of keys
            heads     DuoAttention's table, as text: conf/heads/MODEL.tsv, or out=FILE
+           qfilters  Q-Filters' directions of queries
            queries   TriAttention's means of queries
 exit code  0 written, 2 wrong input
 

@@ -21,7 +21,7 @@ Differs   - tokens that the scorer protects stay whatever the norms say. `match_
           - of latents all heads' values are weighed, and the mean over heads counts.
           The authors' code is kvpress' press: there is no other setting of the paper's.
 Fails     where the scorer does: the norms move the lower half of its choice alone.
-Figures   drop by keys and values: #BF41BD, hourglass, -.
+Figures   drop by keys and values: #A94991, square, --
 """
 
 from dataclasses import dataclass
