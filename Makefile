@@ -63,8 +63,14 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
 
-.PHONY: results
-results: $(DONE) ## every method at five budgets on three tasks, about two hours on two cores, then docs/results.md
+.PHONY: results hour
+results: $(DONE) ## twelve methods on tasks that tell them apart, hours on two cores, then docs/results.md
+	@for task in docs needle ruler shared; do \
+		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
+	done
+	$(BIN)/python -m plots.findings runs/evidence
+
+hour: $(DONE) ## every method at five budgets in tokens on three tasks, about two hours on two cores, then docs/hour.md
 	@for task in longbench needle fidelity; do \
 		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
 	done

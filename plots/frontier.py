@@ -1,4 +1,4 @@
-"""What bytes buy, as a page of its own and a part of docs/results.md: every method at several shares of all bytes.
+"""What bytes buy, as a page of its own and a part of docs/hour.md: every method at several shares of all bytes.
 
     python -m plots.frontier [RUNS] [--out docs]    docs/frontier.md and its figures alone
 

@@ -1,6 +1,6 @@
-"""docs/results.md: every method at several budgets, on three tasks, as a page with tables and figures made from runs.
+"""docs/hour.md: every method at several budgets, on three tasks, as a page with tables and figures made from runs.
 
-    make results                                  the runs, then the page
+    make hour                                     the runs, then the page
     python -m plots.results [RUNS] [--out docs]   the page alone
 
 The runs are those of `conf/experiment/results_*.yaml`. Nothing on the page is typed: scores, intervals and bytes come
@@ -34,7 +34,7 @@ from results.intervals import Interval
 from results.names import STAND_INS
 from results.sheet import ABSENT, Sheet, markdown, plain_markdown
 
-NAME = "results"
+NAME = "hour"
 RUNS = Path("runs/results")
 
 SCORES = (
@@ -184,11 +184,11 @@ def machine(runs: Sequence[Run]) -> str:
 # --- the page ---------------------------------------------------------------------------------
 
 HEAD = """\
-# Results
+# What the harness shows in an hour
 
 Every method of the harness at {n_ratios} budgets, on three small tasks that need no download. The model is small and so
-are the samples: read the intervals before the means. This page is output, tables and figures alike; `make results`
-makes the runs and then the page, in these steps:
+are the samples, and hardly a difference is shown: [results](results.md) asks fewer methods more often. This page is
+output, tables and figures alike; `make hour` makes the runs and then the page, in these steps:
 
     python run.py -m experiment=results_longbench out=runs/results
     python run.py -m experiment=results_needle out=runs/results
@@ -200,8 +200,8 @@ tokens for good and get more of them in return ([fair budgets](fair-budgets.md))
 samples. Differences to full attention are paired, sample by sample; * marks those that are shown (p below {level:.0%}
 after Holm's correction over the table), and a table with too few samples for any says so. † marks a run whose ledger
 exceeded its budget, ‡ one that holds more than {more:g} times the ratio's share of the full cache's bytes on the
-device: an index, what a first stage keeps, or layers left whole; - stands for what was not run. A ratio counts tokens;
-the first figure compares methods by what they hold and move. Every method has its default settings{presets}.
+device: an index, what a first stage keeps, or layers left whole; - stands for what was not run. A ratio counts
+tokens. Every method has its default settings{presets}.
 """
 BYTES = """\
 ## Bytes
@@ -298,13 +298,13 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
     used = [run for run in runs if run.folder in mine]
     path = out / f"{NAME}.md"
     by_bytes = frontier.part(runs, [f"{NAME}/{name}" for name in in_bytes])
-    by_tokens = page(grids, used, pictures) if grids else "# Results\n"
+    by_tokens = page(grids, used, pictures) if grids else "# What the harness shows in an hour\n"
     path.write_text("\n".join(filter(None, (by_tokens, by_bytes))), encoding="utf-8")
     return [path, *(folder / f"{name}.svg" for name in [*pictures, *in_bytes])]
 
 
-NOTHING = "{} has no runs for the page; make results makes them"
-main = Page("plots.results", "Write docs/results.md from runs.", write, NOTHING, runs=RUNS).main
+NOTHING = "{} has no runs for the page; make hour makes them"
+main = Page("plots.results", "Write docs/hour.md from runs.", write, NOTHING, runs=RUNS).main
 
 
 if __name__ == "__main__":

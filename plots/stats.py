@@ -58,6 +58,13 @@ class Paired:
     def n(self) -> int:
         return self.wins + self.ties + self.losses
 
+    @property
+    def turned(self) -> "Paired":
+        """The reference against the variant."""
+        spread = self.difference
+        ends = None if spread is None else Interval(-spread.mean, -spread.high, -spread.low)
+        return Paired(-self.mean, ends, self.p, self.losses, self.ties, self.wins)
+
 
 def interval(scores: Sequence[float] | Array, bounds: Bounds = SHARE) -> Interval | None:
     """The mean of scores and its 95 % interval, as a run's own result has it; None of a single one."""
@@ -143,6 +150,11 @@ class Corrected:
     paired: Paired
     p: float  # Holm's
     family: int  # comparisons that were looked at together
+
+    @property
+    def turned(self) -> "Corrected":
+        """The reference against the variant."""
+        return Corrected(self.paired.turned, self.p, self.family)
 
     @property
     def sign(self) -> int:

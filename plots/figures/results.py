@@ -1,4 +1,4 @@
-"""The figures of docs/results.md: methods in the order of their scores, and families against a cost.
+"""The figures of docs/hour.md: methods in the order of their scores, and families against a cost.
 
 SVGs have no ground of their own and turn their ink light where the reader's page is dark.
 

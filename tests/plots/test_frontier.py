@@ -1,4 +1,4 @@
-"""What bytes buy: the frontier's points, and the part of docs/results.md that is made of runs with a byte budget."""
+"""What bytes buy: the frontier's points, and the part of docs/hour.md that is made of runs with a byte budget."""
 
 from fractions import Fraction
 from itertools import product
@@ -74,8 +74,10 @@ def test_the_page_has_a_part_by_memory_made_of_its_runs(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     path, *others = write(tmp_path / "docs", load(tmp_path / "runs"))
     text = path.read_text()
-    assert text.startswith("# Results\n") and [other.name for other in others] == ["frontier-1.svg"]
-    assert "![output error against bytes](results/frontier-1.svg)" in text
+    assert text.startswith("# What the harness shows in an hour\n") and [other.name for other in others] == [
+        "frontier-1.svg"
+    ]
+    assert "![output error against bytes](hour/frontier-1.svg)" in text
     lines = {line.split("|")[1].strip(): line for line in reversed(text.splitlines()) if line.startswith("| ")}
     assert lines["memory"] == "| memory | 1/2 | 1/8 |"
     assert lines["PQCache"].split("|")[2:4] == [" 0.103 (0.099 to 0.107) ", " 0.303 (0.299 to 0.307) "]

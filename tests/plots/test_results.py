@@ -1,4 +1,4 @@
-"""docs/results.md: what stands on it follows from the runs, all of it, and the same runs make the same bytes."""
+"""docs/hour.md: what stands on it follows from the runs, all of it, and the same runs make the same bytes."""
 
 import json
 import random
@@ -190,7 +190,7 @@ def test_runs_of_two_models_and_two_runs_of_a_cell_are_refused(tmp_path: Path, c
 
 def test_without_runs_it_says_how_to_make_them(tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "make results" in capsys.readouterr().err
+    assert "make hour" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -223,7 +223,7 @@ def test_a_family_is_coloured_in_its_own_panel_and_grey_in_all_others(root: Path
 
 
 def test_figures_of_the_page_are_read_on_light_and_dark_pages(page: Path) -> None:
-    for path in (page.parent / "results").glob("*.svg"):
+    for path in (page.parent / "hour").glob("*.svg"):
         text = path.read_text()
         assert "prefers-color-scheme: dark" in text and text.count("<style>") == 1
         assert "fill: #ffffff" not in text, "it has no ground of its own"

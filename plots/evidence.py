@@ -1,0 +1,276 @@
+"""Scores of the runs of conf/experiment/evidence_*.yaml, by task, scope, budget and method, and how they compare.
+
+    read     of a folder of runs; runs that were stopped count with their samples so far
+    load     of a compact file, a line per sample and variant, which `keep` writes
+
+Only samples that every variant of a scope answered count, so all comparisons are of the same samples.
+
+Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
+"""
+
+import csv
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from plots.stats import Corrected, Paired, corrected, paired
+from results import SampleRow, read_config, read_samples
+from results.names import own_methods
+
+COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
+SHOWN, HIDDEN = "full_prompt", "context_only"
+FULL = "full"
+Place = tuple[str, str, str]  # scope, memory, method; full attention has no memory
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One task of the page: which samples of which runs, and the words for it."""
+
+    key: str
+    title: str
+    experiment: str
+    about: str
+    task: str
+    style: str = ""  # of needles
+    dataset: str = ""  # of several
+
+    def has(self, config: Mapping[str, Any]) -> bool:
+        task = config["task"]
+        return task["name"] == self.task and self.style in ("", task["params"].get("style"))
+
+    def takes(self, row: SampleRow) -> bool:
+        return row.score is not None and self.dataset in ("", row.fields.get("dataset"))
+
+
+SETS = (
+    Asked(
+        "docs", "Questions on documents", "evidence_docs",
+        "The prompt is a text of Python's manual, 1,500 tokens in most samples, and the first eight words of a "
+        "sentence in it; the answer is how that sentence goes on. The score is the F1 of words.",
+        "longbench",
+    ),
+    Asked(
+        "needle", "A needle of seven digits", "evidence_needle",
+        "A phone number is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
+        "needle", style="own",
+    ),
+    Asked(
+        "needle-name", "A needle that is a name", "evidence_needle",
+        "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
+        "needle", style="own_name",
+    ),
+    Asked(
+        "variables", "Chains of variables", "evidence_ruler",
+        "RULER's variable tracking, generated with 2,048 tokens. The score is the share of the chain that is named.",
+        "ruler", dataset="vt",
+    ),
+    Asked(
+        "keys", "One needle of many", "evidence_ruler",
+        "RULER's multi-key needle, generated with 2,048 tokens. An answer is right or wrong.",
+        "ruler", dataset="niah_multikey_1",
+    ),
+    Asked(
+        "shared", "Eight questions on one context", "evidence_shared",
+        "A context is compressed once, before any question is known. A sample is a context, and its score the mean F1 "
+        "of its questions.",
+        "shared_context",
+    ),
+    Asked(
+        "sums", "Sums behind eight solved ones", "evidence_gsm8k",
+        "GSM8K's test questions behind eight worked exemplars, which are what is compressed. An answer is right or "
+        "wrong.",
+        "gsm8k",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sample's score of one variant."""
+
+    asked: str
+    model: str
+    place: Place
+    sample: str
+    score: float
+    device_bytes: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was asked of one task."""
+
+    asked: Asked
+    model: str
+    of: Mapping[Place, Mapping[str, float]]  # by sample
+    device: Mapping[Place, float]  # bytes, mean over samples
+
+    @property
+    def scopes(self) -> list[str]:
+        return [scope for scope in (SHOWN, HIDDEN) if any(place[0] == scope for place in self.of)]
+
+    @property
+    def memories(self) -> list[str]:
+        """From the largest on."""
+        return sorted({memory for _, memory, method in self.of if method != FULL}, key=float, reverse=True)
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """But full attention; the best at the smallest budgets first."""
+        found = dict.fromkeys(method for _, _, method in self.of if method != FULL)
+        means = {name: [mean(s) for p, s in self.of.items() if p[2] == name] for name in found}
+        return sorted(found, key=lambda name: -fsum(means[name]) / len(means[name]))
+
+    def full(self, scope: str) -> Mapping[str, float]:
+        return self.of[scope, "", FULL]
+
+    def n(self, scope: str) -> int:
+        return len(self.full(scope))
+
+    def share(self, place: Place) -> float:
+        """Of full attention's bytes."""
+        return self.device[place] / self.device[place[0], "", FULL]
+
+    @cached_property
+    def against_full(self) -> dict[Place, Corrected]:
+        """Corrected over all variants that were asked the same samples."""
+        mine = [place for place in self.of if place[2] != FULL]
+        return corrected({p: less(self.of[p], self.full(p[0])) for p in mine}, lambda place: place[0])
+
+    @cached_property
+    def hiding(self) -> dict[Place, Corrected]:
+        """Of each variant, with the question hidden less with the question shown; corrected over all variants."""
+        mine = [p for p in self.of if p[0] == HIDDEN and (SHOWN, *p[1:]) in self.of]
+        return corrected({p: less(self.of[p], self.of[SHOWN, p[1], p[2]]) for p in mine})
+
+    def between(self, scope: str, memory: str) -> dict[Pair, Corrected]:
+        """Every two methods at a budget, the first less the second; corrected over all pairs."""
+        names = [name for name in self.methods if (scope, memory, name) in self.of]
+        pairs = combinations(names, 2)
+        return corrected({(a, b): less(self.of[scope, memory, a], self.of[scope, memory, b]) for a, b in pairs})
+
+    def groups(self, scope: str, memory: str) -> tuple[list[str], list[str]]:
+        """The best method with those that are not shown to be worse, and the others, each in the order of scores."""
+        names = [name for name in self.methods if (scope, memory, name) in self.of]
+        names.sort(key=lambda name: -mean(self.of[scope, memory, name]))
+        found = self.between(scope, memory)
+        apart = {name for pair, one in found.items() if one.sign and names[0] in pair for name in pair} - {names[0]}
+        return [name for name in names if name not in apart], [name for name in names if name in apart]
+
+
+def mean(scores: Mapping[str, float]) -> float:
+    return fsum(scores.values()) / len(scores)
+
+
+def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
+    """One's scores less the other's on the samples that both have."""
+    both = [sample for sample in one if sample in other]
+    return paired([one[sample] for sample in both], [other[sample] for sample in both])
+
+
+def title(method: str) -> str:
+    """What readers call a method, as its file says."""
+    file = own_methods().get(method)
+    found = None if file is None else re.search(r'^    title = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
+    return method if found is None else found[1]
+
+
+# --- from runs -----------------------------------------------------------------------------------
+
+
+def read(root: Path) -> list[Line]:
+    """The scores of all runs below a folder that are of a task of the page."""
+    found: list[Line] = []
+    for folder in sorted(path.parent for path in root.rglob("config.yaml")):
+        config = read_config(folder)
+        for asked in SETS:
+            if asked.has(config):
+                found += lines_of(asked, config, read_samples(folder))
+    return found
+
+
+def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:
+    """One for each sample, of whose turns the mean counts."""
+    method = config["method"]["name"]
+    memory = "" if method == FULL else str(config.get("memory") or "")
+    place = config.get("compression_scope") or SHOWN, memory, method
+    by_sample: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        if asked.takes(row):
+            by_sample.setdefault(row.sample_id, []).append(row)
+    for sample, turns in by_sample.items():
+        score, held = ([f(row) for row in turns] for f in (score_of, held_by))
+        yield Line(asked.key, config["model"]["name"], place, sample, fsum(score) / len(turns), fsum(held) / len(turns))
+
+
+def score_of(row: SampleRow) -> float:
+    assert row.score is not None
+    return row.score
+
+
+def held_by(row: SampleRow) -> float:
+    return float(row.ledger.get("bytes_resident_device") or 0.0)
+
+
+def gathered(lines: Sequence[Line]) -> list[Scores]:
+    """By task, with the samples that all variants of a scope answered; a model with fewer samples is left out."""
+    found = []
+    for asked in SETS:
+        own = [line for line in lines if line.asked == asked.key]
+        models = {line.model: sum(other.model == line.model for other in own) for line in own}
+        if models:
+            found.append(of_model(asked, max(models, key=lambda name: models[name]), own))
+    return [scores for scores in found if scores is not None]
+
+
+def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
+    rows: dict[Place, dict[str, Line]] = {}
+    for line in lines:
+        if line.model == model:
+            rows.setdefault(line.place, {})[line.sample] = line
+    rows = {p: by for p, by in rows.items() if (p[0], "", FULL) in rows}
+    both = {scope: common([by for p, by in rows.items() if p[0] == scope]) for scope in {p[0] for p in rows}}
+    if not rows or not all(both.values()):
+        return None
+    value: Callable[[Place, Callable[[Line], float]], dict[str, float]] = lambda p, f: {  # noqa: E731
+        sample: f(rows[p][sample]) for sample in both[p[0]]
+    }
+    scores = {p: value(p, lambda line: line.score) for p in rows}
+    return Scores(asked, model, scores, {p: mean(value(p, lambda line: line.device_bytes)) for p in rows})
+
+
+def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
+    """Samples that are in all of them, in the order of the first."""
+    return [sample for sample in rows[0] if all(sample in one for one in rows)]
+
+
+# --- the compact file ----------------------------------------------------------------------------
+
+
+def keep(path: Path, lines: Sequence[Line]) -> None:
+    """The same lines make the same bytes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for line in lines:
+        numbers = f"{line.score:.4g}", f"{line.device_bytes:.0f}"
+        writer.writerow((line.asked, line.model, *line.place, line.sample, *numbers))
+    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def load(path: Path) -> list[Line]:
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        return [
+            Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
+                 float(row["score"]), float(row["device_bytes"]))
+            for row in csv.DictReader(file)
+        ]  # fmt: skip

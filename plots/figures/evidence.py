@@ -1,0 +1,77 @@
+"""The figures of docs/results.md: a panel per budget in bytes, and in it a row per method, the best at the top.
+
+A filled mark is with the question hidden from the method, a hollow one with the question shown; where only one of them
+was asked its marks are filled. Not here: the scores (`plots/evidence.py`), the page (`plots/findings.py`).
+"""
+
+from fractions import Fraction
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from plots import style
+from plots.evidence import FULL, Scores, mean, title
+from plots.figures.results import TINY
+from plots.stats import rank_ranges
+from plots.style import Canvas, Picture
+from results import interval
+
+ROW = 0.16  # inches of a method
+BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
+NOTES = (
+    "Bars: 95 % intervals over samples. Dashed: full attention. On the right: the ranks that a method may have, behind "
+    "those shown to be better and ahead of those shown to be worse (paired test, corrected for its comparisons)"
+)
+
+
+def picture(scores: Scores) -> Picture:
+    main = scores.scopes[-1]  # with the question hidden, where that was asked
+    ns = " and ".join(dict.fromkeys(str(scores.n(scope)) for scope in scores.scopes))
+    height = 1.0 + ROW * max(len(named(scores, main, memory)) for memory in scores.memories)
+    found = Canvas().new(
+        scores.asked.title, f"{scores.model} · n = {ns}", (), style.PAGE, height,
+        ncols=len(scores.memories), squeeze=False, sharex=True,
+    )  # fmt: skip
+    for ax, memory in zip(found.axes[0], scores.memories, strict=True):
+        panel(ax, scores, main, memory)
+    found.axes[0][len(scores.memories) // 2].set_xlabel("score, 0 to 100")
+    both = ["Filled: the question hidden while the prompt was compressed; hollow: shown"]
+    found.note(*(both if len(scores.scopes) > 1 else []), NOTES)
+    return found.finish(legend=False)
+
+
+def named(scores: Scores, scope: str, memory: str) -> list[str]:
+    """The methods that were asked at a budget."""
+    return [name for name in scores.methods if (scope, memory, name) in scores.of]
+
+
+def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
+    names = sorted(named(scores, main, memory), key=lambda name: mean(scores.of[main, memory, name]))
+    ranks = rank_ranges({name: scores.of[main, memory, name] for name in names})
+    for scope in scores.scopes:
+        is_main = scope == main
+        for y, name in enumerate(names):
+            if (scope, memory, name) not in scores.of:
+                continue
+            values, look = scores.of[scope, memory, name], style.look(name)
+            at, y_at = 100 * mean(values), y if is_main else y + 2 * BESIDE
+            if (spread := interval([*values.values()])) is not None:
+                ax.hlines(
+                    y_at, 100 * spread.low, 100 * spread.high, color=look["color"], linewidth=1 if is_main else 0.6
+                )
+            face: dict[str, Any] = {} if is_main else {"markerfacecolor": "none"}
+            face |= {"linestyle": "", "markersize": 0.9 * look["markersize"]}
+            ax.plot([at], [y_at], **(look | face))
+        if (scope, "", FULL) in scores.of:
+            ax.axvline(100 * mean(scores.full(scope)), color="black", linestyle="--", linewidth=0.9 if is_main else 0.5)
+    across = ax.get_yaxis_transform()
+    for y, name in enumerate(names):
+        first, last = ranks[name]
+        words = f"{first}" if first == last else f"{first} to {last}"
+        ax.text(1.02, y, words, transform=across, va="center", fontsize=TINY)
+    ax.text(1.02, len(names) - 0.2, "rank", transform=across, va="center", fontsize=TINY)
+    ax.set_yticks(range(len(names)), [title(name) for name in names], fontsize=TINY + 0.5)
+    ax.set_ylim(-0.6, len(names) - 0.2)
+    ax.set_xlim(-2, 102)
+    ax.grid(axis="y", visible=False)
+    ax.set_title(f"{Fraction(memory)} of the bytes")
