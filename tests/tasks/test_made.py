@@ -235,6 +235,53 @@ def agent_wrong(prompt: str, rng: random.Random) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+# --- oolong: lines counted once more -------------------------------------------------------------------------------
+
+
+def oolong(prompt: str, rng: random.Random) -> str:
+    text, _, question = prompt.rpartition("Among the lines")
+    lines = [line.split(" || ") for line in text.splitlines() if line.startswith("Date: ")]
+    rows = [(d[6:], u[6:], label[7:].removesuffix("<|im_end|>")) for d, u, _, label in lines]
+    asks, _, form = question.partition(" Give your final answer in the form '")
+    scope, _, asks = asks.partition(", ")
+    if user := re.findall(r"of user (\d+)", scope):
+        rows = [row for row in rows if row[1] == user[0]]
+    if day := re.findall(r"before (\S+)", scope):
+        rows = [row for row in rows if row[0] < day[0]]
+    if day := re.findall(r"from (\S+)", scope):
+        rows = [row for row in rows if not row[0] < day[0]]
+    labels = [label for _, _, label in rows]
+    known = "abbreviation|description|entity|human being|location|numeric value"
+    named = re.findall(known, asks)
+
+    def often(of: list[str], among: list[str]) -> str:
+        return max(among, key=of.count)
+
+    if "least frequent" in asks:
+        right = min(named, key=labels.count)
+    elif "more common than" in asks:
+        a, b = (labels.count(one) for one in named)
+        right = "same frequency" if a == b else ("less common", "more common")[a > b]
+    elif "most frequent" in asks:
+        right = often(labels, labels)
+    elif "how many have" in asks:
+        right = str(labels.count(named[0]))
+    elif "how many labels" in asks:
+        least = int(re.findall(r"at least (\d+)", asks)[0])
+        right = str(sum(labels.count(one) >= least for one in known.split("|")))
+    elif "which user" in asks:
+        users = [user for _, user, label in rows if label == named[0]]
+        right = often(users, users)
+    else:
+        days = [day for day, _, _ in rows]
+        right = often(days, days)
+    return f"Counted all.\n{form.partition(':')[0]}: {right}"
+
+
+def oolong_wrong(prompt: str, rng: random.Random) -> str:
+    return rng.choice(["Label: other", "Answer: 500", "User: 7", "Date: 1999-01-01"])
+
+
 # --- all of them -------------------------------------------------------------------------------------------------
 
 # By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
@@ -248,11 +295,13 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     "agent_traces": (
         {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
     ),
+    "oolong": ({"lengths": [6000], "rows": 4, "questions": 7, "mode": "query_aware"}, oolong, oolong_wrong, 0.1),
 }  # fmt: skip
 LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr": {"needles": [2], "lengths": [2000, 6000]},
     "graphwalks": {"lengths": [2000, 5000]},
     "agent_traces": {"lengths": [7000], "output_tokens": 60, "turns": 3},
+    "oolong": {"lengths": [12000]},
 }
 
 
@@ -285,10 +334,13 @@ def test_a_seed_makes_the_same_samples_and_another_one_others(name: str, tmp_pat
 def test_a_length_is_filled_to_two_per_cent(name: str, tmp_path: Path) -> None:
     _, samples = made(name, tmp_path, **LENGTHS[name] | {"rows": 2})
     for sample in samples:
-        prompt = prompt_of(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
         talk = sample.conversation
-        answer = talk.turns[-1].max_new_tokens if talk else sample.max_new_tokens if name == "mrcr" else 0
-        used = len(prompt) + answer
+        if talk is not None and talk.asking.mode == "independent":  # one question at a time
+            used = max(len(TOKENIZER.encode(sample.context + turn.question)) for turn in talk.turns)
+        else:
+            prompt = prompt_of(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
+            used = len(prompt) + (talk.turns[-1].max_new_tokens if talk else 0)
+            used += sample.max_new_tokens if name == "mrcr" else 0
         assert 0.98 * sample.fields["length"] < used <= sample.fields["length"], (sample.id, used)
 
 

@@ -1,0 +1,1 @@
+"""Oolong: counts over all lines of a long list."""
