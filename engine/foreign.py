@@ -83,7 +83,8 @@ def without_waiting(path: str, flags: int) -> int:
 def read_bytes(path: Path, most: int = LARGEST_FILE) -> bytes:
     """A whole file, unless it is larger than can be used."""
     with opened(path) as file:
-        content = file.read(most + 1)
+        # Not `most` at once: so many addresses are reserved, which a process with a limit has not.
+        content = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most:
         raise ConfigError(f"{path} is larger than {most >> 20} MB; split it, or give the file that was meant")
     return content

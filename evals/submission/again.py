@@ -1,0 +1,91 @@
+"""Samples of a run answered a second time on this machine: the only thing that shows who gave an answer.
+
+Which samples is drawn when it is asked, so that nobody knows it before. In float32 on a CPU an answer and its ledger
+are the same alone and beside others, and a difference is found. Elsewhere the order of sums may decide between two
+tokens that are nearly as likely: there a difference is said, and proves nothing.
+
+Not here: runs of methods in files of their own, which are not run outside the jail.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from engine.errors import ConfigError, RunError
+from evals.asked import ask
+from evals.submission.check import NOT_IN_ENTRIES, Checked, read_safely, same
+from evals.submission.folder import Finding
+from evals.submission.settings import settings_of
+from results import SampleRow, read_samples
+
+EXACT = ("float32", "cpu")
+
+
+def reproduce(root: Path, one: Checked, n: int) -> None:
+    """Answer `n` samples of a run again, drawn at random; what differs is found, or said where it proves nothing."""
+    rows = read_samples(root / one.run)
+    wanted = {row.sample_id for row in SystemRandom().sample(rows, min(n, len(rows)))}
+    config = read_safely(root / one.run)
+    try:
+        again = {row.id: row for row in answers(config, wanted, root)}
+    except (ConfigError, RunError) as error:
+        one.why.append(f"it cannot be run on this machine: {' '.join(str(error).split())[:200]}")
+        return
+    unlike = [(row, why) for row in rows if row.id in again and (why := difference(row, again[row.id]))]
+    is_exact = (config.get("dtype"), config.get("device")) == EXACT
+    for row, why in unlike:
+        if is_exact:
+            one.findings.append(Finding(one.run, "answer", f"sample {row.id!r:.60} {why} when it is asked again"))
+        else:
+            where = f"in {config.get('dtype')} on {config.get('device')}"
+            one.why.append(
+                f"sample {row.id!r:.60} {why} when it is asked again, which {where} the rows beside it may do"
+            )
+    one.facts["asked_again"] = len(wanted)
+    if not unlike and one.level == 2:
+        one.level = 3
+
+
+def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator[SampleRow]:
+    """The lines of some samples; no folder is made."""
+    from evals.answer import Answering, Given
+    from evals.cells import check_loaded, ready_cells
+    from evals.lines import line_of
+    from evals.models import Models
+    from evals.prepare import Preparation
+    from evals.screen.progress import Progress
+
+    settings = replace(settings_of(config), out=root / "again", is_sweep=True)
+    (cell,) = ready_cells(ask([settings]))
+    if unlike := sorted(key for key in config.keys() | cell.config.keys() if config.get(key) != cell.config.get(key)):
+        raise ConfigError(f"its {', '.join(unlike)[:100]} are others here")
+    prepared = Preparation([cell])
+    model = MODELS.setdefault("kept", Models()).get(cell.settings)
+    check_loaded([cell], model.checkpoint)
+    with Progress(f"{len(wanted)} samples again", len(wanted), 0) as progress:
+        answering = Answering(model, cell, progress)
+        for place in range(prepared.n):
+            if prepared.samples[place].id in wanted:
+                one = prepared.prepare(place, prepared.samples[place])
+                with model.hooked():
+                    for given in answering.answer(one, cell.draws()):
+                        if isinstance(given, Given):
+                            yield line_of(one, given)[0]
+
+
+MODELS: dict[str, Any] = {}
+
+
+def difference(said: SampleRow, again: SampleRow) -> str:
+    """In which way two lines of one sample differ; "" where they do not, but for times and what was allocated."""
+    if said.prompt_sha256 != again.prompt_sha256:
+        return "has another prompt"
+    if said.prediction != again.prediction:
+        return "has another answer"
+    if said.generated_tokens != again.generated_tokens or not same(said.score, again.score):
+        return "has another length or score"
+    keys = said.ledger.keys() & again.ledger.keys() - NOT_IN_ENTRIES
+    unlike = sorted(key for key in keys if not same(said.ledger[key], again.ledger[key]))
+    return f"has another {unlike[0]}" if unlike else ""

@@ -1,0 +1,150 @@
+"""Benchmarks that are frozen: what was asked and what a score looks at, as digests that are committed.
+
+    python -m evals.submission.frozen task=needle_short [model=…] […]    writes one, from the task's own samples
+
+A benchmark is a task with its settings, on a model, whose tokenizer and window a prompt depends on. Its file has a line
+per answer: the prompt's digest, and one of references and columns. Nothing of the texts is in it.
+
+Not here: answers, and whether they are any good.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from engine.budget import Frame
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from engine.terminal import say
+
+FOLDER = Path(__file__).resolve().parent / "frozen"
+# What of a configuration decides which prompts are asked; `limit` takes the first of them.
+ASKED = ("task", "task_version", "data_digest", "seed", "compression_scope", "model", "model_digest")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One answer that is asked for."""
+
+    id: str
+    prompt: str  # `prompt_hash`
+    tokens: int  # of the prompt
+    context: int  # of them those before the question, where this is left out of what is compressed
+    frame: Frame
+    asked: str  # digest of references and columns
+
+    @classmethod
+    def read(cls, row: Sequence[Any]) -> Self:
+        id, prompt, tokens, context, (prefix, suffix, postfix), asked = row
+        return cls(id, prompt, tokens, context, Frame(prefix, suffix, tuple(postfix)), asked)
+
+    def row(self) -> list[Any]:
+        frame = [self.frame.n_prefix, self.frame.n_suffix, list(self.frame.postfix_ids)]
+        return [self.id, self.prompt, self.tokens, self.context, frame, self.asked]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A frozen benchmark, by the name of its file."""
+
+    name: str
+    asked: Mapping[str, Any]
+    shape: ModelShape
+    columns: tuple[str, ...]  # that the task gives each sample, and that a score may look at
+    has_turns: bool
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        shape = {key: tuples(value) for key, value in found["shape"].items()}
+        lines = tuple(map(Line.read, found["lines"]))
+        return cls(path.stem, found["asked"], ModelShape(**shape), tuple(found["columns"]), found["has_turns"], lines)
+
+    def to_json(self) -> str:
+        head = {"asked": self.asked, "shape": asdict(self.shape), "columns": self.columns, "has_turns": self.has_turns}
+        keys = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+        rows = ",\n".join("    " + json.dumps(line.row()) for line in self.lines)
+        return f'{{\n{keys}  "lines": [\n{rows}\n  ]\n}}\n'
+
+
+def tuples(value: Any) -> Any:
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
+def digest(references: Sequence[str], columns: Mapping[str, Any]) -> str:
+    """Of all that a score looks at beside the answer."""
+    text = json.dumps([list(references), dict(columns)], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def asked_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config.get(key) for key in ASKED}
+
+
+@cache
+def registry(folder: Path = FOLDER) -> tuple[Benchmark, ...]:
+    """Every frozen benchmark."""
+    return tuple(Benchmark.read(path) for path in sorted(folder.glob("*.json")))
+
+
+def find(config: Mapping[str, Any], folder: Path = FOLDER) -> Benchmark | None:
+    """The benchmark that a run with this configuration was asked."""
+    asked = asked_of(config)
+    return next((one for one in registry(folder) if one.asked == asked), None)
+
+
+def freeze(words: Sequence[str]) -> Benchmark:
+    """The benchmark of a command line, from the samples of today."""
+    from evals.lines import own_columns
+    from evals.prepare import Preparation
+    from evals.runner import prepare
+    from evals.settings import from_words
+    from tasks.prompt import tokenizing
+    from tasks.turns.questions import one_question
+
+    (cell,) = prepare([from_words(["method=full", *words])])
+    with tokenizing(cell.settings.model.name):
+        asked = Preparation([cell])
+        samples = [asked.prepare(i, asked.samples[i]) for i in range(len(asked.samples))]
+    if any(one.n_turns != samples[0].n_turns for one in samples):
+        raise ConfigError("its samples have different numbers of turns, which no frozen benchmark has")
+    columns: set[str] = set()
+    lines: list[Line] = []
+    for one in samples:
+        for turn, id in enumerate(one.line_ids(cell)):
+            sample = one_question(one.sample, turn) if one.n_turns else one.sample
+            own = json.loads(json.dumps(own_columns(sample)))
+            columns |= own.keys()
+            prompt = one.packed
+            asked_for = digest(sample.references, own)
+            lines.append(Line(id, one.sha, len(prompt), len(prompt.context_ids), prompt.frame, asked_for))
+    config = json.loads(json.dumps(cell.config))
+    hashed = hashlib.sha256(json.dumps(asked_of(config), sort_keys=True).encode()).hexdigest()
+    name = f"{config['task']['name']}-{config['model']['name']}-{hashed[:8]}"
+    return Benchmark(name, asked_of(config), cell.shape, tuple(sorted(columns)), bool(samples[0].n_turns), tuple(lines))
+
+
+def write(words: Sequence[str], folder: Path = FOLDER) -> Path:
+    """Freeze the benchmark of a command line; one that is frozen stays as it is."""
+    found = freeze(words)
+    path = folder / f"{found.name}.json"
+    if path.exists() and path.read_text(encoding="utf-8") != found.to_json():
+        raise ConfigError(f"{path} holds other prompts; a changed benchmark needs another version of its task")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.to_json(), encoding="utf-8")
+    registry.cache_clear()
+    return path
+
+
+if __name__ == "__main__":
+    try:
+        say(write(sys.argv[1:]))
+    except ConfigError as error:
+        say(error, file=sys.stderr)
+        sys.exit(2)

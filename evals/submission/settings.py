@@ -1,0 +1,101 @@
+"""A run's configuration as the settings that it was asked with: `Settings.resolved` read backwards.
+
+It is what a stranger wrote, so each part is built by the checks that a command line goes through, and the settings must
+say the same configuration again: nothing in it is overlooked.
+
+Not here: methods in files of their own, which are not imported here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from engine.budget import BudgetRequest, parse_fraction
+from engine.caches.blocks import BlockCacheSpec
+from engine.errors import ConfigError
+from engine.sampling.spec import Sampling
+from evals.overrides import CONF
+from evals.settings import USUAL, Choice, ModelSpec, Settings
+from evals.typed import build
+from methods.allocator import Allocator
+
+VERSIONS = (  # of what answers depend on, which a configuration has beside the settings
+    *("model_digest", "task_version", "method_version", "data_digest", "method_data_digest", "prefill_version"),
+    *("prefill_data_digest", "compose_version"),
+)
+
+
+def conf_of(group: str, name: str) -> dict[str, Any]:
+    """A file of conf/ with those that it builds on; `ConfigError` for a name that is none of them."""
+    files = {file.stem: file for file in (CONF / group).glob("*.yaml")}
+    if name not in files:
+        raise ConfigError(f"{group}={name!r:.80} is none of conf/{group}")
+    own = yaml.safe_load(files[name].read_text(encoding="utf-8")) or {}
+    taken: dict[str, Any] = {}
+    for base in own.pop("defaults", []):
+        if base != "_self_":
+            taken |= conf_of(group, base)
+    return taken | own
+
+
+def choice(group: str, part: Any) -> Choice:
+    """A group's file with the parameters that a configuration has."""
+    if (
+        not isinstance(part, Mapping)
+        or not isinstance(part.get("params"), Mapping)
+        or part.keys() != {"name", "params"}
+    ):
+        raise ConfigError(f"its {group} is {part!r:.80}, which no run writes")
+    values = conf_of(group, str(part["name"]))
+    target = values.pop("_target_", "")
+    usual = {key: value for key, value in USUAL.get(group, {}).items() if key in values}
+    return Choice(group, str(part["name"]), target, values | usual | dict(part["params"]))
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings of a run; `ConfigError` where its configuration is one that no run writes."""
+    run = USUAL["run"] | dict(config)
+    share = {
+        key: None if run.get(key) is None else parse_fraction(run[key], key) for key in ("ratio", "comm", "memory")
+    }
+    sampling = {"temperature": 0, "top_p": 1, "top_k": None, "n_answers": 1}
+    allocator = run["allocator"]
+    counts = run["budget_counts"]
+    found = Settings(
+        method=choice("method", run.get("method")),
+        task=choice("task", run.get("task")),
+        model=build(ModelSpec, USUAL["model"] | dict(run.get("model") or {}), "model"),
+        prefill=None if run["prefill"] is None else choice("prefill", run["prefill"]),
+        chunk=run["prefill_chunk"],
+        budget=BudgetRequest(
+            share["ratio"], run.get("budget"), share["comm"] or parse_fraction(0, "comm"), bool(run.get("compensate")),
+            memory=share["memory"], counts=None if counts == "target" else counts,
+        ),
+        sampling=Sampling(**{key: run.get(key, usual) for key, usual in sampling.items()}),
+        compose=None if run["compose"] is None else choice("method", run["compose"]),
+        compose_order=run["compose_order"],
+        allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
+        cache=build(BlockCacheSpec, dict(run.get("cache") or {}), "cache"),
+        scope=run.get("compression_scope", ""),
+        seed=run.get("seed", 0),
+        limit=run.get("limit"),
+        dtype=run.get("dtype", ""),
+        device=run.get("device", ""),
+        device_map=run["device_map"],
+        graphs=run["cuda_graphs"] == "auto",
+        weights=run["weights"],
+        data_dir=run.get("data_dir"),
+        out=None,
+        logger=Choice("logger", "none", "", {}),
+        profile=False,
+        accesses=False,
+        is_sweep=False,
+        max_variants=None,
+        skips_refused=False,
+        pool=None,
+    )  # fmt: skip
+    if (again := found.resolved()) != (said := {key: value for key, value in config.items() if key not in VERSIONS}):
+        keys = sorted(key for key in again.keys() | said.keys() if again.get(key) != said.get(key))
+        raise ConfigError(f"its {', '.join(keys)[:200]} is written as no run writes it")
+    return found

@@ -1,0 +1,527 @@
+"""Submissions that are not what they say: each is named, and a true one passes."""
+
+import gzip
+import json
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.workers.limited import Limited
+from evals import verify
+from evals.submission import folder as bounds
+from evals.submission import frozen
+from evals.submission.check import LEVELS
+from evals.submission.folder import Finding
+from evals.submission.manifest import MANIFEST
+from evals.submit import main as submit_main
+from evals.submit import submit
+from results.files import sealed
+from tests.evals.submission.forge import Forge, Row
+from tests.tiny_run import example_file, save_tiny, sweep
+
+VARIANTS = (("full", "0.3"), ("snapkv", "0.3"), ("quest", "0.5"), ("streamingllm", "0.5"))
+NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frozen")
+
+
+@pytest.fixture(scope="module")
+def true(tmp_path_factory: pytest.TempPathFactory, registry: Path) -> Path:
+    """A submission of honest runs, and the benchmark that they answer."""
+    root = tmp_path_factory.mktemp("true")
+    words = [
+        "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[10,50,90]", "comm=1/8",
+        "model=any", f"model.id={save_tiny(root / 'model')}", "model.name=tiny",
+    ]  # fmt: skip
+    mine = example_file(root / "mine")
+    variants = [[f"method={method}", f"ratio={ratio}"] for method, ratio in (*VARIANTS, (str(mine), "0.4"))]
+    sweep(words, variants, root / "runs")
+    frozen.write([*words, "dtype=float32", "device=cpu"], registry)
+    submit([root / "runs"], root / "handed-in", submitter="us", licence="CC0-1.0", methods=[mine])
+    return root / "handed-in"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Limited]:
+    found = Limited(verify.CHECKER, 20.0)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def forge(true: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forge:
+    shutil.copytree(true, tmp_path / "in")
+    monkeypatch.setattr(verify, "conform", lambda source, name: ("", ""))  # which takes seconds, and is tested alone
+    return Forge(tmp_path / "in")
+
+
+def found_in(forge: Forge, registry: Path, worker: Limited) -> verify.Verification:
+    found = verify.Verification(forge.root, registry, worker)
+    found.run()
+    return found
+
+
+def test_a_true_submission_passes_in_time(
+    true: Path, registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "conform", lambda source, name: ("", ""))
+    began = time.process_time()
+    words = [str(true), "--registry", str(registry), "--again", "2", "--out", str(tmp_path / "verdicts.json")]
+    assert verify.main(words) == 0, capsys.readouterr().out
+    assert time.process_time() - began < 10
+    told = capsys.readouterr().out.splitlines()
+    assert sum(": reproduced (score" in line for line in told) == len(VARIANTS)
+    assert "1 rescored, 4 reproduced, 0 findings" in told[-1] and "honest" in told[-1]
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text())
+    assert sorted(one["verdict"] for one in verdicts["runs"].values()) == ["reproduced"] * 4 + ["rescored"]
+
+
+# --- what somebody may forge ---
+
+
+def first(**changes: Any) -> Callable[[list[Row]], None]:
+    def change(rows: list[Row]) -> None:
+        rows[0] |= changes
+
+    return change
+
+
+def answer_of_full(forge: Forge) -> None:
+    """The words of full attention, which score better, in the place of a method's."""
+    full = [json.loads(line) for line in (forge.run("full") / "samples.jsonl").read_text().splitlines()]
+
+    def change(rows: list[Row]) -> None:
+        for row, best in zip(rows, full, strict=True):
+            row |= {"prediction": best["prediction"] + " really", "score": best["score"]}
+
+    forge.rows("quest", change)
+
+
+def scaled(column: str, by: float) -> Callable[[dict[str, list[Any]]], None]:
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns[column] = [int(value * by) for value in columns[column]]
+
+    return change
+
+
+def summaries(key: str, by: float) -> Callable[[list[Row]], None]:
+    def change(rows: list[Row]) -> None:
+        for row in rows:
+            row["ledger"][key] *= by
+
+    return change
+
+
+def both_ledgers(forge: Forge) -> None:
+    forge.ledger("snapkv", scaled("attended", 0.5))
+    forge.rows("snapkv", summaries("tokens_attended_mean", 0.5))
+
+
+def every_ledger(forge: Forge) -> None:
+    """Each count of the entries halved, and all that follows from them."""
+    for column in ("attended", "resident_kv_bytes", "tokens"):
+        forge.ledger("snapkv", scaled(column, 0.5))
+
+
+def whole_books(forge: Forge) -> None:
+    """Entries and lines scaled alike, the tokens that there were left alone."""
+    forge.ledger("snapkv", scaled("attended", 0.5))
+    keys = ("tokens_attended_mean", "effective_ratio", "peak_entries")
+
+    def change(rows: list[Row]) -> None:
+        for row in rows:
+            row["ledger"] |= {key: row["ledger"][key] / 2 for key in keys}
+
+    forge.rows("snapkv", change)
+
+
+def ratio(value: str) -> Callable[[Forge], None]:
+    def change(forge: Forge) -> None:
+        forge.config("snapkv", lambda config: config.update(ratio=value), ratio_exact=value, ratio=float(value))
+
+    return change
+
+
+def not_over(forge: Forge) -> None:
+    """More tokens than the budget allows, and a line that says otherwise."""
+    ratio("0.1")(forge)
+    forge.rows("snapkv", summaries("tokens_budget", 1 / 3))
+
+
+def without(n: int) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: rows[n:]
+
+
+def lost(rows: list[Row]) -> None:
+    rows[0] |= {"status": "oom", "score": None, "error": "out of memory", "ledger": {}, "tpot_s": None}
+    rows[0] |= {"prefill_s": None, "decode_s": None, "generated_tokens": 0, "prediction": ""}
+
+
+def renamed(forge: Forge) -> None:
+    forge.config("snapkv", lambda config: config["method"].update(name="h2o"), method="h2o")
+
+
+def label(forge: Forge) -> None:
+    forge.result("quest", method_label="Full")
+
+
+def hard_link(forge: Forge) -> None:
+    os.link(forge.run("quest") / "env.json", forge.root.parent / "elsewhere")
+
+
+def link_to(target: str, at: str) -> Callable[[Forge], None]:
+    def change(forge: Forge) -> None:
+        path = forge.root / at
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(target)
+
+    return change
+
+
+def linked_file(forge: Forge) -> None:
+    path = forge.run("quest") / "samples.jsonl"
+    outside = forge.root.parent / "samples.jsonl"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+
+
+def pipe(forge: Forge) -> None:
+    os.mkfifo(forge.root / "runs" / "pipe")
+
+
+def archive(forge: Forge) -> None:
+    with zipfile.ZipFile(forge.root / "runs.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("samples.jsonl", b"0" * (1 << 24))
+
+
+def packed_readme(forge: Forge) -> None:
+    (forge.root / "README.md").write_bytes(gzip.compress(b"0" * (1 << 24)))
+    forge.sign()
+
+
+def ledger_bomb(forge: Forge) -> None:
+    """Ten million rows in some kilobytes."""
+
+    def change(columns: dict[str, list[Any]]) -> None:
+        n = 10_000_000 // len(columns["step"])
+        for name, values in columns.items():
+            columns[name] = values[:1] * len(values) * n
+
+    forge.ledger("snapkv", change)
+
+
+def large(forge: Forge) -> None:
+    os.truncate(forge.run("quest") / "samples.jsonl", bounds.LARGEST["samples.jsonl"] + 1)  # of holes alone
+
+
+def many_runs(forge: Forge) -> None:
+    for i in range(bounds.MOST_RUNS + 1):
+        (forge.root / "runs" / f"run-{i}").mkdir()
+
+
+def deep(forge: Forge) -> None:
+    (forge.run("quest") / "result.json").write_text("[" * 100_000)
+    forge.sign()
+
+
+def yaml_bomb(forge: Forge) -> None:
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'lol'}]" for i in range(30)]
+    (forge.run("quest") / "config.yaml").write_text("\n".join(levels))
+
+
+def unsealed_lines(forge: Forge) -> None:
+    path = forge.run("quest") / "samples.jsonl"
+    path.write_text("".join("{" + line.split(", ", 1)[1] + "\n" for line in path.read_text().splitlines()))
+
+
+def other_manifest(**changes: Any) -> Callable[[Forge], None]:
+    def change(forge: Forge) -> None:
+        path = forge.root / MANIFEST
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def listed_outside(forge: Forge) -> None:
+    path = forge.root / MANIFEST
+    data = json.loads(path.read_text())
+    data["files"]["../../etc/passwd"] = "0" * 64
+    path.write_text(json.dumps(data))
+
+
+def no_full(forge: Forge) -> None:
+    shutil.rmtree(forge.run("full"))
+
+
+def full_of_others(forge: Forge) -> None:
+    """Full attention on two samples of three."""
+    forge.config("full", lambda config: config.update(limit=2))
+    forge.rows("full", lambda rows: rows[:2])
+    forge.ledger("full", lambda columns: cut(columns, 2))
+
+
+def cut(columns: dict[str, list[Any]], n: int) -> None:
+    ids = list(dict.fromkeys(columns["sample_id"]))[:n]
+    keep = [i for i, id in enumerate(columns["sample_id"]) if id in ids]
+    for name, values in columns.items():
+        columns[name] = [values[i] for i in keep]
+
+
+def no_method(forge: Forge) -> None:
+    shutil.rmtree(forge.root / "methods")
+
+
+def other_method(forge: Forge) -> None:
+    path = forge.root / "methods" / "smallest_keys.py"
+    path.write_text(path.read_text() + "\n# changed since\n")
+
+
+def unused_method(forge: Forge) -> None:
+    (forge.root / "methods" / "more.py").write_text(NOISY)
+
+
+def no_ledger(forge: Forge) -> None:
+    (forge.run("quest") / "ledger.parquet").unlink()
+
+
+def half_ledger(forge: Forge) -> None:
+    path = forge.run("quest") / "ledger.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def negative(columns: dict[str, list[Any]]) -> None:
+    columns["moved_meta_bytes"][0] = -(10**9)
+
+
+def swapped_steps(columns: dict[str, list[Any]]) -> None:
+    columns["step"][0] = 7
+
+
+def stolen(forge: Forge) -> None:
+    """A run of another method under this one's name."""
+    for name in ("samples.jsonl", "ledger.parquet"):
+        shutil.copyfile(forge.run("full") / name, forge.run("snapkv") / name)
+    old = json.loads((forge.run("full") / "result.json").read_text())
+    forge.result("snapkv", samples_crc32=old["samples_crc32"], ledger_crc32=old["ledger_crc32"])
+    forge.sums("snapkv")
+
+
+def of_rows(change: Callable[[list[Row]], Any], method: str = "quest", sums: bool = True) -> Callable[[Forge], None]:
+    return lambda forge: forge.rows(method, change, sums)
+
+
+def of_ledger(change: Callable[[dict[str, list[Any]]], None]) -> Callable[[Forge], None]:
+    return lambda forge: forge.ledger("snapkv", change)
+
+
+def of_result(**changes: Any) -> Callable[[Forge], None]:
+    return lambda forge: forge.result("quest", **changes)
+
+
+SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is changed: kind and words of what is found
+    "a score": (of_rows(first(score=0.77)), "score", "says 0.77"),
+    "every score": (of_rows(lambda rows: [row | {"score": 0.9} for row in rows]), "score", "says 0.9"),
+    "a sample left out": (of_rows(without(1)), "samples", "left out"),
+    "all samples left out": (of_rows(without(9)), "samples", "left out"),
+    "a sample twice": (of_rows(lambda rows: [*rows, rows[0]], sums=False), "damaged", "second time"),
+    "a sample that nobody asked": (of_rows(lambda rows: [*rows, rows[0] | {"id": "mine"}]), "samples", "'mine'"),
+    "a sample lost for memory": (of_rows(lost), "samples", "no answer"),
+    "another prompt": (of_rows(first(prompt_sha256="0" * 16)), "prompts", "another prompt"),
+    "a shorter prompt": (of_rows(first(prompt_tokens=40)), "prompts", "40 tokens"),
+    "references": (of_rows(lambda rows: [r | {"references": [r["prediction"]], "score": 1.0} for r in rows]), "prompts",
+                   "other references"),
+    "a column": (of_rows(first(depth=99)), "prompts", "columns"),
+    "the metric": (of_rows(first(metric="recall")), "score", "'recall'"),
+    "measures": (of_rows(first(measures={"exact": 1.0})), "score", "measures"),
+    "a sum of the ledger": (of_rows(summaries("bytes_resident_device", 0.5), "snapkv"), "ledger", "bytes_resident"),
+    "moved bytes": (of_rows(summaries("bytes_moved_kv_per_step", 0.1)), "ledger", "bytes_moved_kv_per_step"),
+    "the ledger": (of_ledger(scaled("attended", 0.5)), "ledger", "tokens_attended_mean"),
+    "the ledger and one sum": (both_ledgers, "ledger", "effective_ratio"),
+    "every count of the ledger": (every_ledger, "ledger", "tokens at step"),
+    "entries and sums alike": (whole_books, "ledger", "strip"),
+    "no ledger": (no_ledger, "file", "ledger.parquet"),
+    "half a ledger": (half_ledger, "ledger", "damaged"),
+    "a negative count": (of_ledger(negative), "ledger", "no run writes"),
+    "steps": (of_ledger(swapped_steps), "ledger", "steps of the same layers"),
+    "a bomb in the ledger": (ledger_bomb, "ledger", "10,0"),
+    "the budget of the result": (of_result(ratio_exact="0.1", ratio=0.1), "budget", "ratio_exact"),
+    "the budget everywhere": (ratio("0.1"), "budget", "tokens_budget"),
+    "the budget and its lines": (not_over, "budget", "within_budget"),
+    "a larger budget": (ratio("0.6"), "budget", "tokens_budget"),
+    "comm": (of_result(comm_exact="1/64", comm=1 / 64), "budget", "comm_exact"),
+    "within its budget": (of_result(within_budget=None), "budget", "within_budget"),
+    "an interval": (of_result(score_ci95=[0.5, 0.51]), "interval", "score_ci95"),
+    "the mean": (of_result(score=0.99), "damaged", "another score"),
+    "bytes of the result": (of_result(bytes_resident_device=1.0), "result", "bytes_resident_device"),
+    "how many": (of_result(n_samples=300), "damaged", "300 samples"),
+    "the hash": (of_result(config_hash="0" * 10), "configuration", "its hash is"),
+    "the method's name": (renamed, "configuration", "method=h2o"),
+    "the method's label": (label, "configuration", "method_label"),
+    "a parameter": (of_result(params={}), "configuration", "params"),
+    "the seed": (of_result(seed=3), "configuration", "seed"),
+    "the device": (of_result(device="cuda"), "configuration", "device"),
+    "another method's run": (stolen, "budget", "within_budget"),
+    "a result nested deeply": (deep, "damaged", "result.json"),
+    "a bomb of YAML": (yaml_bomb, "damaged", "config.yaml"),
+    "lines without seals": (unsealed_lines, "damaged", "cannot be believed"),
+    "an archive for a text": (packed_readme, "file", "packed with gzip"),
+    "no full attention": (no_full, "full attention", "no run of full attention"),
+    "full attention on fewer": (full_of_others, "full attention", "has not answered 1"),
+    "a run twice": (lambda forge: [forge.add("quest", "copy"), None][1], "twice", "the same run"),
+    "no file of the method": (no_method, "method", "no file of methods/"),
+    "a changed file of the method": (other_method, "method", "no file of methods/"),
+    "a method that nobody ran": (unused_method, "method", "no run was made"),
+}  # fmt: skip
+UNSIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # as above, and the manifest stays
+    "a file since": (label, "manifest", "SHA-256"),
+    "a file more": (lambda forge: [forge.add("quest", "copy"), None][1], "manifest", "not in manifest.json"),
+    "a file less": (no_full, "manifest", "is not there"),
+    "no licence": (other_manifest(licence=" "), "manifest", "licence"),
+    "another format": (other_manifest(format=2), "manifest", "format"),
+    "a correction of nothing": (other_manifest(supersedes={"runs/x": "0" * 16}), "manifest", "supersedes"),
+    "a path that leads out": (listed_outside, "manifest", "no plain path"),
+    "a file that is linked": (linked_file, "link", "symbolic link"),
+    "a folder that is linked": (link_to("/etc", "runs/etc"), "link", "symbolic link"),
+    "a file with two names": (hard_link, "link", "hard link"),
+    "a pipe": (pipe, "file", "no regular file"),
+    "a zip bomb": (archive, "file", "runs.zip"),
+    "a huge file": (large, "size", "more than"),
+    "a million runs": (many_runs, "size", "more than 5,000 runs"),
+}
+
+
+@pytest.mark.parametrize("name", [*SIGNED, *UNSIGNED])
+def test_a_forged_submission_is_named(forge: Forge, registry: Path, worker: Limited, name: str) -> None:
+    change, kind, words = (SIGNED | UNSIGNED)[name]
+    change(forge)
+    if name in SIGNED:
+        forge.sign()
+    found = found_in(forge, registry, worker)
+    told = [str(finding) for finding in found.every]
+    assert any(finding.kind == kind and words in finding.words for finding in found.every), told
+    assert all(one.level == 0 for one in found.runs if one.findings)
+
+
+def test_a_change_of_answer_and_score_is_found_when_it_is_asked_again(
+    forge: Forge, registry: Path, worker: Limited
+) -> None:
+    """Nothing in the folder shows it: files and figures follow from each other."""
+    answer_of_full(forge)
+    forge.sign()
+    found = found_in(forge, registry, worker)
+    assert found.every == [] and {LEVELS[one.level] for one in found.runs} == {"rescored", "budget proven"}
+    found.again(3)
+    assert [finding.kind for finding in found.every] == ["answer"] * 3
+    assert "has another answer when it is asked again" in found.every[0].words
+
+
+def test_a_benchmark_that_is_not_frozen_leaves_a_run_self_reported(
+    forge: Forge, tmp_path: Path, worker: Limited
+) -> None:
+    found = found_in(forge, tmp_path, worker)
+    assert {one.level for one in found.runs} == {0} and "no frozen benchmark" in found.runs[0].why[0]
+
+
+def test_what_takes_too_long_to_look_at_is_named(forge: Forge, registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Limited, "ask", lambda self, question, limit_s=None: ("timeout", None))
+    found = verify.Verification(forge.root, registry)
+    found.run()
+    assert found.every and all(finding.kind == "size" and "seconds" in finding.words for finding in found.every)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs.zip"
+    archive(Forge(tmp_path))
+    assert verify.main([str(file)]) == 2 and verify.main([str(tmp_path / "gone")]) == 2
+    assert "unpack what it holds yourself" in capsys.readouterr().err
+
+
+def test_names_and_findings_reach_the_terminal_as_text(
+    forge: Forge, registry: Path, capsys: pytest.CaptureFixture[str], worker: Limited
+) -> None:
+    forge.rows("quest", lambda rows: [*rows, rows[0] | {"id": "\x1b[2J\u202emine"}])
+    forge.sign()
+    assert verify.report(found_in(forge, registry, worker), None) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and "\u202e" not in told and "mine" in told
+
+
+# --- methods in files of their own ---
+
+REACHES = {
+    "the network": NOISY,
+    "another program": "import subprocess\nsubprocess.run(['true'])\n",
+    "another process": "import os\nos.fork()\n",
+    "ended the conformance kit": "import os\nos._exit(0)\n",
+    "Read-only file system": "import pathlib\npathlib.Path('/var/tmp/kvbench-was-here').write_text('x')\n",
+    "No such file": "open('/nowhere/at/all')\n",
+}
+
+
+@pytest.mark.parametrize("what", REACHES)
+def test_a_method_that_reaches_out_is_named(tmp_path: Path, what: str) -> None:
+    source = REACHES[what] + example_file(tmp_path).read_text()
+    kind, words = verify.conform(source.encode(), "mine.py")
+    if kind == "unable":
+        pytest.skip(words)
+    assert kind == "method" and what in words, words
+    assert not Path("/var/tmp/kvbench-was-here").exists()
+
+
+def test_a_method_that_holds_passes_the_kit_without_a_network(tmp_path: Path) -> None:
+    kind, words = verify.conform(example_file(tmp_path).read_bytes(), "smallest_keys.py")
+    if kind == "unable":
+        pytest.skip(words)
+    assert (kind, words) == ("", "")
+
+
+# --- making one ---
+
+
+def test_what_is_handed_in_is_what_runs_have_and_nothing_else(true: Path) -> None:
+    names = {path.name for path in true.rglob("*") if path.is_file()}
+    assert names == {MANIFEST, "smallest_keys.py", *("config.yaml", "samples.jsonl", "ledger.parquet"), "env.json",
+                     "result.json"}  # fmt: skip
+
+
+def test_a_submission_is_made_once(true: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(true / "runs"), "--out", str(tmp_path / "new"), "--submitter", "me", "--licence", "CC0-1.0"]
+    assert submit_main(words) == 0 and submit_main(words) == 2
+    assert submit_main([str(tmp_path / "empty"), *words[1:]]) == 2
+    assert "no finished run" in capsys.readouterr().err
+
+
+def test_a_frozen_benchmark_stays_as_it_is(registry: Path, true: Path) -> None:
+    (path,) = registry.glob("*.json")
+    assert frozen.registry(registry)[0].to_json() == path.read_text()
+    words = ["task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[10,50,90]"]
+    words += ["model=any", f"model.id={true.parent / 'model'}", "model.name=tiny", "comm=1/8"]
+    words += ["dtype=float32", "device=cpu"]
+    assert frozen.write(words, registry) == path
+    before = path.read_text()
+    path.write_text(before.replace(frozen.registry(registry)[0].lines[0].prompt, "0" * 16))
+    with pytest.raises(ConfigError, match="another version"):
+        frozen.write(words, registry)
+    path.write_text(before)
+
+
+def test_committed_benchmarks_are_those_of_todays_tasks() -> None:
+    found = frozen.registry()
+    assert {one.asked["task"]["name"] for one in found} >= {"needle_short", "longbench_short"}
+    one = next(one for one in found if one.asked["task"]["name"] == "needle_short")
+    assert frozen.freeze(["task=needle_short"]) == one
+
+
+def test_a_finding_says_where_and_what() -> None:
+    assert str(Finding("runs/x", "score", "is another")) == "runs/x: score: is another"
+    assert sealed("{}").startswith('{"crc32"')
