@@ -140,6 +140,8 @@ class Verification:
                 used.add(digests[digest])
         for path in manifest.methods:
             if path not in used:
+                if len(self.runs) < len(manifest.runs):
+                    continue  # of runs that nobody could look at
                 self.findings.append(Finding(path, "method", "no run was made with it"))
                 continue
             kind, words = conform((self.root / path).read_bytes(), Path(path).name)

@@ -52,7 +52,8 @@ class Forge:
         """Change lines; with `sums` result.json is made of the new ones."""
         folder = self.run(method)
         rows = [json.loads(unsealed(line)) for line in (folder / "samples.jsonl").read_text().splitlines()]
-        rows = change(rows) or rows
+        changed = change(rows)
+        rows = rows if changed is None else changed
         text = "".join(sealed(json.dumps(row)) + "\n" for row in rows)
         (folder / "samples.jsonl").write_text(text)
         self.result(method, samples_crc32=f"{zlib.crc32(text.encode()):08x}")

@@ -7,6 +7,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from engine.errors import ConfigError
 from engine.workers.limited import Limited
 from evals import verify
+from evals.runner import run_cells
+from evals.settings import from_words
 from evals.submission import folder as bounds
 from evals.submission import frozen
 from evals.submission.check import LEVELS
@@ -24,7 +27,7 @@ from evals.submit import main as submit_main
 from evals.submit import submit
 from results.files import sealed
 from tests.evals.submission.forge import Forge, Row
-from tests.tiny_run import example_file, save_tiny, sweep
+from tests.tiny_run import example_file, save_tiny
 
 VARIANTS = (("full", "0.3"), ("snapkv", "0.3"), ("quest", "0.5"), ("streamingllm", "0.5"))
 NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
@@ -45,8 +48,10 @@ def true(tmp_path_factory: pytest.TempPathFactory, registry: Path) -> Path:
     ]  # fmt: skip
     mine = example_file(root / "mine")
     variants = [[f"method={method}", f"ratio={ratio}"] for method, ratio in (*VARIANTS, (str(mine), "0.4"))]
-    sweep(words, variants, root / "runs")
-    frozen.write([*words, "dtype=float32", "device=cpu"], registry)
+    words += ["dtype=float32", "device=cpu"]
+    asked = [from_words([*words, *variant, f"out={root / 'runs'}"]) for variant in variants]
+    run_cells([replace(one, is_sweep=True) for one in asked])
+    frozen.write(words, registry)
     submit([root / "runs"], root / "handed-in", submitter="us", licence="CC0-1.0", methods=[mine])
     return root / "handed-in"
 
@@ -241,7 +246,7 @@ def yaml_bomb(forge: Forge) -> None:
 
 def unsealed_lines(forge: Forge) -> None:
     path = forge.run("quest") / "samples.jsonl"
-    path.write_text("".join("{" + line.split(", ", 1)[1] + "\n" for line in path.read_text().splitlines()))
+    path.write_text("".join("{" + line.split(",", 1)[1] + "\n" for line in path.read_text().splitlines()))
 
 
 def other_manifest(**changes: Any) -> Callable[[Forge], None]:
@@ -353,7 +358,7 @@ SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is chang
     "half a ledger": (half_ledger, "ledger", "damaged"),
     "a negative count": (of_ledger(negative), "ledger", "no run writes"),
     "steps": (of_ledger(swapped_steps), "ledger", "steps of the same layers"),
-    "a bomb in the ledger": (ledger_bomb, "ledger", "10,0"),
+    "a bomb in the ledger": (ledger_bomb, "ledger", "9,999,990 rows"),
     "the budget of the result": (of_result(ratio_exact="0.1", ratio=0.1), "budget", "ratio_exact"),
     "the budget everywhere": (ratio("0.1"), "budget", "tokens_budget"),
     "the budget and its lines": (not_over, "budget", "within_budget"),
@@ -365,14 +370,14 @@ SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is chang
     "bytes of the result": (of_result(bytes_resident_device=1.0), "result", "bytes_resident_device"),
     "how many": (of_result(n_samples=300), "damaged", "300 samples"),
     "the hash": (of_result(config_hash="0" * 10), "configuration", "its hash is"),
-    "the method's name": (renamed, "configuration", "method=h2o"),
+    "the method's name": (renamed, "configuration", "its method is written"),
     "the method's label": (label, "configuration", "method_label"),
     "a parameter": (of_result(params={}), "configuration", "params"),
     "the seed": (of_result(seed=3), "configuration", "seed"),
     "the device": (of_result(device="cuda"), "configuration", "device"),
     "another method's run": (stolen, "budget", "within_budget"),
     "a result nested deeply": (deep, "damaged", "result.json"),
-    "a bomb of YAML": (yaml_bomb, "damaged", "config.yaml"),
+    "a bomb of YAML": (yaml_bomb, "damaged", "lists and objects"),
     "lines without seals": (unsealed_lines, "damaged", "cannot be believed"),
     "an archive for a text": (packed_readme, "file", "packed with gzip"),
     "no full attention": (no_full, "full attention", "no run of full attention"),
@@ -394,7 +399,7 @@ UNSIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # as above, a
     "a folder that is linked": (link_to("/etc", "runs/etc"), "link", "symbolic link"),
     "a file with two names": (hard_link, "link", "hard link"),
     "a pipe": (pipe, "file", "no regular file"),
-    "a zip bomb": (archive, "file", "runs.zip"),
+    "a zip bomb": (archive, "file", "no place here"),
     "a huge file": (large, "size", "more than"),
     "a million runs": (many_runs, "size", "more than 5,000 runs"),
 }
