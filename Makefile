@@ -55,6 +55,10 @@ types: $(DONE) ## check types with pyright
 report: $(DONE) ## all runs below runs/ on one HTML page, runs/report.html (others: ARGS="DIR --out FILE")
 	$(BIN)/python -m plots.report $(ARGS)
 
+.PHONY: site
+site: $(DONE) ## a site of plain files that outsiders can add to, site/index.html (ARGS="RUNS… --out DIR")
+	$(BIN)/python -m plots.site $(or $(ARGS),runs)
+
 dashboard: $(DONE) ## a workspace on W&B that compares runs; without an account, its specification as a file
 	$(BIN)/python -m plots.dashboard $(ARGS)
 

@@ -24,6 +24,9 @@ MAY_IMPORT = {
     },
     "evals.screen": {"engine", "kernels.build", "methods", "results", "tasks", "evals"},  # `make check` names kernels
     "evals": {"engine", "methods", "results", "tasks", "evals"},
+    "plots.site": {
+        *("plots", "results", "methods.cite", "engine.errors", "engine.foreign", "engine.terminal"),
+    },
     "plots": {
         *("plots", "results", "tasks.needle.heatmap"),
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),

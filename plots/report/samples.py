@@ -74,15 +74,15 @@ class Packed:
         return len(self.asked) + sum(map(len, self.pieces))
 
 
-def pack_samples(runs: Sequence[Run], largest: int = LARGEST) -> Packed:
-    """With as much detail as fits."""
+def pack_samples(runs: Sequence[Run], largest: int = LARGEST, piece: int = PIECE) -> Packed:
+    """With as much detail as fits; `piece` is how many characters are unpacked together."""
     probe = runs[:: max(1, len(runs) // PROBED)]
     for i, detail in enumerate(DETAILS):
         is_last = i == len(DETAILS) - 1
         # The size is first judged by some runs: to pack all takes a minute where they are thousands.
         if not is_last and answers_size(probe, detail) * len(runs) / len(probe) > 1.1 * largest:
             continue
-        found = pack(runs, detail)
+        found = pack(runs, detail, piece)
         if is_last or found.size <= largest:
             return found
     raise AssertionError("the last detail is taken whatever its size")
@@ -93,7 +93,7 @@ def answers_size(runs: Sequence[Run], detail: Detail) -> int:
     return sum(map(len, pack(runs, detail).pieces))
 
 
-def pack(runs: Sequence[Run], detail: Detail) -> Packed:
+def pack(runs: Sequence[Run], detail: Detail, piece: int = PIECE) -> Packed:
     asked = Asked(detail)
     pieces: list[str] = []
     starts: list[int] = []
@@ -108,7 +108,7 @@ def pack(runs: Sequence[Run], detail: Detail) -> Packed:
         if not waiting:
             starts.append(i)
         waiting.append(compact(columns(run, asked, detail)))
-        if sum(map(len, waiting)) > PIECE:
+        if sum(map(len, waiting)) > piece:
             flush()
     flush()
     return Packed(pieces, starts, packed(compact(asked.prompts)), detail.sentence)

@@ -1,7 +1,5 @@
 """The report in a real browser: wide and narrow, by mouse, keyboard and touch."""
 
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,11 @@ import pytest
 from plots.looks import look
 from plots.report.page import main
 from tests.plots import colour_vision
+from tests.plots.browser import Page
 from tests.plots.many_runs import write_many
 from tests.plots.report_runs import write_run
 from tests.plots.test_report import HOSTILE
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-DRIVER = shutil.which("chromedriver")
 END = {"context": "… the end of the context", "question": "What is it?", "cue": "Answer:"}
 ASKED: dict[str, Any] = {"prompt_end": END, "attended_bins": [1.0, 0.0, 0.5, 1.0]}
 NARROW = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
@@ -42,83 +38,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root, "snapkv", [0.9] * 10, ratio="1/2", costs={cost: 4e6}, **two)
     write_run(root, "pqcache", right, ratio="1/2", within=False, costs={cost: 3e6}, **two)
     return root
-
-
-class Page:
-    """A browser on one page, and what tests ask of it."""
-
-    def __init__(self, driver: Any, uri: str, downloads: Path) -> None:
-        self.driver, self.uri, self.downloads = driver, uri, downloads
-
-    def open(self, address: str = "") -> None:
-        self.driver.get("about:blank")
-        self.driver.get(self.uri + address)
-        self.until("Number(document.documentElement.dataset.charts || 0) > 0")
-        self.until("document.querySelector('#sample h3') !== null")
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def get(self, expression: str) -> Any:
-        return self.run(f"return {expression}")
-
-    def until(self, expression: str) -> None:
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        WebDriverWait(self.driver, 40).until(lambda driver: driver.execute_script(f"return {expression}"))
-
-    def count(self, selector: str) -> int:
-        return self.run("return document.querySelectorAll(arguments[0]).length", selector)
-
-    def texts(self, selector: str) -> list[str]:
-        return self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
-
-    def click(self, selector: str) -> None:
-        element = self.driver.find_element("css selector", selector)
-        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
-        element.click()
-
-    def drawn(self) -> int:
-        return int(self.get("document.documentElement.dataset.charts"))
-
-    def redrawn(self, before: int) -> None:
-        self.until(f"Number(document.documentElement.dataset.charts) > {before}")
-
-    def downloaded(self, name: str) -> str:
-        until = time.monotonic() + 30
-        while not (self.downloads / name).is_file():
-            assert time.monotonic() < until, f"{name} was not downloaded"
-            time.sleep(0.05)
-        return (self.downloads / name).read_text()
-
-    def set_size(self, size: dict[str, Any] | None) -> None:
-        if size is None:
-            self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        else:
-            self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        touch = {"enabled": size is not None, "maxTouchPoints": 1}
-        self.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", touch)
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    if not BROWSER or not DRIVER:
-        pytest.skip("needs chromium and chromedriver (Debian: apt install chromium chromium-driver)")
-    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    from selenium.webdriver.chrome.service import Service
-
-    options = selenium.ChromeOptions()
-    options.binary_location = BROWSER
-    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000")
-    for flag in flags:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=Service(DRIVER))
-    try:
-        driver.set_script_timeout(60)
-        yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,12 @@ function fillNode(node, attributes, children) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined).map(visible));
   return node;
 }
+// Marks that would turn the direction of what stands beside them, and controls, are shown in place of being obeyed.
+const OBEYED = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const visible = (child) => (typeof child === "string" ? child.replace(OBEYED, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`) : child);
 const el = (tag, attributes, ...children) => fillNode(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) =>
   fillNode(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
@@ -38,8 +41,9 @@ const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, di
 const range = (ci, digits) => (ci ? `${number(ci[0], digits)} to ${number(ci[1], digits)}` : "");
 const natural = new Intl.Collator("en", { numeric: true }).compare; // 2 before 10
 
+let packedText = (id) => $(id).textContent; // the page holds it; a site loads it
 async function unpack(id) {
-  const text = atob($(id).textContent);
+  const text = atob(await packedText(id));
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i += 1) bytes[i] = text.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));

@@ -93,14 +93,18 @@ function notes(view, rows) {
   ].filter(Boolean);
 }
 
+// The methods that stand out while none is lit; null: all do.
+let standingOut = () => null;
+
 function points(rows, axis) {
+  const only = standingOut(rows);
   return rows.filter(([run, part]) => is(part.score) && is(costOf(run, part, axis))).map(([run, part]) => {
     const cost = costOf(run, part, axis);
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
       hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci, digits(part.metric)) : "none", fronts: part.front,
       p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part) : "-",
-      digits: digits(part.metric), faint: Boolean(lit()) && !isLit(run.method),
+      digits: digits(part.metric), faint: lit() ? !isLit(run.method) : Boolean(only) && !only.has(run.method),
       description: `${run.variant}: ${number(part.score, digits(part.metric))} at ${number(cost, 0)}` };
   });
 }

@@ -1,0 +1,7 @@
+"""`python -m plots.site`."""
+
+import sys
+
+from plots.site.build import main
+
+sys.exit(main(sys.argv[1:]))

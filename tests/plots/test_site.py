@@ -1,0 +1,252 @@
+"""The results site: its files, and its pages in a real browser."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.submit import submit
+from plots.report.samples import unpacked
+from plots.site.build import main
+from plots.site.changes import changes
+from results.files import sealed
+from tests.plots.browser import Page
+from tests.plots.many_runs import write_many
+from tests.plots.report_runs import write_run
+from tests.plots.test_report import HOSTILE
+
+BIDI = "\u202egnp.exe\u2066 \x1b[2J"
+BAD = f"{HOSTILE}{BIDI}"
+PAGES = ("board", "results", "method", "samples", "which", "changes")
+SIZES = ({"width": 390, "height": 844}, {"width": 1400, "height": 900})
+RIGHT, COST = [1.0] * 10, "bytes_resident_device"
+
+
+def runs_of(root: Path) -> None:
+    """Two benchmarks; texts that a page might obey stand wherever a run has one."""
+    hostile: dict[str, Any] = {"predictions": [BAD] * 10, "reference": BAD, "params": {BAD: BAD}}
+    two = {"task": "longbench", "datasets": ("a", BAD), "fields": {"prompt_end": {"question": BAD}, "note": BAD}}
+    write_run(root, "full", RIGHT, costs={COST: 9e6}, **two)
+    write_run(root, "snapkv", [0.0] * 10, costs={COST: 2e6}, **two, **hostile)
+    write_run(root, "snapkv", [0.9] * 10, ratio="1/2", costs={COST: 4e6}, **two)
+    write_run(root, "quest", RIGHT, ratio="1/2", costs={COST: 3e6}, **two)
+    write_run(root, "full", RIGHT, model=BAD, task="needle")
+    write_run(root, "mine" + BAD, [0.0] * 10, model=BAD, task="needle", **hostile)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    runs_of(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "site"
+    assert main([str(runs), "--out", str(out)]) == 0
+    return out
+
+
+def content(file: Path) -> Any:
+    found = re.fullmatch(r'kvbench\("[\w-]+","([A-Za-z0-9+/=]*)"\)\n', file.read_text())
+    assert found, f"{file} holds more than one call"
+    return unpacked(found[1])
+
+
+def benchmarks(site: Path) -> list[dict[str, Any]]:
+    return content(site / "data" / "data-index.js")["benchmarks"]
+
+
+def test_every_file_of_data_is_one_call_with_packed_text(site: Path) -> None:
+    for file in site.rglob("data-*.js"):
+        if "vega" not in file.name:
+            content(file)
+    assert {one["task"] for one in benchmarks(site)} == {"embedded texts", "needle depths=[0, 50]"}
+    first = [site / name for name in ("index.html", "site.js", "data/data-index.js")]
+    assert sum(file.stat().st_size for file in first) < 300_000
+
+
+def test_no_text_of_a_run_is_in_the_page_and_none_can_turn_a_line(site: Path) -> None:
+    for name in ("index.html", "site.js"):
+        assert "window.hacked" not in (site / name).read_text()
+    said = (site / "runs.json").read_text() + json.dumps([content(file) for file in site.rglob("data-o*.js")])
+    assert "\u202e" not in said and "\x1b" not in said and "gnp.exe" in said
+
+
+def test_a_superseded_run_stays_readable_and_is_ranked_no_more(runs: Path, tmp_path: Path) -> None:
+    old = next(path for path in runs.iterdir() if "-snapkv-" in path.name)
+    id = hashlib.sha256((old / "result.json").read_bytes()).hexdigest()[:16]
+    new = tmp_path / "new"
+    two = {"task": "longbench", "datasets": ("a", "b")}
+    folder, _ = write_run(new, "snapkv", [0.5] * 10, costs={COST: 2e6}, seed=0, limit=9, **two)
+    handed = {f"{folder.name}": id}
+    for file in ("env.json",):
+        assert (folder / file).is_file()
+    submit([new], tmp_path / "in", submitter=BAD, licence="CC0-1.0", supersedes=handed)
+    assert main([str(runs), "--out", str(tmp_path / "one")]) == 0
+    asked = [str(runs), str(tmp_path / "in"), "--out", str(tmp_path / "two"), "--since", str(tmp_path / "one")]
+    assert main(asked) == 0
+    listed = json.loads((tmp_path / "two" / "runs.json").read_text())
+    by = hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()[:16]
+    assert listed[id]["superseded_by"] == by and listed[id]["rank"] is None
+    kinds = [kind for kind, _ in content(tmp_path / "two" / "data" / "data-index.js")["changes"]]
+    assert kinds.count("superseded") == 1 and kinds.count("added") == 1 and "gone" not in kinds
+    assert main(["--diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    assert main(["--diff", str(tmp_path / "two"), str(tmp_path / "one")]) == 1, "a run is gone"
+
+
+def test_verdicts_are_those_of_the_runs_own_digests(runs: Path, tmp_path: Path) -> None:
+    results = sorted(runs.rglob("result.json"))
+    id = hashlib.sha256(results[0].read_bytes()).hexdigest()[:16]
+    told = {"runs": {id: {"verdict": "budget proven", "why": [], "findings": []}, "0" * 16: {"verdict": "reproduced", "why": [], "findings": []}}}  # fmt: skip
+    (tmp_path / "verdicts.json").write_text(sealed(json.dumps(told)))
+    asked = [str(runs), "--out", str(tmp_path / "site"), "--verdicts", str(tmp_path / "verdicts.json")]
+    assert main(asked) == 0
+    listed = json.loads((tmp_path / "site" / "runs.json").read_text())
+    assert [one["verdict"] for one in listed.values()].count("budget proven") == 1
+    assert {one["verdict"] for one in listed.values()} == {"budget proven", "self-reported"}
+    (tmp_path / "verdicts.json").write_text((tmp_path / "verdicts.json").read_text().replace("proven", "PROVEN"))
+    assert main(asked) == 2, "its seal is broken"
+
+
+def test_a_folder_that_is_no_site_is_left_alone(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    assert main([str(runs), "--out", str(tmp_path)]) == 2
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+    assert main([str(tmp_path / "nothing"), "--out", str(tmp_path / "new")]) == 2
+
+
+def test_a_site_made_twice_is_the_same(runs: Path, site: Path, tmp_path: Path) -> None:
+    assert main([str(runs), "--out", str(tmp_path / "again")]) == 0
+    files = {path.relative_to(site): path.read_bytes() for path in site.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(tmp_path / "again"): path.read_bytes() for path in (tmp_path / "again").rglob("*") if path.is_file()}  # fmt: skip
+
+
+def test_changes_name_what_is_gone_and_what_is_otherwise() -> None:
+    run = {"variant": "SnapKV", "benchmark": "needle", "verdict": "rescored", "score": 0.5, "rank": [1, 3]}
+    found = dict(changes({"a": run, "b": run}, {"b": run | {"verdict": "reproduced"}, "c": run}))
+    assert found == {
+        "gone": "a SnapKV on needle",
+        "added": "c SnapKV on needle: rescored",
+        "verdict": "b SnapKV on needle: rescored is now reproduced",
+    }
+
+
+# --- in a browser ---
+
+
+class Opened(Page):
+    def open(self, address: str = "") -> None:
+        self.driver.get("about:blank")
+        self.driver.get(self.uri + address)
+        self.settle()
+
+    def settle(self, before: int = 0) -> None:
+        self.until(f"Number(document.documentElement.dataset.drawn || 0) > {before}")
+        self.until("document.getElementById('waiting').textContent !== 'Loading…'")
+
+
+@pytest.fixture(scope="module")
+def opened(driver: Any, site: Path) -> Opened:
+    return Opened(driver, (site / "index.html").as_uri(), site)
+
+
+@pytest.fixture
+def page(opened: Opened) -> Iterator[Opened]:
+    """A test that leaves a word in the browser's log has failed."""
+    opened.driver.get_log("browser")
+    yield opened
+    assert opened.driver.get_log("browser") == []
+    opened.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES, ids=["phone", "desk"])
+@pytest.mark.parametrize("at", PAGES)
+def test_every_page_fits_and_obeys_no_text(page: Opened, site: Path, at: str, size: dict[str, int], theme: str) -> None:
+    narrow = size["width"] < 500
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"deviceScaleFactor": 1, "mobile": narrow})
+    for one in benchmarks(site):
+        page.open(f"#at={at}&bench={one['id']}")
+        page.run("localStorage.kvbenchTheme = arguments[0]", theme)
+        page.open(f"#at={at}&bench={one['id']}")
+        assert page.get("document.documentElement.dataset.theme") == theme
+        assert page.get("document.querySelector('main > section.here').id") == at
+        assert page.get("document.documentElement.scrollWidth") <= size["width"]
+        assert page.get("document.querySelector('main > section.here').textContent.length") > 60
+        assert page.get("window.hacked === undefined && document.querySelector('img') === null")
+        assert "\u202e" not in page.get("document.body.innerText")
+
+
+@pytest.mark.slow
+def test_the_leaderboard_ranks_what_can_be_ranked(page: Opened, site: Path) -> None:
+    (id,) = [one["id"] for one in benchmarks(site) if one["task"] == "embedded texts"]
+    page.open(f"#bench={id}&budget=ratio+0.5")
+    rows = [re.sub(r"\s+", " ", text) for text in page.texts("#board-table tbody tr")]
+    assert len(rows) == 3 and "Full" in rows[0] and "reference" in rows[0]
+    assert "self-reported" in rows[1]
+    page.open(f"#bench={id}&track=speed")
+    heads = page.texts("#board-table thead th")
+    assert "s/token" in " ".join(heads) and "score" not in " ".join(heads), "never one number over both"
+
+
+@pytest.mark.slow
+def test_the_keyboard_alone_reaches_every_page(page: Opened) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.open()
+    seen: list[str] = []
+    for i in range(len(PAGES)):
+        page.run("document.querySelectorAll('#pages a')[arguments[0]].focus()", i)
+        before = int(page.get("document.documentElement.dataset.drawn"))
+        page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+        page.settle(before if i else 0)
+        seen.append(page.get("document.querySelector('#pages [aria-current]').textContent"))
+    assert seen == ["Leaderboard", "Trade-off", "Method", "Run", "Which method?", "Changes"]
+    page.open()
+    page.run("document.querySelector('#model').focus()")
+    before = int(page.get("document.documentElement.dataset.drawn"))
+    page.driver.switch_to.active_element.send_keys("tiny")
+    page.settle(before)
+    assert page.count("#board-table tbody tr") > 1
+    reached = set[str]()
+    for _ in range(40):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        reached.add(page.get("document.activeElement.id || document.activeElement.tagName"))
+    assert {"task", "where", "budget", "track", "A"} <= reached
+
+
+@pytest.mark.slow
+def test_a_row_leads_to_its_run_and_its_answers(page: Opened, site: Path) -> None:
+    (id,) = [one["id"] for one in benchmarks(site) if one["task"] == "embedded texts"]
+    page.open(f"#bench={id}&budget=ratio+0.2")
+    before = int(page.get("document.documentElement.dataset.drawn"))
+    page.run("document.querySelectorAll('#board-table tbody tr')[1].querySelector('th a').click()")
+    page.settle(before)
+    page.until("document.querySelectorAll('#sample .side').length === 2")
+    assert "gnp.exe" in page.texts("#sample .side")[1]
+    assert "config hash" in page.texts("#origin dl")[0]
+    loaded = page.get("performance.getEntriesByType('resource').map((e) => e.name.split('/').pop())")
+    assert len([name for name in loaded if name.startswith("data-samples")]) <= 2, "answers of two runs, and no more"
+
+
+@pytest.mark.slow
+def test_five_thousand_runs_open_in_two_seconds_and_little(driver: Any, tmp_path: Path) -> None:
+    write_many(tmp_path / "runs", 5000)
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "site")]) == 0
+    first = [tmp_path / "site" / name for name in ("index.html", "site.js", "data/data-index.js")]
+    assert sum(file.stat().st_size for file in first) <= 300_000
+    found, times = Opened(driver, (tmp_path / "site" / "index.html").as_uri(), tmp_path), list[float]()
+    driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    for id in ("", f"#bench={benchmarks(tmp_path / 'site')[0]['id']}"):
+        for _ in range(2):
+            found.open(id)
+            metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+            times.append(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+    assert min(times[:2]) < 2 and min(times[2:]) < 2, times
