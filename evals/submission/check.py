@@ -20,7 +20,7 @@ from engine.budget import exact
 from engine.errors import ConfigError
 from engine.foreign import refuse_depth
 from evals import rescore
-from evals.asked import coding_of, rules_and_params, sparsity_of
+from evals.asked import coding_of, keeping_of, rules_and_params, sparsity_of
 from evals.cells import Cell
 from evals.submission import frozen
 from evals.submission.folder import Finding
@@ -114,7 +114,7 @@ class Check:
             try:
                 _ = self.cell
             except ConfigError as error:
-                self.find("configuration", str(error))
+                self.find("configuration", f"{error}; a run of other code is verified with that code")
 
     @property
     def is_outside(self) -> bool:
@@ -133,8 +133,9 @@ class Check:
         rules, params = rules_and_params(settings.method)
         shape: Any = None if self.benchmark is None else self.benchmark.shape
         sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
+        keeping = keeping_of(settings, rules, params)
         no_task: Any = None
-        return Cell(settings, rules, params, no_task, shape, dict(self.config), self.folder, sparsity, coding)
+        return Cell(settings, rules, params, no_task, shape, dict(self.config), self.folder, sparsity, coding, keeping)
 
     def check_facts(self) -> None:
         """What result.json says of the run beside what was measured."""

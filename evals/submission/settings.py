@@ -14,9 +14,10 @@ import yaml
 from engine.budget import BudgetRequest, parse_fraction
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
+from engine.keeping import Merging
 from engine.sampling.spec import Sampling
 from evals.overrides import CONF
-from evals.settings import USUAL, Choice, ModelSpec, Settings
+from evals.settings import USUAL, Choice, GivenKeeping, ModelSpec, Settings
 from evals.typed import build
 from methods.allocator import Allocator
 
@@ -76,6 +77,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         compose=None if run["compose"] is None else choice("method", run["compose"]),
         compose_order=run["compose_order"],
         allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
+        keeping=GivenKeeping(run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")),
         cache=build(BlockCacheSpec, dict(run.get("cache") or {}), "cache"),
         scope=run.get("compression_scope", ""),
         seed=run.get("seed", 0),

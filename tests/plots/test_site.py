@@ -103,7 +103,8 @@ def test_a_superseded_run_stays_readable_and_is_ranked_no_more(runs: Path, tmp_p
 def test_verdicts_are_those_of_the_runs_own_digests(runs: Path, tmp_path: Path) -> None:
     results = sorted(runs.rglob("result.json"))
     id = hashlib.sha256(results[0].read_bytes()).hexdigest()[:16]
-    told = {"runs": {id: {"verdict": "budget proven", "why": [], "findings": []}, "0" * 16: {"verdict": "reproduced", "why": [], "findings": []}}}  # fmt: skip
+    proven = {"verdict": "budget proven", "why": [], "findings": []}
+    told = {"runs": {id: proven, "0" * 16: proven | {"verdict": "reproduced"}}}
     (tmp_path / "verdicts.json").write_text(sealed(json.dumps(told)))
     asked = [str(runs), "--out", str(tmp_path / "site"), "--verdicts", str(tmp_path / "verdicts.json")]
     assert main(asked) == 0
@@ -124,7 +125,8 @@ def test_a_folder_that_is_no_site_is_left_alone(runs: Path, tmp_path: Path) -> N
 def test_a_site_made_twice_is_the_same(runs: Path, site: Path, tmp_path: Path) -> None:
     assert main([str(runs), "--out", str(tmp_path / "again")]) == 0
     files = {path.relative_to(site): path.read_bytes() for path in site.rglob("*") if path.is_file()}
-    assert files == {path.relative_to(tmp_path / "again"): path.read_bytes() for path in (tmp_path / "again").rglob("*") if path.is_file()}  # fmt: skip
+    again = tmp_path / "again"
+    assert files == {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
 
 
 def test_changes_name_what_is_gone_and_what_is_otherwise() -> None:
