@@ -233,7 +233,7 @@ def test_a_row_leads_to_its_run_and_its_answers(page: Opened, site: Path) -> Non
     page.settle(before)
     page.until("document.querySelectorAll('#sample .side').length === 2")
     assert "gnp.exe" in page.texts("#sample .side")[1]
-    assert "config hash" in page.texts("#origin dl")[0]
+    assert "config hash" in page.texts("#origin")[0]
     loaded = page.get("performance.getEntriesByType('resource').map((e) => e.name.split('/').pop())")
     assert len([name for name in loaded if name.startswith("data-samples")]) <= 2, "answers of two runs, and no more"
 
