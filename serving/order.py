@@ -1,0 +1,124 @@
+"""What a vLLM process is to do: `Order`, in the environment as JSON, since every process of an engine inherits that.
+
+The method is asked for in the words of `run.py`, and read from the same conf. Without an order the plugin registers
+nothing.
+
+Not here: whether a method can be served (`serving/rehearsal.py`), vLLM (`serving/adapter`).
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from engine.budget import NO_FRAME
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from evals.asked import Asked, Lookups, ask_one, naming
+from evals.models import look_up
+from evals.settings import Settings, from_words, load_class
+from methods.variant import Variant
+
+VARIABLE = "KVBENCH_SERVING"
+VISIBLE, PAGES, DROPPING = RUNGS = ("visible", "pages", "dropping")
+
+
+class Unserved(ConfigError):
+    """A method that vLLM's pages cannot serve, and why: one sentence."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A method on a rung."""
+
+    words: tuple[str, ...]  # as run.py takes them
+    rung: str  # of RUNGS
+    slack: int | None = None  # of dropping: tokens that an answer may add before others leave; None: all of it stays
+    ranks: int = 1  # workers that share the heads
+
+    @classmethod
+    def given(cls) -> "Order | None":
+        """What this process was asked for."""
+        text = os.environ.get(VARIABLE)
+        if not text:
+            return None
+        found = json.loads(text)
+        return cls(**found | {"words": tuple(found["words"])})
+
+    def give(self) -> None:
+        """Ask this process, and all that it starts."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
+
+    @staticmethod
+    def take_back() -> None:
+        os.environ.pop(VARIABLE, None)
+
+    @cached_property
+    def chosen(self) -> "Chosen":
+        return chosen(self.words)
+
+    @cached_property
+    def variant(self) -> Callable[[int], Variant]:
+        """The method on prompts of so many tokens, with the heads of one worker."""
+        shape, n = self.chosen.shape, self.ranks
+        if shape.h_kv % n:
+            raise ConfigError(f"the model {shape.name!r} has {shape.h_kv} KV heads, which {n} workers cannot share")
+        own = replace(shape, h=shape.h // n, h_kv=shape.h_kv // n)
+        return cache(lambda s_prompt: self.chosen.variant(s_prompt, own))
+
+    def most_slots(self, s_prompt: int, n_tokens: int) -> int:
+        """Slots that a head needs on the dropping rung, with so many tokens in all; the prompt is placed.
+
+        Scheduler and workers ask it each for itself.
+        """
+        variant, n_new = self.variant(s_prompt), n_tokens - s_prompt
+        if variant.is_full:
+            return n_tokens
+        return min(n_tokens, variant.budget.tokens + (n_new if self.slack is None else min(n_new, self.slack)))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the words say."""
+
+    settings: Settings
+    asked: Asked
+    shape: ModelShape
+
+    @property
+    def label(self) -> str:
+        """The method and its budget, as `/v1/models` and tables have them."""
+        method, budget = self.settings.method.name, self.settings.budget.label()
+        return f"{method} {budget}" if self.asked.rules.has_budget else method
+
+    def variant(self, s_prompt: int, shape: ModelShape | None = None) -> Variant:
+        """`ConfigError` where the budget is too small for so few tokens."""
+        asked, settings = self.asked, self.asked.settings
+        with naming(settings):
+            kind: Any = load_class(settings.method)
+            more = settings.cache, settings.allocator, NO_FRAME
+            return kind.variant_for(asked.params, settings.budget, shape or self.shape, s_prompt, *more)
+
+
+def chosen(words: Sequence[str]) -> Chosen:
+    """What words of `run.py` choose; `ConfigError` where they are wrong, or say what no serving engine does."""
+    settings = from_words([*words])
+    asked = ask_one(settings, Lookups())
+    for name, value in not_served(settings):
+        if value:
+            raise Unserved(f"{name} is not served by vLLM, whose prefill and pages are one for all; leave it out")
+    return Chosen(settings, asked, look_up(settings).shape)
+
+
+def not_served(settings: Settings) -> list[tuple[str, Any]]:
+    """Keys of a run that a serving engine has no place for."""
+    return [
+        ("prefill=", settings.prefill),
+        ("prefill.chunk", settings.chunk),
+        ("compose=", settings.compose),
+        ("cache.tokens", settings.cache.tokens),
+        ("compression_scope=context_only", settings.scope != "full_prompt"),
+        ("weights=random", settings.weights == "random"),
+    ]

@@ -1,0 +1,30 @@
+"""Which of a request's pages a step attends to, as the table of a paged kernel: `tables_of`.
+
+Not here: the kernel (`serving/adapter/attention.py`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from serving.order import Unserved
+
+
+def tables_of(parts: Sequence[Part], table: Tensor, h_kv: int, block: int) -> tuple[Tensor, Tensor]:
+    """vLLM's blocks (h_kv, n) that hold what each KV head attends to, and how many tokens these are (h_kv,).
+
+    All pages are whole but the last one, which is that of the current token.
+    """
+    some = [part.idx for part in parts if part.idx is not None and part.idx.shape[-1]]
+    wide = next((idx.shape[1] for idx in some if idx.shape[1] != h_kv), None)
+    if wide is not None:
+        raise Unserved("lets query heads choose pages of their own, and a KV head has one table")
+    positions = torch.cat([idx[0] for idx in reversed(some)], -1)  # what is resident stands last
+    n = positions.shape[1]
+    firsts = positions[:, ::block]
+    steps = torch.arange(n) - torch.arange(n) // block * block
+    if bool((firsts % block).any()) or not torch.equal(positions, firsts.repeat_interleave(block, 1)[:, :n] + steps):
+        raise Unserved(f"selects tokens that are no whole pages of {block} tokens, which are vLLM's blocks")
+    return table[firsts // block], torch.full((h_kv,), n)

@@ -1,0 +1,26 @@
+"""vLLM's entry point of the group `vllm.general_plugins`, called in every process that vLLM starts.
+
+Without an order (`serving/order.py`) it changes nothing: an installed plugin is nobody's business until it is asked.
+"""
+# pyright: reportMissingImports=false
+
+from serving.order import DROPPING, Order
+
+
+def register() -> None:
+    """Put our attention in the place of vLLM's own on a CPU."""
+    order = Order.given()
+    if order is None:
+        return
+    import vllm
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from serving.adapter import VERSION, known
+
+    if not known(vllm.__version__):
+        raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
+    register_backend(AttentionBackendEnum.CPU_ATTN, "serving.adapter.attention.Backend")
+    if order.rung == DROPPING:
+        from serving.adapter.blocks import register_manager
+
+        register_manager()

@@ -1,0 +1,248 @@
+"""A request in vLLM whose prompt a method takes over: `Reader`; and all of a worker's: `Desk`.
+
+vLLM reads prompts in chunks, mixes them with requests that decode, and after a preemption reads prompt and answer again
+in one pass. So a prompt is taken over layer by layer, in the pass that reads its last token, and what a pass reads of
+an answer goes to the row token by token.
+
+Not here: vLLM's objects (`serving/adapter`), memory (`serving/pagestore.py`).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.audit import count_parts
+from engine.decode import attend_groups
+from engine.errors import RunError
+from engine.observe import ModelFact
+from engine.readers import Held, end
+from engine.shapes import ModelShape
+from engine.softmax import Softmax
+from engine.step import behind_rows, step_rows
+from serving.order import DROPPING, Order, Unserved
+from serving.pages import Pages
+from serving.pagestore import PageStore, PageTrace
+
+
+class Reader:
+    """One request, from its first token to its last or to its preemption."""
+
+    def __init__(
+        self, order: Order, ids: Sequence[int], n_new: int, pages: Mapping[int, Pages], softmax: Mapping[int, Softmax]
+    ) -> None:
+        self.order, self.s_prompt = order, len(ids)
+        self.variant = order.variant(self.s_prompt)
+        self.trace = PageTrace(own_shape(order, pages), self.s_prompt, pages, order.rung)
+        self.trace.ids, self.trace.softmax = ids, dict(softmax)
+        self.row = self.variant.row(self.trace, n_new, PageStore)
+        self.store: PageStore = self.row.store  # type: ignore[assignment]
+        if self.row.wants_lookahead:
+            raise Unserved("looks a layer ahead, which vLLM's model does not")
+        self.queries: dict[int, Tensor] = {}  # by layer: the latest of the prompt, (1, h, n, d_h)
+        self.is_placed = False
+        self.n_first = self.n_stay = 0  # blocks as the prompt was placed, and those of them that stay
+
+    # The prompt.
+
+    def look(self, layer: int, q: Tensor) -> None:
+        """Queries of the prompt's next tokens (1, h, n, d_h); as many stay as somebody looks at."""
+        wanted = [what.looks_at for what in self.variant.observations]
+        if not wanted:
+            return
+        q = torch.cat([self.queries[layer], q], 2) if layer in self.queries else q
+        most = None if None in wanted else max(n for n in wanted if n is not None)
+        self.queries[layer] = q.clone() if most is None else q[:, :, -most:].clone()
+
+    def build(self, layer: int) -> None:
+        """The layer has the whole prompt: the method places it."""
+        trace = self.trace
+        trace.taken.append(layer)
+        for what in self.variant.observations:
+            if isinstance(what, ModelFact):
+                raise Unserved("asks for what a calibration has found of the model, which is not looked up here")
+            trace.observe(layer, what, self.queries[layer], trace.keys(layer), trace.softmax[layer])
+        self.queries.pop(layer, None)
+        self.row.build(layer)
+        if len(trace.taken) == len(trace.shape.attention_layers):
+            self.row.complete()
+            self.is_placed = True
+
+    def give_back(self, n_tokens: int, block: int) -> None:
+        """On the dropping rung: blocks behind those that stay are the scheduler's from the next step on."""
+        most = self.order.most_slots(self.s_prompt, n_tokens)
+        if (held := self.store.n_held()) > most:
+            raise RunError(f"{self.variant.method.title} holds {held} tokens where {most} were counted")
+        self.n_first = -(-n_tokens // block)
+        self.n_stay = min(self.n_first, -(-most // block))
+
+    def left(self, table: Tensor) -> Tensor:
+        """The blocks that are the request's, of vLLM's table (m,), which only ever grows."""
+        if self.n_stay == self.n_first:
+            return table
+        return torch.cat([table[: self.n_stay], table[self.n_first :]])
+
+    # A step.
+
+    @property
+    def is_still(self) -> bool:
+        """Whether vLLM's own attention over the request's slots is the method's."""
+        return self.order.rung == DROPPING and self.row.is_still
+
+    def n_attended(self, n: int) -> int:
+        """Slots that vLLM's own attention reads in a step of `n` tokens."""
+        at = next(iter(self.row.store.layers.values()))
+        return at.n_kept + max(n, min(at.n_window + n, at.capacity))
+
+    def count(self, layer: int) -> None:
+        """A step that vLLM's own attention made: its books."""
+        self.row.store[layer].advance(*(torch.empty(0),) * 2)
+        self.row.store.close(layer)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One token: (1, h, 1, d_h)."""
+        rows = [self.row]
+        return attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
+
+    def parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
+        """What one token attends to, on the rung where vLLM's kernel reads it."""
+        parts = step_rows(type(self.row), [self.row], layer, q, k, v)
+        count_parts([self.row], layer, parts)
+        return parts[0]
+
+    def behind(self, layer: int, out: Tensor) -> None:
+        """What such a token's step leaves."""
+        changes = behind_rows(type(self.row), [self.row], layer, out, [None])
+        end(layer, Held([self.row], [], changes, None))
+
+    def books(self) -> dict[str, Any]:
+        """The ledger as a line of samples.jsonl has it."""
+        row, rules = self.row, self.variant.method
+        exempt, in_mean = row.skipped_layers(), rules.keeps_budget_in == "mean"
+        with_index = not rules.drops
+        return {"s_prompt": self.s_prompt} | row.store.ledger.summary(
+            row.budget, self.trace.shape, exempt, in_mean, with_index=with_index
+        )
+
+
+def own_shape(order: Order, pages: Mapping[int, Pages]) -> ModelShape:
+    """The model's shape with the heads of this worker."""
+    shape, n = order.chosen.shape, order.ranks
+    return replace(shape, h=shape.h // n, h_kv=shape.h_kv // n, attention_layers=tuple(sorted(pages)))
+
+
+@dataclass
+class Turn:
+    """A request's tokens of one step."""
+
+    reader: Reader
+    rows: slice  # of the step's tokens
+    first: int  # the position of the first of them
+    slots: Tensor | None = None  # on the dropping rung: where they go
+    n_attended: int = 0  # there: slots that vLLM's own attention reads
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt among them."""
+        return max(0, min(self.reader.s_prompt - self.first, self.rows.stop - self.rows.start))
+
+    @property
+    def seen(self) -> int:
+        """Tokens so far, these included."""
+        return self.first + self.rows.stop - self.rows.start
+
+    @property
+    def ends_prompt(self) -> bool:
+        return self.n_prompt > 0 and self.first + self.n_prompt == self.reader.s_prompt
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is one token behind a prompt that is placed."""
+        return self.n_prompt == 0 and self.seen == self.first + 1
+
+
+@dataclass
+class Desk:
+    """The requests of a worker."""
+
+    order: Order
+    pages: Mapping[int, Pages]
+    softmax: Mapping[int, Softmax]
+    readers: dict[str, Reader] = field(default_factory=dict)
+    books: dict[str, Any] = field(default_factory=dict)  # of requests that ended
+    replays: int = 0  # requests that read their own answers again
+    n_steps: int = 0
+    most_decoding: int = 0  # requests in one step behind their prompts
+
+    @property
+    def block(self) -> int:
+        return next(iter(self.pages.values())).block
+
+    def turns(
+        self, who: Sequence[tuple[str, Sequence[int], int]], starts: Sequence[int], seen: Sequence[int],
+        tables: Tensor, alive: Collection[str],
+    ) -> list[Turn]:  # fmt: skip
+        """What each request does in this step. `who` has names, prompts and tokens that may follow."""
+        for name in [name for name in self.readers if name not in alive]:
+            self.close(name)
+        turns = []
+        for i, (name, ids, n_new) in enumerate(who):
+            n = starts[i + 1] - starts[i]
+            first = seen[i] - n
+            if first == 0:  # new, or from the beginning again
+                self.readers.pop(name, None)
+                self.readers[name] = Reader(self.order, ids, n_new, self.pages, self.softmax)
+                self.replays += seen[i] > len(ids)
+            reader = self.readers[name]
+            table = tables[i].long()
+            reader.trace.table = reader.left(table) if reader.is_placed else table
+            turn = Turn(reader, slice(starts[i], starts[i + 1]), first)
+            if reader.is_placed and self.order.rung == DROPPING:
+                turn.slots, turn.n_attended = self.slots(reader, n), reader.n_attended(n)
+            turns.append(turn)
+        self.n_steps += 1
+        self.most_decoding = max(self.most_decoding, sum(turn.reader.is_placed for turn in turns))
+        return turns
+
+    def slots(self, reader: Reader, n: int) -> Tensor:
+        """Where the next `n` tokens go among all of vLLM's slots."""
+        slots = reader.store.next_slots(n)
+        return reader.trace.table[slots // self.block] * self.block + slots % self.block
+
+    def read(self, layer: int, turn: Turn, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """A layer's tokens of one request, q, k, v and out (n, heads, d_h); vLLM's own attention has been made.
+
+        Of the prompt's tokens it is right. What comes behind them attends as the method says.
+        """
+        reader, n = turn.reader, turn.n_prompt
+        if n:
+            reader.look(layer, folded(q[:n]))
+        if turn.ends_prompt:
+            reader.build(layer)
+        for t in range(n, len(q)):
+            one = slice(t, t + 1)
+            out[t] = reader.attend(layer, folded(q[one]), folded(k[one]), folded(v[one]))[0, :, 0]
+        if turn.ends_prompt and reader.is_placed and reader.order.rung == DROPPING:
+            reader.give_back(turn.seen, self.block)
+
+    def close(self, name: str) -> None:
+        """The request is over, or its client is gone."""
+        reader = self.readers.pop(name)
+        if reader.is_placed:
+            self.books[name] = reader.books()
+
+    def told(self) -> dict[str, Any]:
+        """What happened so far, for the front end."""
+        for name in [*self.readers]:
+            self.close(name)
+        return {
+            "books": self.books, "steps": self.n_steps, "replays": self.replays, "most_decoding": self.most_decoding,
+        }  # fmt: skip
+
+
+def folded(tokens: Tensor) -> Tensor:
+    """(n, heads, d_h) as (1, heads, n, d_h)."""
+    return tokens.transpose(0, 1).unsqueeze(0)

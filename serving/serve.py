@@ -1,0 +1,112 @@
+"""`python -m serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
+
+The words are those of `run.py`. Beside them: `rung=` (dropping where the method drops, visible where it retrieves),
+`host=`, `port=`, `as_shipped=true` (vLLM without a method), and vLLM's own flags as `vllm.max_model_len=4096`.
+`/v1/models` has the model's name with the method and its budget.
+
+exit code: 0 it was stopped, 2 wrong input, in one sentence
+
+Not here: vLLM (`serving/adapter`), in whose environment this runs: `make setup-serving`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import yaml
+
+from engine.checkpoints.load import locate
+from engine.errors import ConfigError
+from engine.terminal import say
+from serving.order import DROPPING, RUNGS, VISIBLE, Order, chosen
+from serving.rehearsal import rehearse
+
+
+@dataclass
+class Command:
+    """A command line, read."""
+
+    words: list[str] = field(default_factory=list)  # for run.py's conf
+    flags: dict[str, Any] = field(default_factory=dict)  # vLLM's
+    rung: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    as_shipped: bool = False
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> "Command":
+        command = cls()
+        for word in argv:
+            key, is_one, text = word.partition("=")
+            value = yaml.safe_load(text) if is_one else None
+            if key.startswith("vllm."):
+                command.flags[key.removeprefix("vllm.")] = value
+            elif key in ("rung", "host", "port", "as_shipped"):
+                kind = type(getattr(cls(), key) or "")
+                if not isinstance(value, kind):
+                    raise ConfigError(
+                        f"{word} is not allowed; {key} is a {kind.__name__}, like {key}={getattr(cls(), key)}"
+                    )
+                setattr(command, key, value)
+            else:
+                command.words.append(word)
+        return command
+
+    def order(self) -> Order | None:
+        """What vLLM is asked to do; `ConfigError` where the method cannot be served."""
+        if self.as_shipped:
+            return None
+        rung = self.rung or usual_rung(self.words)
+        ranks = self.flags.get("tensor_parallel_size", 1)
+        return rehearse(Order(tuple(self.words), rung, ranks=ranks))
+
+
+def usual_rung(words: Sequence[str]) -> str:
+    """The rung on which a method saves what it can."""
+    return DROPPING if chosen(tuple(words)).asked.rules.drops else VISIBLE
+
+
+def model_of(words: Sequence[str]) -> tuple[str, str]:
+    """Where the model lies, and what it is called."""
+    spec = chosen(tuple(words)).settings.model
+    return locate(spec.id, spec.revision, spec.trust_remote_code)[0], spec.name
+
+
+def served_name(name: str, order: Order | None) -> str:
+    """In `/v1/models`."""
+    if order is None:
+        return name
+    return "-".join([name, *order.chosen.label.replace("ratio=", "").split()])
+
+
+def need_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise ConfigError("vLLM is not in this environment; run make setup-serving, then .venv-serving/bin/python")
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*argv}:
+        say(__doc__ or "")
+        return 0
+    try:
+        command = Command.read(argv)
+        if command.rung not in (None, *RUNGS):
+            raise ConfigError(f"rung={command.rung} is unknown; use {', '.join(RUNGS[:-1])} or {RUNGS[-1]}")
+        order = command.order()
+        need_vllm()
+        model, name = model_of(command.words)
+        from serving.adapter.server import serve
+
+        flags = {"dtype": "float32"} | command.flags
+        say(f"serving {served_name(name, order)} on http://{command.host}:{command.port}/v1")
+        serve(order, model, served_name(name, order), command.host, command.port, flags)
+    except ConfigError as error:
+        say("serving.serve:", f"{error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,274 @@
+"""KVBench's methods inside vLLM, with the embedded model: tokens, blocks, and what goes wrong.
+
+Each class starts one engine, and lets methods of one rung take turns in it.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make setup-serving")
+
+from engine.checkpoints.load import locate
+from engine.errors import ConfigError
+from serving.adapter import known
+from serving.adapter.front import Engine, engine_flags
+from serving.adapter.worker import check
+from serving.measure import Request, drive
+from serving.order import DROPPING, PAGES, VISIBLE, Order
+from serving.rehearsal import rehearse
+from tests.serving.conftest import agree, model, prompts, said
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+N_NEW = 24
+LENGTHS = (337, 440, 573, 700)
+QUEST = (
+    "method=quest method.comm_mode=native method.page_len=32 method.page_generated=true "
+    "method.agg=group_mean comm=1/8 ratio=0.2"
+)
+ON_VISIBLE = (
+    "method=oracle ratio=0.1", "method=pqcache ratio=0.2", "method=quest comm=1/8 ratio=0.2",
+    "method=sparq comm=1/8 ratio=0.2", "method=clusterkv ratio=0.2", "method=adakv ratio=0.2",
+)  # fmt: skip
+ON_DROPPING = (
+    "method=streamingllm ratio=0.2", "method=snapkv ratio=0.2", "method=keydiff ratio=0.2",
+    "method=tova ratio=0.2", "method=knorm method.full_layers=0 ratio=0.3",
+)  # fmt: skip
+FULL = "method=full"
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = locate("embedded", None, False)[0]
+FLAGS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 16}
+
+
+def order(words: str, rung: str) -> Order:
+    return rehearse(Order(tuple(words.split()), rung))
+
+
+def check_batches(engine: Engine, words: str, report: list[str]) -> None:
+    """The same prompts alone, four at once and sixteen at once."""
+    engine.switch(order(words, engine.order.rung))  # type: ignore[union-attr]
+    for batch in (1, 4, 16):
+        asked = (prompts(LENGTHS) * 4)[:batch]
+        report += agree(words, asked, engine.answer(asked, N_NEW))
+    books = [*engine.told()["books"].values()]
+    assert len(books) == 21
+    own = said(words, tuple(prompts(LENGTHS)[0]), N_NEW).ledger
+    assert all(books[0][key] == own[key] for key in ("steps", "tokens_attended_mean", "tokens_budget", "within_budget"))
+
+
+def differs(words: str) -> None:
+    """The method's own answers are not full attention's, so that equality says something."""
+    asked = [tuple(ids) for ids in prompts(LENGTHS)]
+    assert any(said(words, ids, N_NEW).ids != said(FULL, ids, N_NEW).ids for ids in asked), words
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[list[str]]:
+    found: list[str] = []
+    yield found
+    sys.stdout.write("\n  ".join(["near ties:", *(found or ["none"])]) + "\n")
+
+
+class TestStock:
+    def test_full_attention_says_what_kvbench_says(self, report: list[str]) -> None:
+        """vLLM without an order: the plugin is installed, and changes nothing."""
+        asked = prompts(range(60, 840, 39))
+        assert len(asked) == 20
+        engine = Engine.start(None, MODEL, enforce_eager=True, **FLAGS)
+        report += agree(FULL, asked, engine.answer(asked, N_NEW))
+        engine.close()
+
+
+class TestVisible:
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Engine]:
+        engine = Engine.start(order(FULL, VISIBLE), MODEL, **FLAGS)
+        yield engine
+        engine.close()
+
+    def test_full_attention_is_still_full_attention_short(self, engine: Engine, report: list[str]) -> None:
+        check_batches(engine, FULL, report)
+
+    @pytest.mark.parametrize("words", ON_VISIBLE)
+    def test_tokens_are_kvbench_s(self, engine: Engine, words: str, report: list[str]) -> None:
+        differs(words)
+        check_batches(engine, words, report)
+
+    def test_a_request_whose_budget_is_too_small_is_refused_alone(self, engine: Engine) -> None:
+        engine.switch(order("method=quest comm=1/8 ratio=0.2", VISIBLE))
+        with pytest.raises(ConfigError, match="no room for a page"):
+            engine.answer([prompts([40])[0]], 4)
+        assert len(engine.answer(prompts([337]), 4)[0]) == 4
+
+
+class TestPages:
+    def test_quest_reads_its_pages_with_vllm_s_own_kernel(self, report: list[str]) -> None:
+        differs(QUEST)
+        engine = Engine.start(order(QUEST, PAGES), MODEL, **FLAGS)
+        check_batches(engine, QUEST, report)
+        engine.close()
+
+
+class TestDropping:
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Engine]:
+        engine = Engine.start(order("method=snapkv ratio=0.2", DROPPING), MODEL, **FLAGS, max_num_batched_tokens=256)
+        yield engine
+        engine.close()
+
+    @pytest.mark.parametrize("words", ON_DROPPING)
+    def test_tokens_are_kvbench_s_from_chunks_of_256(self, engine: Engine, words: str, report: list[str]) -> None:
+        differs(words)
+        before = engine.n_free
+        check_batches(engine, words, report)
+        assert engine.n_free == before
+
+    def test_prompts_with_one_beginning_do_not_touch_each_other(self, engine: Engine) -> None:
+        words = "method=snapkv ratio=0.2"
+        engine.switch(order(words, DROPPING))
+        first, *_ = prompts([400])
+        asked = [first, first[:350], [*first, *first[:60]], first]
+        for _ in range(2):  # the second time their pages lie where others have been
+            agree(words, asked, engine.answer(asked, N_NEW))
+
+    def test_a_cancelled_request_gives_its_blocks_back(self, engine: Engine) -> None:
+        words = "method=snapkv ratio=0.2"
+        engine.switch(order(words, DROPPING))
+        before, asked = engine.n_free, prompts(LENGTHS)[:2]
+        names = ["gone", "stays"]
+        for name, ids in zip(names, asked, strict=True):
+            engine.core.add_request(name, {"prompt_token_ids": ids}, engine.params(N_NEW))
+        for _ in range(8):
+            engine.core.step()
+        engine.core.abort_request(["gone"])
+        last: list[Any] = []
+        while engine.core.has_unfinished_requests():
+            last = engine.core.step() or last
+        assert [one.request_id for one in last] == ["stays"]
+        agree(words, asked[1:], [[*last[0].outputs[0].token_ids]])
+        assert engine.n_free == before
+        assert len(engine.told()["books"]) == 2 and not engine.scheduler.requests
+
+
+class TestPressure:
+    """A pool in which full attention has room for three requests."""
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Engine]:
+        engine = Engine.start(order(FULL, DROPPING), MODEL, **FLAGS, num_gpu_blocks_override=41)
+        yield engine
+        engine.close()
+
+    def served(self, engine: Engine, words: str, n: int, length: int, n_new: int) -> Any:
+        engine.switch(order(words, DROPPING))
+        asked = prompts([length] * n)
+        requests = [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(asked)]
+        replies, figures = drive(engine, requests)
+        ties = agree(words, asked, [reply.ids for reply in replies])
+        told = engine.told()
+        sys.stdout.write(
+            f"\n{words}: {figures.at_once} at once ({figures.at_once_unpreempted} before the first preemption), "
+            f"{figures.preemptions} preempted, {told['replays']} read again with their answers, {figures.blocks_most} "
+            f"of {figures.blocks} blocks at most, {figures.blocks_mean:.1f} in the mean, {figures.steps} steps\n"
+            f"near ties: {ties}\n"
+        )
+        assert figures.blocks_left == 0
+        return figures, told
+
+    def test_more_requests_run_at_once_where_blocks_come_back_short(self, engine: Engine) -> None:
+        full, _ = self.served(engine, FULL, 8, 337, 40)
+        rolling, _ = self.served(engine, "method=streamingllm ratio=0.2", 8, 337, 40)
+        growing, _ = self.served(engine, "method=snapkv ratio=0.2", 8, 337, 40)
+        assert full.at_once <= 3 and rolling.at_once >= 6 and growing.at_once >= 6
+        assert growing.steps < full.steps and rolling.steps < full.steps
+
+    def test_requests_that_were_compacted_are_preempted_and_go_on(self, engine: Engine) -> None:
+        figures, told = self.served(engine, "method=snapkv ratio=0.2", 8, 337, 120)
+        assert figures.preemptions > 0 and told["replays"] > 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("flag", "why"),
+        [
+            ({"enable_prefix_caching": True}, "prefix caching hands on pages"),
+            ({"async_scheduling": True}, "async scheduling counts tokens"),
+            ({"speculative_config": {"method": "ngram"}}, "speculative decoding takes tokens back"),
+            ({"kv_transfer_config": {"kv_connector": "x"}}, "a KV connector moves pages"),
+        ],
+    )
+    def test_flags_that_a_method_cannot_have_short(self, flag: dict[str, Any], why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            engine_flags(Order(("method=snapkv",), DROPPING), flag)
+
+    def test_a_layer_that_nobody_knows_is_named_short(self) -> None:
+        def layer(**changes: Any) -> Any:
+            usual = {"sliding_window": -1, "kv_sharing_target_layer_name": None, "alibi_slopes": None}
+            impl = SimpleNamespace(**usual | {"attn_type": "decoder"} | changes)
+            return SimpleNamespace(impl=impl, isa=changes.get("isa", "vec"))
+
+        name = "model.layers.3.self_attn.attn"
+        check(name, layer())
+        cases = {
+            "sliding_window": (512, "a sliding window"),
+            "isa": ("amx", "pages of amx"),
+            "attn_type": ("encoder", "decoder"),
+        }
+        for key, (value, why) in cases.items():
+            with pytest.raises(ValueError, match=f"layer {name} .*{why}"):
+                check(name, layer(**{key: value}))
+
+    def test_another_version_is_not_known_short(self) -> None:
+        assert known("0.32.0") and not known("0.33.1")
+
+
+class TestServer:
+    def test_an_openai_client_talks_to_it(self) -> None:
+        from openai import BadRequestError, OpenAI  # pyright: ignore[reportMissingImports]
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = ["method=streamingllm", "budget=40", f"port={port}", "vllm.max_model_len=1024"]
+        server = subprocess.Popen([sys.executable, "-m", "serving.serve", *words], cwd=ROOT)
+        try:
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            name = wait_for(client, server)
+            assert name == "smollm2-135m-streamingllm-budget=40"
+            asked = prompts([300, 337])
+            params: dict[str, Any] = {"model": name, "max_tokens": N_NEW, "temperature": 0}
+            done = client.completions.create(prompt=asked, extra_body={"ignore_eos": True}, **params)
+            words_said = ["method=streamingllm budget=40"] * 2
+            for one, ids, said_by in zip(done.choices, asked, words_said, strict=True):
+                assert one.text == model().tokenizer.decode(said(said_by, tuple(ids), N_NEW).ids)
+            chat = client.chat.completions.create(
+                messages=[{"role": "user", "content": "Say hello. " * 30}], stream=True, **params
+            )
+            assert "".join(part.choices[0].delta.content or "" for part in chat if part.choices)
+            with pytest.raises(BadRequestError, match="budget"):
+                client.completions.create(prompt=[asked[0][:20]], **params)
+            assert client.completions.create(prompt=asked[:1], **params).choices  # the engine lives
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def wait_for(client: Any, server: Any) -> str:
+    """The name of the model, once the server is there."""
+    for _ in range(240):
+        assert server.poll() is None, "the server ended"
+        try:
+            return client.models.list().data[0].id
+        except Exception:
+            time.sleep(1)
+    raise AssertionError("no server")
