@@ -47,7 +47,7 @@ class Command:
                 kind = type(getattr(cls(), key) or "")
                 if not isinstance(value, kind):
                     raise ConfigError(
-                        f"{word} is not allowed; {key} is a {kind.__name__}, like {key}={getattr(cls(), key)}"
+                        f"{word} is not allowed; {key} is of type {kind.__name__}, like {key}={getattr(cls(), key)}"
                     )
                 setattr(command, key, value)
             else:

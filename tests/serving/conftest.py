@@ -72,7 +72,8 @@ def said(words: str, ids: tuple[int, ...], n_new: int) -> Said:
         gaps = Gaps([float(first[0] - first[1])])
         answer = decode(model(), trace, rows, max_new_tokens=n_new, watch=gaps).answers[0].ids
     row, exempt = rows[0], rows[0].skipped_layers()
-    books = row.store.ledger.summary(row.budget, model().shape, exempt, row.keeps_budget_in == "mean", with_index=False)
+    in_mean = row.keeps_budget_in == "mean"
+    books = row.store.ledger.summary(row.budget, model().shape, exempt, in_mean, with_index=not row.drops)
     return Said(answer, gaps.seen, books)
 
 

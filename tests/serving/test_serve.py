@@ -1,0 +1,70 @@
+"""The server's command line, and the run's, where vLLM is not needed or not there."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import run
+from evals.settings import from_words
+from serving.measure import percentiles
+from serving.order import chosen
+from serving.run import words_of
+from serving.serve import Command, main, served_name, usual_rung
+
+NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+
+
+def test_a_command_is_words_of_run_py_and_of_vllm() -> None:
+    found = Command.read(["method=snapkv", "ratio=0.2", "port=9000", "vllm.max_model_len=4096", "rung=visible"])
+    assert found.words == ["method=snapkv", "ratio=0.2"] and found.flags == {"max_model_len": 4096}
+    assert (found.port, found.rung, found.as_shipped) == (9000, "visible", False)
+
+
+def test_a_model_is_called_after_its_method() -> None:
+    order = Command.read(["method=snapkv", "ratio=0.2"]).order()
+    assert order is not None and order.rung == "dropping"
+    assert served_name("smollm2-135m", order) == "smollm2-135m-snapkv-0.2"
+    assert served_name("smollm2-135m", None) == "smollm2-135m"
+    assert usual_rung(["method=pqcache"]) == "visible"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["method=adakv"], "heads of a layer keep different counts"),
+        (["method=snapkw"], "snapkw"),
+        (["method=snapkv", "rung=high"], "rung=high is unknown"),
+        (["method=snapkv", "port=many"], "port is of type int"),
+        pytest.param(["method=snapkv"], "make setup-serving", marks=NO_VLLM),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence_and_code_2(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+
+
+@NO_VLLM
+def test_a_run_without_vllm_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = sys.argv
+    with pytest.raises(SystemExit) as ended:
+        run.main(["task=serving", "method=snapkv", f"out={tmp_path / 'a'}"])
+    sys.argv = argv
+    assert ended.value.code == 2 and "make setup-serving" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_cell_s_settings_are_said_in_words_again() -> None:
+    words = ["method=streamingllm", "method.n_sink=8", "budget=100", "comm=1/32"]
+    given = from_words(words)
+    again = chosen(words_of(given)).settings
+    assert again.method == given.method and again.budget == given.budget and again.model == given.model
+
+
+def test_percentiles_of_one_and_of_many() -> None:
+    assert percentiles([2.0]) == {"p50": 2.0, "p90": 2.0, "p99": 2.0} and percentiles([]) == {}
+    assert percentiles([float(i) for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
