@@ -119,6 +119,8 @@ def not_served(settings: Settings) -> list[tuple[str, Any]]:
         ("prefill.chunk", settings.chunk),
         ("compose=", settings.compose),
         ("cache.tokens", settings.cache.tokens),
+        ("positions=", settings.keeping.positions),
+        ("dropped=", settings.keeping.dropped),
         ("compression_scope=context_only", settings.scope != "full_prompt"),
         ("weights=random", settings.weights == "random"),
     ]

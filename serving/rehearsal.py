@@ -95,8 +95,8 @@ def slack_of(order: Order, s: int) -> int | None:
     variant = own.variant(s)
     if variant.probes:
         raise Unserved("reads more behind the prompt, and vLLM's prefill ends there")
-    if variant.thinning is not None:
-        raise Unserved("leaves tokens out of the prefill, and vLLM's is one for all")
+    if variant.keeping.changes:
+        raise Unserved("changes the keys or values that it keeps, and pages hold the model's")
     drawn = torch.Generator().manual_seed(0)
     heads, d_h = shape.h_kv // own.ranks, shape.d_h
     n_blocks = -(-s // BLOCK) + 1  # one more for the answer

@@ -43,7 +43,7 @@ def test_a_trace_is_read_from_a_file_by_arrival(tmp_path: Path) -> None:
     [
         ('{"arrival_s": 0}', "line 1 is no JSON object with arrival_s, prompt_tokens, new_tokens"),
         ('{"arrival_s": 0, "prompt_tokens": 20, "new_tokens": 4}', "line 1 asks for less than 300 tokens"),
-        ("", "holds no request"),
+        ("\n", "holds no request|is empty"),
     ],
 )
 def test_a_damaged_trace_is_named(tmp_path: Path, text: str, why: str) -> None:
