@@ -34,7 +34,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is: 4 GB, and its own versions of torch and transformers
 
 test-serving: $(SERVING_DONE) ## the tests that need vLLM: KVBench's methods serve in it (short: ARGS="-k short")
-	PYTHONPATH= $(SERVING)/bin/python -m pytest -m serving tests/serving $(ARGS)
+	PYTHONPATH= $(SERVING)/bin/python -m pytest -W ignore -m serving tests/serving $(ARGS)
 
 run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
 	$(BIN)/python first_look.py $(ARGS)
