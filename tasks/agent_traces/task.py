@@ -152,8 +152,9 @@ class AgentTraces(Task):
             return
         names = [f"{FOLDER}/{params.domain}{end}" for end in (".jsonl", "_policy.md", "_tools.json")]
         paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn work")
-        found = read_rows(paths[0], {"id": str, "messages": list}, params.on_bad_row, unique="id", check=check_row)
-        self.traces = [(row["id"], row["messages"]) for _, row in found.rows]
+        fields = {"id": (int, str), "messages": list}
+        found = read_rows(paths[0], fields, params.on_bad_row, unique="id", check=check_row)
+        self.traces = [(str(row["id"]), row["messages"]) for _, row in found.rows]
         self.policy, self.tools = read_text(paths[1]), read_json(paths[2], f"get it again from {UPSTREAM}")
         if not isinstance(self.tools, list) or not all(isinstance(tool, dict) for tool in self.tools):
             raise ConfigError(f"{paths[2]} holds no list of tools; get it again from {UPSTREAM}")

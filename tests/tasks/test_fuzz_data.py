@@ -53,6 +53,27 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
     "math500/test": ("math500", {"problem": "What is half of 3?", "answer": "\\frac{3}{2}", "solution": "best"},
                      {"grader": "kvpress", "max_new_tokens": 8}),
     "aime/aime24": ("aime", {"problem": "How many?", "answer": "007"}, {"grader": "kvpress", "max_new_tokens": 8}),
+    "babilong/1k/qa1": ("babilong", {"input": TEXT, "question": "Where is Mary?", "target": "office"},
+                        {"datasets": ["qa1"], "lengths": ["1k"]}),
+    "mrcr/2needle": ("mrcr", {"prompt": json.dumps([{"role": "user", "content": "write a song"},
+                     {"role": "assistant", "content": TEXT}, {"role": "user", "content": "Prepend ab to it."}]),
+                     "answer": f"ab{TEXT}", "random_string_to_prepend": "ab", "desired_msg_index": 0},
+                     {"template": "plain"}),
+    "graphwalks/short": ("graphwalks", {"prompt": "The graph has the following edges:\nbest -> worst\n\nOperation:\n"
+                         "Find the parents of node worst.", "problem_type": "parents", "answer_nodes": ["best"]},
+                         {"max_new_tokens": 8}),
+    "oolong/synth": ("oolong", {"id": 0, "context_window_id": 0, "context_window_text": TEXT, "question": "Which?",
+                     "answer": "['best']", "answer_type": "ANSWER_TYPE.LABEL", "task_group": "counting"},
+                     {"mode": "query_aware"}),
+    "agent_traces/airline": ("agent_traces", {"id": 0, "messages": [
+                             {"role": "user", "content": "I am mia_17."}, {"role": "assistant", "tool_calls": [
+                                 {"function": {"name": "look", "arguments": '{"id": "mia_17"}'}}]},
+                             {"role": "tool", "name": "look", "content": TEXT}]},
+                             {"mode": "query_aware"}),
+    "helmet/data/nq": ("helmet", {"question": "Which?", "answers": ["best"], "ctxs": [{"title": "x", "text": TEXT}]},
+                       {"datasets": "nq", "lengths": (2000,)}),
+    "helmet/data/msmarco": ("helmet", {"query": "Which one?", "ctxs": [{"id": "7", "text": TEXT, "label": 1}]},
+                            {"datasets": "msmarco", "lengths": (2000,)}),
     "pg19/book": ("pg19", {"text": TEXT * 9, "id": 1}, {"lengths": (32,), "targets": 4, "offsets": 1, "books": 3}),
     "mine": ("fidelity", {"prompt": TEXT * 9, "continuation": "And so on and so on.", "id": 1}, {"steps": 3}),
 }  # fmt: skip
@@ -139,6 +160,9 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
 def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
     """Every sample of the task, as a run makes it before and behind the model."""
     name, _, given = TASKS[file]
+    if name == "agent_traces":  # these two are not what is damaged
+        (folder / "agent_traces" / "airline_policy.md").write_text("Be kind.\n")
+        (folder / "agent_traces" / "airline_tools.json").write_text("[]")
     tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
     if name == "fidelity":
         given = given | {"path": str(folder / "mine.jsonl")}

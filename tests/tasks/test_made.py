@@ -282,6 +282,27 @@ def oolong_wrong(prompt: str, rng: random.Random) -> str:
     return rng.choice(["Label: other", "Answer: 500", "User: 7", "Date: 1999-01-01"])
 
 
+# --- helmet: the demonstration with most words in common, or the key's line ---------------------------------------
+
+
+def helmet(prompt: str, rng: random.Random) -> str:
+    if "JSON object" in prompt:
+        key = prompt.rpartition("Key: ")[2].split("\n")[0]
+        return re.findall(rf'"{key}": "([^"]+)"', prompt)[0]
+    parts = prompt.split("\n\n")
+    query = {*parts[-1].split("\n")[0].split()}
+    shown = [part.split("\nlabel: ") for part in parts if "\nlabel: " in part]
+    seen: dict[str, set[str]] = {}
+    for text, label in shown:
+        seen.setdefault(label, set()).update(text.split())
+    own = {label: words - {w for other in seen if other != label for w in seen[other]} for label, words in seen.items()}
+    return max(own, key=lambda label: len(own[label] & query))
+
+
+def helmet_wrong(prompt: str, rng: random.Random) -> str:
+    return str(rng.randrange(6))
+
+
 # --- all of them -------------------------------------------------------------------------------------------------
 
 # By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
@@ -296,12 +317,14 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
         {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
     ),
     "oolong": ({"lengths": [6000], "rows": 4, "questions": 7, "mode": "query_aware"}, oolong, oolong_wrong, 0.1),
+    "helmet": ({"datasets": "drawn", "lengths": [4000], "rows": 8}, helmet, helmet_wrong, 0.25),
 }  # fmt: skip
 LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr": {"needles": [2], "lengths": [2000, 6000]},
     "graphwalks": {"lengths": [2000, 5000]},
     "agent_traces": {"lengths": [7000], "output_tokens": 60, "turns": 3},
     "oolong": {"lengths": [12000]},
+    "helmet": {"datasets": ["icl"], "lengths": [5000]},
 }
 
 
@@ -340,7 +363,7 @@ def test_a_length_is_filled_to_two_per_cent(name: str, tmp_path: Path) -> None:
         else:
             prompt = prompt_of(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
             used = len(prompt) + (talk.turns[-1].max_new_tokens if talk else 0)
-            used += sample.max_new_tokens if name == "mrcr" else 0
+            used += sample.max_new_tokens if name in ("mrcr", "helmet") else 0
         assert 0.98 * sample.fields["length"] < used <= sample.fields["length"], (sample.id, used)
 
 

@@ -1,0 +1,398 @@
+"""HELMET's unjudged parts: many-shot labels, answers from passages, a ranking of passages, values of a JSON object.
+
+Names       HELMET; labels, values and facts that are drawn
+Asks        a label by many examples, an answer or a ranking from passages, a value of a key
+Lengths     8k to 128k published, any with source=embedded
+Answers     20, 200, 100 or 20 tokens
+Licence     MIT
+
+Parts       `icl` (drawn), `trec_coarse`, `trec_fine`, `banking77`, `clinic150`, `nlu`; `nq`, `triviaqa`, `popqa`,
+            `hotpotqa`; `msmarco`; `json_kv`. Summaries, long answers and citations want a judge or a model and are not
+            asked.
+Sources     helmet/data/PART.jsonl of the data folder: labels as `text`, `label`; passages as `question`, `answers`,
+            `ctxs`; rankings as `query`, `ctxs` with `id`, `text`, `label`; values as `context`, `question`, `answer`.
+            Upstream's archive has several files of a part, by length: the one that is meant is put there under its
+            part's name. With `source=embedded` icl (classes of invented instances) and json_kv are drawn.
+Prompts     wording of our own but for the frame of `icl`; demonstrations of passages and values are other rows of the
+            file, without their passages. No chat template by default, as published.
+Score       `scores.py`; a finished run's helmet.csv has the mean of each part, in percent.
+
+Not here: scores (`scores.py`), and RULER, which has a task of its own.
+"""
+
+import hashlib
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.foreign import write_csv
+from engine.shapes import ModelShape
+from tasks import sources
+from tasks.base import Data, Sample, Task
+from tasks.checks import check_choices, check_counts, check_datasets, check_numbers, chosen
+from tasks.helmet import scores
+from tasks.lazy import LazySamples, in_turns, most_units
+from tasks.prompt import encode
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.texts import digest
+
+UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
+LABELS = ("trec_coarse", "trec_fine", "banking77", "clinic150", "nlu")
+PASSAGES = ("nq", "triviaqa", "popqa", "hotpotqa")
+KINDS = {
+    **dict.fromkeys(("icl", *LABELS), "icl"), **dict.fromkeys(PASSAGES, "qa"), "msmarco": "rerank",
+    "json_kv": "json_kv",
+}  # fmt: skip
+PARTS = tuple(KINDS)
+DRAWN = ("icl", "json_kv")
+LISTS = {"drawn": DRAWN, "labels": LABELS, "passages": PASSAGES, "all": PARTS[1:]}
+NEW_TOKENS = {"icl": 20, "qa": 20, "rerank": 200, "json_kv": 100}
+PREFIX = {"icl": "label:", "qa": "Answer:", "rerank": "Ranking:", "json_kv": "Corresponding value:"}
+FIELDS: dict[str, dict[str, Any]] = {
+    "icl": {"text": str, "label": (int, str)}, "qa": {"question": str, "answers": list, "ctxs": list},
+    "rerank": {"query": str, "ctxs": list}, "json_kv": {"context": str, "question": str, "answer": str},
+}  # fmt: skip
+ASKS = {
+    "icl": (
+        "Use the provided mapping from the text to label to assign a label to the text. Only output "
+        '"label: {label}" and nothing else. \n\n'
+    ),
+    "qa": "Answer the question in a few words from the documents.\n\n",
+    "rerank": (
+        "Rank the documents by how well they answer the query, the best one first, as 'Ranking: ID3 > ID1 > ID2'.\n\n"
+    ),
+    "json_kv": "Find the value of the key in the JSON object.\n\n",
+}
+SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "ki", "lo", "mu", "ne", "pa", "ri", "so", "tu", "va", "zo")
+COMMON = (
+    "about again around because before between could during every first found great little never often other people "
+    "place should small still there these thing think under water where which while world would write"
+).split()
+N_MARKERS = 3  # words of a class that no other one has
+
+
+@dataclass(frozen=True)
+class Params:
+    source: str  # auto: the files; embedded: drawn instances and values
+    datasets: str | tuple[str, ...]  # parts, or a list's: drawn, labels, passages, all
+    lengths: tuple[int, ...]  # tokens of prompt and answer, of drawn ones and of label sets
+    classes: int  # of drawn instances
+    shots: int  # demonstrations before a question on passages or values
+    use_chat: bool
+    rows: int | None  # of each part; None: all, or 20
+    max_new_tokens: int | None
+    on_bad_row: str
+
+    def __post_init__(self) -> None:
+        check_choices(self, source=("auto", "local", "embedded"), on_bad_row=ON_BAD_ROW)
+        check_counts(self, "rows", "max_new_tokens")
+        check_numbers(self, lengths=500)
+        check_datasets(self.names, PARTS, LISTS)
+        if self.source == "embedded" and (other := [name for name in self.names if name not in DRAWN]):
+            raise ConfigError(
+                f"task.source=embedded draws {' and '.join(DRAWN)} only, not {other[0]}; leave it out of "
+                "task.datasets, or choose another source"
+            )
+        if self.source != "embedded" and "icl" in self.names:
+            raise ConfigError("task.datasets=icl is drawn; ask it with task.source=embedded, or one of the label sets")
+        if not 2 <= self.classes <= 200 or not 0 <= self.shots <= 20:
+            raise ConfigError(f"task.classes={self.classes} must be 2 to 200, and task.shots={self.shots} 0 to 20")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return chosen(self.datasets, LISTS)
+
+    def new_tokens(self, name: str) -> int:
+        return self.max_new_tokens or NEW_TOKENS[KINDS[name]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt in its parts, and what is right."""
+
+    context: str
+    question: str
+    references: tuple[str, ...]
+    fields: Mapping[str, Any]
+    evidence: tuple[str, ...] = ()
+
+
+class Helmet(Task):
+    """The rows of each part, in turns."""
+
+    name = "helmet"
+    version = 1
+    Params = Params
+    data = Data(
+        tuple(f"helmet/data/{name}.jsonl" for name in PARTS[1:]), "without them drawn labels and values "
+        "(task.source=embedded)", by_hand=UPSTREAM,
+    )  # fmt: skip
+
+    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.data_source = "embedded" if params.source == "embedded" else "local"
+        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
+        self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{listed}"
+        self.rows: dict[str, list[Mapping[str, Any]]] = {}
+        self.notes: list[str] = []
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.data_source == "embedded"
+
+    def check(self, shape: ModelShape) -> None:
+        params = self.params
+        if max(params.lengths) > shape.window:
+            raise ConfigError(
+                f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of {shape.name}; "
+                "give shorter ones"
+            )
+        self.window = shape.window
+        self.notes = [f"chat template: {'yes' if params.use_chat else 'no, as published'}"]
+        if self.is_embedded:
+            self.notes.append("drawn labels and values, not comparable with HELMET")
+            return
+        self.notes.append("prompts: own, but for icl's frame; demonstrations without passages")
+        names = [f"helmet/data/{name}.jsonl" for name in params.names]
+        paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn labels and values")
+        for name, path in zip(params.names, paths, strict=True):
+            found = read_rows(path, FIELDS[KINDS[name]], params.on_bad_row, check=check_row(KINDS[name]))
+            self.notes += found.notes
+            self.rows[name] = [row for _, row in found.rows]
+        self.data_digest = digest(paths)
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        return Rows(self, tokenizer)
+
+    def sample(self, name: str, length: int, id: str, asked: Asked) -> Sample:
+        kind = KINDS[name]
+        return Sample(
+            id=id,
+            context=asked.context,
+            question=asked.question,
+            answer_prefix=PREFIX[kind] if kind != "icl" else "",
+            references=asked.references,
+            max_new_tokens=self.params.new_tokens(name),
+            stop_at_newline=kind in ("icl", "rerank"),
+            use_chat=self.params.use_chat,
+            evidence=asked.evidence,
+            fields={"dataset": name, "length": length, **asked.fields},
+        )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        kind = KINDS[sample.fields["dataset"]]
+        if kind == "rerank":
+            return scores.ndcg(scores.rankings(scores.read(prediction, PREFIX[kind])), sample.fields["judged"])
+        return scores.score(kind, prediction, PREFIX[kind], sample.references)
+
+    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """helmet.csv: per part its rows and their mean in percent."""
+        each: dict[str, list[float]] = {}
+        for row in rows:
+            if row["score"] is not None:
+                each.setdefault(row["dataset"], []).append(row["score"])
+        lines = [[name, len(found), round(100 * sum(found) / len(found), 2)] for name, found in each.items()]
+        write_csv(folder / "helmet.csv", ["dataset", "rows", "score_percent"], lines)
+
+
+# --- many-shot labels --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instance:
+    text: str
+    label: str  # the name of its class
+
+
+def rounds(pool: Mapping[str, Sequence[str]], rng: random.Random, n: int) -> list[Instance]:
+    """So many instances in rounds, of which each has every class once, in an order of its own."""
+    found = list[Instance]()
+    turn = 0
+    while len(found) < n:
+        labels = rng.sample(sorted(pool), len(pool))
+        found += [Instance(pool[label][turn % len(pool[label])], label) for label in labels]
+        turn += 1
+    return found[:n]
+
+
+def many_shot(pool: Mapping[str, Sequence[str]], query: Instance, n: int) -> Asked:
+    """The query behind n demonstrations; labels are numbers that are shuffled anew for each query."""
+    rng = random.Random(int(hashlib.sha256(query.text.encode()).hexdigest(), 16))
+    labels = sorted(pool)
+    numbers = dict(zip(labels, map(str, rng.sample(range(len(labels)), len(labels))), strict=True))
+    shown = rounds(pool, rng, n)
+    lines = [f"{one.text}\nlabel: {numbers[one.label]}" for one in shown]
+    alike = tuple(line for one, line in zip(shown, lines, strict=True) if one.label == query.label)
+    return Asked(
+        ASKS["icl"] + "\n\n".join(lines) + "\n\n", f"{query.text}\nlabel:", (numbers[query.label],),
+        {"classes": len(labels), "demonstrations": n, "of_its_class": len(alike)}, alike[:3],
+    )  # fmt: skip
+
+
+def word(rng: random.Random) -> str:
+    return "".join(rng.choices(SYLLABLES, k=3))
+
+
+def drawn_pool(rng: random.Random, classes: int, n_each: int) -> dict[str, list[str]]:
+    """Classes of invented instances: common words with one of the class's own."""
+    markers: set[str] = set()
+    while len(markers) < N_MARKERS * classes:
+        markers.add(word(rng))
+    known = sorted(markers)
+    rng.shuffle(known)
+    return {
+        f"class{c:03}": [instance(rng, known[N_MARKERS * c : N_MARKERS * (c + 1)]) for _ in range(n_each)]
+        for c in range(classes)
+    }
+
+
+def instance(rng: random.Random, markers: Sequence[str]) -> str:
+    words = [*rng.choices(COMMON, k=7), *rng.sample(markers, 2)]
+    rng.shuffle(words)
+    return " ".join(words)
+
+
+# --- the other parts ---------------------------------------------------------------------------
+
+
+def from_passages(row: Mapping[str, Any], shots: Sequence[Mapping[str, Any]], n: int) -> Asked:
+    shown = "".join(f"Question: {one['question']}\nAnswer: {next(scores.names(one['answers']))}\n\n" for one in shots)
+    documents = "\n\n".join(f"Document (Title: {one.get('title', '')}): {one['text']}" for one in row["ctxs"][:n])
+    return Asked(
+        f"{ASKS['qa']}{shown}{documents}\n\n", f"Question: {row['question']}\n", tuple(scores.names(row["answers"])),
+        {"documents": min(n, len(row["ctxs"]))},
+    )  # fmt: skip
+
+
+def ranked(row: Mapping[str, Any], n: int) -> Asked:
+    documents = "\n\n".join(f"[ID: {one['id']}] Document: {one['text']}" for one in row["ctxs"][:n])
+    judged = {str(one["id"]): int(one["label"]) for one in row["ctxs"]}
+    order = sorted(judged, key=lambda one: -judged[one])
+    return Asked(
+        f"{ASKS['rerank']}{documents}\n\n", f"Query: {row['query']}\n", (" > ".join(order),),
+        {"documents": min(n, len(row["ctxs"])), "judged": judged},
+    )  # fmt: skip
+
+
+def of_key(row: Mapping[str, Any], shots: Sequence[Mapping[str, Any]]) -> Asked:
+    shown = "".join(f"Key: {one['question']}\n{PREFIX['json_kv']} {one['answer']}\n\n" for one in shots)
+    return Asked(f"{ASKS['json_kv']}{row['context']}\n\n{shown}", f"Key: {row['question']}\n", (row["answer"],), {})
+
+
+def drawn_object(rng: random.Random, n: int, shots: int) -> Asked:
+    """A key of n of a drawn object, and others as demonstrations."""
+    pairs = [tuple(str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2)) for _ in range(n)]
+    picked = rng.sample(pairs, min(n, shots + 1))
+    body = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
+    rows = [{"context": f"{{{body}}}", "question": key, "answer": value} for key, value in picked]
+    asked = of_key(rows[0], rows[1:])
+    return Asked(asked.context, asked.question, asked.references, {"keys": n}, (f'"{picked[0][0]}": "{picked[0][1]}"',))
+
+
+class Rows(LazySamples):
+    """The first row of every part and length, then the second of every one; each as full as its length allows."""
+
+    def __init__(self, task: Helmet, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        n = task.params.rows
+        cells = [(name, length) for length in task.params.lengths for name in task.params.names]
+        sizes = {name: n or 20 if task.is_embedded else min(n or 1 << 30, len(task.rows[name])) for name, _ in cells}
+        self.places = in_turns([[(*cell, i) for i in range(sizes[cell[0]])] for cell in cells])
+        self.units: dict[tuple[str, int], int] = {}  # that fitted last
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def sample(self, i: int) -> Sample:
+        name, length, number = self.places[i]
+
+        def made(units: int) -> Sample:
+            asked = self.asked(name, length, number, units)
+            return self.task.sample(name, length, f"{name}-{length}-{number}", asked)
+
+        def size(units: int) -> int:
+            sample = made(units)
+            ids = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
+            return len(ids) + sample.max_new_tokens
+
+        most = self.most(name, number)
+        if most is not None and size(most) <= length:
+            return made(most)
+        units = most_units(size, length, 1, self.units.get((name, length)) or length // 40)
+        if units is None:
+            raise ConfigError(f"task.lengths={length} is too short for {name}; give more tokens")
+        self.units[name, length] = units
+        return made(units)
+
+    def most(self, name: str, number: int) -> int | None:
+        """Passages that a row has; an object of a file is taken as it is. None: as many units as fit."""
+        kind = KINDS[name]
+        if self.task.is_embedded or kind == "icl":
+            return None
+        return len(self.task.rows[name][number]["ctxs"]) if kind in ("qa", "rerank") else 1
+
+    def asked(self, name: str, length: int, number: int, units: int) -> Asked:
+        params, kind = self.task.params, KINDS[name]
+        rng = random.Random(f"helmet {self.task.seed} {name} {length} {number}")
+        if self.task.is_embedded and kind == "json_kv":
+            return drawn_object(rng, max(units, params.shots + 1), params.shots)
+        if self.task.is_embedded:
+            pool = drawn_pool(rng, params.classes, 1 + units // params.classes + 1)
+            label = rng.choice(sorted(pool))
+            return many_shot({key: texts[1:] for key, texts in pool.items()}, Instance(pool[label][0], label), units)
+        rows = self.task.rows[name]
+        row, others = rows[number], [one for i, one in enumerate(rows) if i != number]
+        shots = rng.sample(others, min(params.shots, len(others)))
+        if kind == "icl":
+            pool = {}
+            for one in others:
+                pool.setdefault(str(one["label"]), []).append(one["text"])
+            pool.setdefault(str(row["label"]), [row["text"]])  # a class of one instance: itself, as nothing else is
+            return many_shot(pool, Instance(row["text"], str(row["label"])), units)
+        if kind == "qa":
+            return from_passages(row, shots, units)
+        return ranked(row, units) if kind == "rerank" else of_key(row, shots)
+
+
+def check_row(kind: str) -> Any:
+    """What a row must hold beyond the types of its fields."""
+
+    def check(row: Mapping[str, Any]) -> None:
+        for key in ("text", "question", "query", "answer", "context"):
+            if key in FIELDS[kind] and not row[key].strip():
+                raise BadRow(f"field {key!r} is empty")
+        if kind == "icl" and not str(row["label"]).strip():
+            raise BadRow("field 'label' is empty")
+        if kind == "qa" and not all(isinstance(one, str) and one.strip() for one in flat(row["answers"])):
+            raise BadRow("field 'answers' is no list of texts")
+        if kind == "qa" and not row["answers"]:
+            raise BadRow("field 'answers' is empty")
+        if kind in ("qa", "rerank"):
+            wanted = ("text",) if kind == "qa" else ("text", "id", "label")
+            for one in row["ctxs"]:
+                if (
+                    not isinstance(one, dict)
+                    or any(key not in one for key in wanted)
+                    or not isinstance(one["text"], str)
+                ):
+                    raise BadRow(f"field 'ctxs' is no list of objects with {', '.join(wanted)}")
+            if not row["ctxs"]:
+                raise BadRow("field 'ctxs' is empty")
+        if kind == "rerank" and not all(is_judged(one) for one in row["ctxs"]):
+            raise BadRow("field 'ctxs' has a document whose label is no number from 0, or whose id is none")
+
+    return check
+
+
+def flat(answers: Sequence[Any]) -> list[Any]:
+    """Answers, and names in lists of names."""
+    return [one for each in answers for one in (each if isinstance(each, list) else [each])]
+
+
+def is_judged(document: Mapping[str, Any]) -> bool:
+    label = document["label"]
+    return type(label) is int and 0 <= label <= 100 and isinstance(document["id"], int | str)
