@@ -141,7 +141,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     """Check a cell without torch."""
     rules, params = rules_and_params(given.method)
     settings = given
-    if not rules.has_budget:
+    if not rules.has_budget or rules.adapts(params):
         settings = replace(
             given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0],
             keeping=GivenKeeping(None, None, Merging()),
@@ -279,7 +279,7 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
     """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
     chosen = settings.compose
     if chosen is None or not rules.has_budget:
-        if rules.has_budget and settings.compose_order != ORDERS[0]:
+        if rules.has_budget and not rules.adapts(params) and settings.compose_order != ORDERS[0]:
             raise ConfigError(
                 f"compose_order={settings.compose_order} means nothing without compose; give compose=kivi"
             )

@@ -131,7 +131,7 @@ def ready_cells(asked: Sequence[Asked]) -> list[Cell]:
             raise ConfigError(f"two cells of this sweep are the same run ({cell.path.name}); leave one of them out")
         places.add(cell.path)
         ready.append(cell)
-        if not one.rules.has_budget:
+        if not one.rules.has_budget or one.rules.adapts(one.params):
             once[key] = cell
     refuse_nothing_left(ready)
     return ready

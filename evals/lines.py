@@ -249,5 +249,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
         keeping=cell.keeping.label() or None,
+        adapts=cell.rules.adapts(cell.params),
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
     )

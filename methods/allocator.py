@@ -17,6 +17,7 @@ ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer sh
     "uniform": ("uniform", "uniform"),
     "pyramid": ("pyramid", "uniform"),
     "by_need": ("by_need", "uniform"),
+    "whole_layers": ("whole_layers", "uniform"),
     "head_mix": ("uniform", "head_mix"),
     "head_protect": ("uniform", "head_protect"),
     "pyramid_head_mix": ("pyramid", "head_mix"),
@@ -65,12 +66,12 @@ class Allocator:
     @property
     def pools(self) -> bool:
         """Scores of several heads or layers are put into one order."""
-        return self.of_layers in ("by_need", "global") or self.of_heads != "uniform"
+        return self.of_layers in ("by_need", "whole_layers", "global") or self.of_heads != "uniform"
 
     @property
     def needs_all_layers(self) -> bool:
         """No layer's part is known before the last layer's scores are."""
-        return self.of_layers in ("by_need", "global")
+        return self.of_layers in ("by_need", "whole_layers", "global")
 
 
 UNIFORM = Allocator("uniform")

@@ -94,6 +94,14 @@ class Rules:
         return not cls.has_budget or cls.fetches_more
 
     @classmethod
+    def adapts(cls, params: Any) -> bool:
+        """Whether how much stays follows from each prompt alone: ratio, budget and comm mean nothing to it then.
+
+        Tables have such a run at what it attended to, and at no ratio.
+        """
+        return False
+
+    @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         """Raise `ConfigError` where this configuration cannot be met by a model of this shape."""
         if cls.skips and params.full_layers > max(shape.attention_layers):

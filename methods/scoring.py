@@ -15,7 +15,16 @@ from torch import Tensor
 from engine.placement import Kept, Placement, Ragged
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
-from methods.dropping.allocators import Counts, by_need, divide_heads, globally_best, pyramid_within, uniform
+from methods.dropping.allocators import (
+    Counts,
+    best_share,
+    by_need,
+    divide_heads,
+    globally_best,
+    pyramid_within,
+    uniform,
+    whole_layers,
+)
 from methods.scorers import by_heads, keep_top, layer_vector
 
 
@@ -88,6 +97,10 @@ class ScoringMethod(SelectiveAttention):
         if allocator.of_layers == "by_need":
             vectors = self.trace.gathered(layer_vector(self.shared_scores(layer)) for layer in layers)
             return by_need(torch.stack(vectors), c * len(layers))
+        if allocator.of_layers == "whole_layers":
+            vectors = self.trace.gathered(layer_vector(self.shared_scores(layer)) for layer in layers)
+            few, n = c // 2, len(vectors[0])
+            return whole_layers([best_share(vector, few) for vector in vectors], few, min(c, n), n)
         if allocator.of_layers == "pyramid":
             return pyramid_within(self.trace.s_prompt, c, n_protected, allocator.beta, len(layers))
         return uniform(c, len(layers))

@@ -69,7 +69,7 @@ class Variant:
         budget, method = self.budget, self.method
         becomes_codes = method.changes or (self.partner is not None and method.drops)
         is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
-        return budget.attends_all and budget.never_evicts and is_exact
+        return budget.attends_all and budget.never_evicts and is_exact and not method.adapts(self.params)
 
     @property
     def checked_for(self) -> str:

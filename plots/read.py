@@ -297,6 +297,8 @@ def by_conditions(runs: Iterable[Run]) -> dict[Conditions, list[Run]]:
 
 def has_budget(run: Run, budget: str) -> bool:
     """Whether a run was given this budget: "1/5" of the prompt, "256" tokens."""
+    if run.result.adapts:
+        return False
     if budget.isdecimal() and budget != "1":
         return run.result.budget == int(budget)
     exact = run.result.ratio_exact

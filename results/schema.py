@@ -290,6 +290,7 @@ class RunFacts:
     budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
     memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
+    adapts: bool = False  # how much stayed followed from each prompt: there was no budget
     simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
 
 
@@ -377,6 +378,7 @@ class RunResult(RunFacts):
     bytes_index_read_per_step: float | None = None  # to find tokens, in whichever tier; null in older runs
     bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null in older runs
     # Of ledger.parquet; `finish` knows it, who summarises does not.
+    effective_ratios: list[float] | None = None  # least and most of a sample, where the method adapts
     ledger_crc32: str | None = field(default=None, compare=False)
     samples_crc32: str | None = field(default=None, compare=False)  # of samples.jsonl, as `finish` left it
     score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
@@ -409,6 +411,10 @@ class RunResult(RunFacts):
     @property
     def asked(self) -> str:
         """The budget in words, as people give it: `ratio 0.2`, `256 tokens`, `memory 1/8`, or two of them."""
+        if self.adapts:
+            least, most = self.effective_ratios or (None, None)
+            between = "" if least is None else f" {least:.3f} to {most:.3f}"
+            return f"adaptive{between}"
         said = "" if self.memory_exact is None else f"memory {show(Fraction(self.memory_exact))}"
         if self.budget is not None:
             counts = "" if self.budget_counts in (None, "target") else f"({self.budget_counts}) "

@@ -93,6 +93,12 @@ def footprint_vs_full(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> f
     return mean(shares)
 
 
+def extremes(values: Iterable[float | None]) -> list[float] | None:
+    """The least and the most of what was measured."""
+    found = [value for value in values if value is not None]
+    return [min(found), max(found)] if found else None
+
+
 def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleRow] = ()) -> RunResult:
     """What a finished run says of itself; the order of `rows` does not matter.
 
@@ -125,6 +131,7 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         bytes_comm_per_step=mean(row.ledger.get("bytes_comm_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
         **costs(ok, [row for row in full if row.status == "ok"]),
+        effective_ratios=extremes(row.ledger.get("effective_ratio") for row in ok) if facts.adapts else None,
         pass_at_k=pass_at_k(ok) if METRICS[facts.metric or "score"].is_share else None,
     )
 

@@ -72,6 +72,8 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "h2o_decode": ["method.interval=4"],
     "tova_decode": ["method.interval=4"],
     "triattention": ["method.interval=4", "method.protect_prompt=false"],
+    "simlayerkv_paper": ["method.n_recent=40", "method.threshold=0.3"],
+    "simlayerkv_kvpress": ["method.n_recent=40", "method.threshold=0.3"],
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
 FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions
@@ -347,6 +349,8 @@ def difference(a: Said, b: Said, name_b: str) -> str | None:
 
 
 def whole_budget(one: Subject) -> None:
+    if one.kind.adapts(one.params):
+        return  # no budget, and so none that is whole
     full = answers([Full.variant_for(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, S)])
     if one.kind.changes:  # it attends to all at ratio 1, and is exact where it may keep all bytes
         request = BudgetRequest(None, None, Fraction(one.comm), memory=Fraction(1))
@@ -602,7 +606,7 @@ def labelled(one: Subject) -> None:
     assert one.kind.title.strip() and label.startswith(one.kind.title), (
         f"the label {label!r} does not begin with the title {one.kind.title!r}"
     )
-    compensated = one.kind.drops and not one.kind.of_answers
+    compensated = one.kind.drops and not one.kind.of_answers and not one.kind.adapts(one.params)
     assert label.endswith("(C)") == compensated, f"the label {label!r} has (C) where drops is {one.kind.drops}"
     assert isinstance(one.kind.version, int) and one.kind.version >= 1, f"the version is {one.kind.version!r}"
 

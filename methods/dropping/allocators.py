@@ -117,6 +117,29 @@ def by_need(weights: Tensor, total: int) -> list[int]:
     return best_of(normalised(weights), total)
 
 
+def whole_layers(shares: Sequence[float], few: int, mean: int, most: int) -> list[int]:
+    """Layers with the lowest shares keep all of `most` tokens, as many as fit; the others keep `few` and what is left.
+
+    SimLayerKV's division: a share is what of its attention, or scores, a layer would have with `few` tokens. The sum is
+    `mean` for each layer.
+    """
+    n_layers = len(shares)
+    n_whole = n_layers * (mean - few) // (most - few) if most > few else n_layers
+    whole = {*sorted(range(n_layers), key=lambda layer: shares[layer])[:n_whole]}
+    lazy = [layer for layer in range(n_layers) if layer not in whole]
+    counts = [most] * n_layers
+    each, n_more = divmod(n_layers * mean - n_whole * most - len(lazy) * few, max(1, len(lazy)))
+    for rank, layer in enumerate(lazy):
+        counts[layer] = few + each + (rank < n_more)
+    return counts
+
+
+def best_share(scores: Tensor, n: int) -> float:
+    """Which share of the sum of a layer's numbers (n_tokens,) its `n` best have; of numbers below 0 from the lowest."""
+    scores = scores - scores.min().clamp(max=0)
+    return float(scores.topk(n).values.sum() / scores.sum().clamp(min=torch.finfo(scores.dtype).tiny))
+
+
 def by_need_until(weights: Tensor, share: float) -> list[int]:
     """The fewest tokens that hold this mean share of the layers' sums; everything for 1, whatever sums round to."""
     table = normalised(weights)

@@ -50,7 +50,7 @@ def shown_share(text: str) -> str:
 def budget_words(run: Run) -> str:
     if run.is_full:
         return ANY
-    if run.result.budget or run.result.memory_exact:
+    if run.result.budget or run.result.memory_exact or run.result.adapts:
         return run.result.asked
     return f"ratio {shown_share(run.result.ratio_exact or '1')}"
 
