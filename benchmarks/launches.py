@@ -44,8 +44,8 @@ from results.names import known, own_methods
 N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted
 N_ROWS = 2
-FITTED: dict[str, list[str]] = {
-    name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")
+FITTED: dict[str, list[str]] = {name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")} | {
+    name: ["method.gate=drawn"] for name in ("kvzap", "fastkvzip")
 }  # to the small model's heads
 FIRST = 1  # step behind which one is counted; the ones before make buffers
 REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))

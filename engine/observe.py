@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 class Observation(ABC):
     """Something seen of one layer while the prompt is read."""
 
+    of_input: ClassVar[bool] = False  # whether it reads the attention's input, `trace.inputs[layer]`
     of_all_weights: ClassVar[bool] = False  # whether it adds up weights of all queries: of the pairs that a pass keeps
 
     @property

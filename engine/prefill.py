@@ -8,7 +8,7 @@ Not here: which observations exist (`engine/observe.py`), how a model is called 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from engine.passes.chunks import in_chunks
 from engine.passes.rotations import Turn
 from engine.passes.streams import sent_home
 from engine.sampling.finite import REMEDY, check_pass, is_cause
-from engine.shapes import ModelShape
+from engine.shapes import DRAWN, ModelShape
 from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 from kernels.attend_kept import Kept
@@ -33,7 +33,7 @@ from kernels.gather import move_both
 from kernels.rows.rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from engine.model import Call, Model
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ class Trace:
         self.origins: dict[ModelFact, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
         self.latents: dict[int, Latent] = {}  # of layers that cache those
+        self.inputs: dict[int, Call] = {}  # what the attention at work was called with, where somebody observes it
+        self.digests: Sequence[str] = ()  # names of the model's files, its own first; none of one with drawn weights
 
     def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
@@ -227,7 +229,10 @@ def prefill(
     start = perf_counter()  # what is known of a model is no part of reading a prompt
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)
-    with span("prefill"), in_chunks(model, chunk), _explained(trace):
+    if not model.digest.startswith(DRAWN):
+        trace.digests = (model.digest, *model.other_digests)
+    hears = model.watched(trace.inputs) if any(what.of_input for what in asked) else nullcontext()
+    with span("prefill"), in_chunks(model, chunk), _explained(trace), hears:
         if thinning is None:
             session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
@@ -300,6 +305,7 @@ class _Reading(ByHeads):
         with span("observe", layer):
             for what in self.observations:
                 self.trace.observe(layer, what, q, k, soft, lse)
+            self.trace.inputs.pop(layer, None)
         if self.on_layer is not None:
             with span("build", layer):
                 self.on_layer(self.trace, layer)

@@ -12,18 +12,20 @@ kinds      channels  Double Sparsity's scores of channels
            heads     DuoAttention's table, as text: conf/heads/MODEL.tsv, or out=FILE
            qfilters  Q-Filters' directions of queries
            queries   TriAttention's means of queries
+           gate      a linear gate, with method=kvzap: fitted to KVzip's scores; minutes for the embedded model
 exit code  0 written, 2 wrong input
 
 Not here: the kinds (`methods/calibration/`).
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.checks import whole_number
 from engine.errors import ConfigError, first_line
 from engine.foreign import read_text
+from engine.model import Model
 from engine.terminal import say
 from evals.models import load_model, resolve_hardware
 from evals.settings import from_words
@@ -34,7 +36,11 @@ from methods.calibration.kinds import KINDS, kind_of
 from methods.calibration.known import calibrate, last_tokens
 from methods.calibration.prose import embedded_prose, prose_name
 from methods.dropping.duo_attention import TABLES
+from methods.gates import files as gates
+from methods.gates.training import N_TOKENS, fit
 
+GATE = "gate"
+Made = tuple[Path, Callable[[Path], object]]
 OWN = ("text", "tokens", "out")  # keys of this command
 OF_A_RUN = ("model", "device", "dtype")
 
@@ -53,37 +59,64 @@ def written(words: Sequence[str]) -> Path:
     kinds = [word for word in words if "=" not in word]
     if len(kinds) != 1:
         raise ConfigError(f"give one kind of calibration, such as {' or '.join(KINDS)}, and model=NAME")
-    kind = kind_of(kinds[0])
     given = dict(word.split("=", 1) for word in words if "=" in word)
+    name, usual_tokens = usual_of(kinds[0], given)
     for key in given:
         if key not in OWN and key.partition(".")[0] not in OF_A_RUN:
             raise ConfigError(f"{key}={given[key]} means nothing here; give {', '.join((*OF_A_RUN, *OWN))}")
-    tokens = given.get("tokens", str(kind.n_tokens))
+    tokens = given.get("tokens", str(usual_tokens))
     n_tokens = convert(int(tokens) if tokens.isdecimal() else tokens, int, "tokens")
     whole_number("tokens", n_tokens, 1)
     text, out = given.get("text"), given.get("out")
-    if out is None and (text is not None or n_tokens != kind.n_tokens):
+    if out is None and (text is not None or n_tokens != usual_tokens):
         raise ConfigError("a calibration of your own text or length is no default; say where to write it with out=FILE")
     if text is not None and not expanded("text", text).is_file():
         raise ConfigError(f"text={text} is no file; give a text file in UTF-8")
-    prose, name = (embedded_prose(), prose_name()) if text is None else (read_text(expanded("text", text)), text)
+    prose, source = (embedded_prose(), prose_name()) if text is None else (read_text(expanded("text", text)), text)
     model = load_model(resolve_hardware(from_words([f"{key}={x}" for key, x in given.items() if key not in OWN])))
     ids = last_tokens(model, prose, n_tokens)
     if len(ids) < n_tokens:
         raise ConfigError(
-            f"{name} has {len(ids)} tokens, and tokens={n_tokens} are asked for; use a longer text or fewer tokens"
+            f"{source} has {len(ids)} tokens, and tokens={n_tokens} are asked for; use a longer text or fewer tokens"
         )
     with model.hooked():
-        found = calibrate(model, kind.name, ids, name)
-    is_table = kind.name == "heads"
-    usual = TABLES / f"{model.shape.name}.tsv" if is_table else place(kind.name, model.digest)
+        usual, write = fitted(model, name, ids, source) if kinds[0] == GATE else measured(model, name, ids, source)
     path = usual if out is None else expanded("out", out)
     try:
-        (write_table if is_table else files.write)(path, found)
+        write(path)
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise ConfigError(f"{path} cannot be written ({reason}); give another out=FILE") from None
     return path
+
+
+def usual_of(kind: str, given: dict[str, str]) -> tuple[str, int]:
+    """What a calibration is called, and how many tokens it takes; of a gate that is its method, taken from `given`."""
+    if kind != GATE:
+        return kind_of(kind).name, kind_of(kind).n_tokens
+    method = given.pop("method", "none")
+    if method != "kvzap":
+        raise ConfigError(f"method={method} has no gate that is fitted here; use method=kvzap")
+    return method, N_TOKENS
+
+
+def measured(model: Model, name: str, ids: Sequence[int], source: str) -> Made:
+    """A calibration: where it goes usually, and what writes it."""
+    found = calibrate(model, name, ids, source)
+    if name == "heads":
+        return TABLES / f"{model.shape.name}.tsv", lambda path: write_table(path, found)
+    return place(name, model.digest), lambda path: files.write(path, found)
+
+
+def fitted(model: Model, name: str, ids: Sequence[int], source: str) -> Made:
+    """The same of a gate, once it has said how well it orders the tokens of texts that it has not seen."""
+    found = fit(model, ids, lambda text: say(text, file=sys.stderr))
+    say(f"rank correlation with KVzip's scores of unseen text: {found.correlation:.3f}")
+    facts = {
+        "kind": name, "model": model.shape.name, "model_digest": model.digest, "text": source, "tokens": str(len(ids)),
+        "rank_correlation": f"{found.correlation:.4f}",
+    }  # fmt: skip
+    return gates.place(name, model.digest), lambda path: gates.written(path, found.layers, facts)
 
 
 def write_table(path: Path, found: Calibration) -> None:
