@@ -109,6 +109,8 @@ def chosen(words: Sequence[str]) -> Chosen:
     for name, value in not_served(settings):
         if value:
             raise Unserved(f"{name} is not served by vLLM, whose prefill and pages are one for all; leave it out")
+    if asked.rules.reads_inputs:
+        raise Unserved(f"{asked.rules.title} reads the attention's input, which vLLM does not hand out; leave it out")
     return Chosen(settings, asked, look_up(settings).shape)
 
 

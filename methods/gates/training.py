@@ -82,10 +82,13 @@ def fit(model: "Model", ids: Sequence[int], say: Callable[[str], object] = lambd
         for prompt in prompts[-n_held:]
         for layer, x, target in looked_at(model, prompt)
     ]
-    layers = {
-        layer: {"weight": w[:-1].mT.float().cpu().numpy(), "bias": w[-1].float().cpu().numpy()} for layer, w in gates.items()
-    }  # fmt: skip
+    layers = {layer: as_layer(w.float().cpu()) for layer, w in gates.items()}
     return Fitted(layers, torch.stack(found).mean().item())
+
+
+def as_layer(w: Tensor) -> dict[str, np.ndarray]:
+    """Weights (D + 1, h_kv), the bias last, as a file has them."""
+    return {"weight": w[:-1].mT.contiguous().numpy(), "bias": w[-1].numpy()}
 
 
 def looked_at(model: "Model", prompt: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -39,6 +39,7 @@ from methods.scoring import ScoringMethod
 class Gated(ScoringMethod):
     """A dropping method that keeps what a gate says."""
 
+    reads_inputs = True
     takes = ()  # no sweep over all methods has a gate for its model
     comparable = "layers"
     is_question_free = True
