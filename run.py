@@ -19,6 +19,7 @@ from engine.terminal import say
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from evals.screen.dry import Run
     from results import RunResult
 
     Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
@@ -42,6 +43,8 @@ flags
   -m, --multirun     run every combination of the values given with commas
   --check            say what this machine has, and whether the main job works on it
   --check model=X    say what a model has and which methods run on it, before its weights are downloaded
+  --dry-run          say how many samples and tokens, and how long they take at least, without the model's weights;
+                     hardware=h100 beside it: on that machine (conf/hardware)
   --cfg job          print the composed configuration instead of running it
   --hydra-help       flags of Hydra, which composes the configuration
 
@@ -69,8 +72,8 @@ def help_text() -> str:
     return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys, "  "))
 
 
-def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
-    """Let Hydra compose one configuration, or all cells of a sweep, and run them."""
+def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Path, RunResult]]":
+    """Let Hydra compose one configuration, or all cells of a sweep, and run them, or do what `run` does with them."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -92,7 +95,7 @@ def compose_and_run(argv: list[str]) -> "list[tuple[Path, RunResult]]":
             else:
                 from evals.runner import run_cells
 
-            results = run_cells(cells)
+            results = (run or run_cells)(cells)
         except ConfigError as error:
             sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
         except RunError as error:
@@ -163,10 +166,12 @@ def answer(argv: list[str], show: "Show | None") -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from evals.overrides import check_overrides
+    from evals.screen.dry import FLAG, asked
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then, where it would print and exit with 1
     try:
-        done = compose_and_run(check_overrides(argv))
+        words, run = asked(argv) if FLAG in argv else (argv, None)
+        done = compose_and_run(check_overrides(words), run)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         return refuse(error)
     if done:  # nothing was run with --cfg or --info

@@ -7,10 +7,14 @@ Not here: what follows for a run (`engine/checkpoints/load.py` chooses device an
 
 import os
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 MULTIPLIES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # instructions by which libraries choose their kernels
+LOAD = Path("/proc/loadavg")
+LOOKS, PAUSE_S = 10, 0.02  # a thread that wakes for a moment is none that runs
 CHOOSES = (  # variables by which they are told to choose others
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -27,6 +31,34 @@ def cpu_flags() -> set[str]:
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has AVX512-BF16 or AMX; elsewhere bfloat16 is emulated and slower than float32."""
     return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+
+
+def busy_cores() -> int:
+    """How many threads of others run now, or wait for a core; 0 where the system does not say."""
+    found = []
+    for _ in range(LOOKS):
+        with suppress(OSError, ValueError, IndexError):
+            found.append(int(LOAD.read_text().split()[3].partition("/")[0]) - 1)  # less the one that asks
+        time.sleep(PAUSE_S)
+    return round(sum(found) / len(found)) if found else 0
+
+
+def leave_busy_cores() -> str:
+    """Let torch use the cores that are free, and say so in words; "" where all are, or the user has said how many.
+
+    Two processes with a thread for every core wait for each other at the end of every product: ten times as long as
+    with a core each.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads < 2 or "OMP_NUM_THREADS" in os.environ or not (busy := busy_cores()):
+        return ""
+    free = max(1, threads - busy)
+    torch.set_num_threads(free)
+    others = "another thread runs" if busy == 1 else f"{busy} other threads run"
+    here = "one thread" if free == 1 else f"{free} threads"
+    return f"{others} on the {threads} cores of this machine: {here} here, and times are of a shared machine"
 
 
 def arithmetic(dtype: str, device: str) -> dict[str, Any]:

@@ -110,8 +110,12 @@ def vocabulary_of(settings: Settings) -> int | None:
     spec = settings.model
     if settings.weights == "random":
         return None  # its tokens are bytes
-    config = read_config(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-    return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    return getattr(config_of(spec).get_text_config(decoder=True), "vocab_size", None)
+
+
+def config_of(spec: ModelSpec) -> Any:
+    """transformers' configuration of the model, from where its weights are."""
+    return read_config(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def load_model(settings: Settings) -> Model:

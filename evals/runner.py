@@ -7,11 +7,14 @@ Not here: what is asked for (`evals/asked.py`), what a cell is (`evals/cells.py`
 (`evals/loop.py`), workers (`evals/shards.py`).
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.lazy import load_torch
+from engine.machine import leave_busy_cores
+from engine.terminal import say
 from evals.asked import ask, refuse_nothing_left
 from evals.settings import Settings
 from results import RunResult
@@ -51,6 +54,8 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     if cells and cells[0].pool is not None:
         results = run_groups(groups, cells[0].pool)
     else:
+        if words := leave_busy_cores():
+            say(words, file=sys.stderr)
         models = Models()
         for group in groups:
             results.update(run_group(group, models))

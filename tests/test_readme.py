@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import check_overrides
+from evals.screen.dry import asked
 from evals.settings import settings
 from results.names import STAND_INS
 from tests.tiny_run import example_file
@@ -36,7 +37,7 @@ def test_every_command_of_the_docs_composes(command: str, tmp_path: Path, monkey
     for name in re.findall(r"path/to/(\w+)\.py", command):
         example_file(tmp_path / "path" / "to", name)
     monkeypatch.chdir(tmp_path)
-    words = check_overrides(command.replace("…", "DATA").split()[2:])
+    words = check_overrides(asked(command.replace("…", "DATA").split()[2:])[0])
     first = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words if word != "-m"]  # a sweep's first cell
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", first, return_hydra_config=True)

@@ -306,12 +306,12 @@ def from_entry(entry: Entry, shape: ModelShape, s: int, build_flops: float, sums
 # --- what to predict --------------------------------------------------------------------------
 
 
-def read_hardware(name: str) -> Hardware:
-    """The file of conf/hardware, checked."""
+def read_hardware(name: str, key: str = "--on") -> Hardware:
+    """The file of conf/hardware, checked; `key` is what named it."""
     folder = CONF / "hardware"
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
-        raise unknown_name("--on", name, names)
+        raise unknown_name(key, name, names)
     values: Mapping[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text())
     return Hardware(**{field.name: values[field.name] for field in fields(Hardware)})
 

@@ -1,0 +1,87 @@
+"""A dry run says samples, tokens and time, refuses what a run refuses, and loads no weights."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import run
+from engine import machine
+from evals.screen import roofline
+from evals.studies.hardware import Layers, read_hardware
+from tests.tiny_run import save_tiny
+
+SWEEP = ["-m", "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,100]", "ratio=0.6"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_it_says_samples_tokens_and_time_and_loads_no_weights(
+    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.models.load_model", lambda settings: pytest.fail("weights were loaded"))
+    words = [*SWEEP, "method=full,snapkv", "model=any", f"model.id={model}", f"out={tmp_path / 'out'}"]
+    assert run.main([*words, "--dry-run", "hardware=h100"]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"needle full,snapkv: 2 samples, ([\d,]+) tokens to read \((\d+) at most\)", said)
+    assert found is not None and int(found[1].replace(",", "")) <= 2 * int(found[2]) <= 2 * 400
+    assert "on H100, PCIe 5.0 x16" in said and "no weights were loaded" in said
+    assert not (tmp_path / "out").exists()
+
+
+def code(words: list[str]) -> int:
+    """The exit code of a command line."""
+    try:
+        return run.main(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["hardware=h1000"], "h100"),
+        (["hardware=h100", "hardware=a100"], "give one"),
+        (["method.window=0"], "method.window"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(model: Path, capsys: Any, more: list[str], words: str) -> None:
+    assert code([*SWEEP, "method=snapkv", "model=any", f"model.id={model}", "--dry-run", *more]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_prompt_takes_the_products_of_its_tokens_and_a_step_the_reading_of_weights_and_caches() -> None:
+    layers = Layers(n_layers=2, h=4, d_h=8, layer_weights=1000, head_weights=500, kv_bytes=64)
+    on = replace(read_hardware("laptop"), matrix_tflops=1e-6, share_matrix=1, memory_gb_s=1e-3, share_memory=1)
+    assert roofline.read(layers, on, 100) == pytest.approx(
+        2 * (2 * 1000 * 100 / 1e6 + 2 * 4 * 8 * 100**2 / 1e6) + 2 * 500 / 1e6
+    )
+    assert roofline.step(layers, on, 100, 3) == pytest.approx(2 * 2500 * 3 / 1e6 + 3 * 2 * 64 * 100 / 1e6)
+    assert roofline.step(layers, on, 200, 3) > roofline.step(layers, on, 100, 3)
+
+
+def test_threads_are_those_that_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user says how many there are to be, nothing is looked at."""
+    load, used = tmp_path / "loadavg", list[int]()
+    monkeypatch.setattr(machine, "LOAD", load)
+    monkeypatch.setattr(machine, "PAUSE_S", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    load.write_text("3.9 2.0 1.0 3/256 4711\n")
+    assert machine.leave_busy_cores() == "" and not used, "OMP_NUM_THREADS is set for tests"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert machine.leave_busy_cores().startswith("2 other threads run on the 4 cores of this machine: 2 threads here")
+    load.write_text("9.0 9.0 9.0 12/256 4711\n")
+    assert "one thread here" in machine.leave_busy_cores()
+    load.write_text("0.0 0.0 0.0 1/256 4711\n")
+    assert machine.leave_busy_cores() == ""
+    load.unlink()
+    assert machine.leave_busy_cores() == "", "a system that does not say it"
+    assert used == [2, 1]
