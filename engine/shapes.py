@@ -6,6 +6,7 @@ Not here: reading them from a checkpoint (`engine/checkpoints/load.py`), so that
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 DRAWN = "random-"  # in front of the digest of a model whose weights are drawn
 
@@ -27,6 +28,8 @@ class ModelShape:
     is_latent: bool = False  # a token is one latent for all heads: a value is the first numbers of its key
     is_capped: bool = False  # some layers bend their logits towards a cap
     readers: tuple[tuple[int, int], ...] = ()  # layers that attend to K and V of a compressed one, and which that is
+    left: tuple[tuple[int, int], ...] = ()  # numbers of a token, and of so many tokens, in layers that keep K and V
+    state_bytes: int = 0  # of layers with a state in 16 bits, or as they keep it, whatever the text's length
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"
@@ -46,6 +49,20 @@ class ModelShape:
     def width(self) -> int:
         """Numbers that are kept of a token of one KV head: its key and its value, which a latent has within its key."""
         return self.d_h if self.is_latent else self.d_h + self.d_v
+
+    @property
+    def key_share(self) -> Fraction:
+        """Which share of what is kept of a token its key is: half, all of a latent."""
+        return Fraction(self.d_h, self.width)
+
+    def compressed_share(self, s: int) -> float:
+        """Which share of the cache's bytes the layers that methods compress have, for `s` tokens in 16 bits."""
+        kept = 2 * s * len(self.attention_layers) * self.h_kv * self.width
+        return kept / (kept + self.left_bytes(s)) if kept else 0.0
+
+    def left_bytes(self, s: int) -> int:
+        """What no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
+        return self.state_bytes + sum(2 * numbers * min(s, most) for numbers, most in self.left)
 
     @property
     def n_own(self) -> int:

@@ -190,6 +190,8 @@ def check(asked: Asked, shape: ModelShape) -> None:
     refuse_many(settings, shape)
     with naming(settings):
         rules.check(asked.params, settings.budget, shape)
+        rules.check_kinds(asked.params, shape, asked.coding)
+        refuse_heads(settings, shape)
         rules.check_cache(asked.params, settings.cache)
         asked.keeping.check(shape)
         if asked.coding is not None:
@@ -205,6 +207,15 @@ def check(asked: Asked, shape: ModelShape) -> None:
     if shortest is not None:
         with naming(settings):
             rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+
+
+def refuse_heads(settings: Settings, shape: ModelShape) -> None:
+    """Raise `ConfigError` for a budget that is to be divided among heads where all share one set of tokens."""
+    if shape.is_latent and settings.allocator is not None and settings.allocator.of_heads != "uniform":
+        raise ConfigError(
+            f"allocator={settings.allocator.name} divides tokens among KV heads, and the model {shape.name!r} keeps "
+            "one latent per token for all heads; use allocator=uniform or one that divides among layers"
+        )
 
 
 def refuse_answers(settings: Settings, rules: type[Rules], task: Task) -> None:

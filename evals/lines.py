@@ -210,6 +210,13 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
     if cell.shape.hybrid_layers:
         notes.append(f"{len(cell.shape.hybrid_layers)} layers have a state beside attention, which was left as it was")
+    n_read = [row.prompt_tokens + row.generated_tokens for row in rows if row.prompt_tokens]
+    compressed = cell.shape.compressed_share(round(fmean(n_read))) if n_read else 1.0
+    if compressed < 1:
+        notes.append(
+            f"compressed layers hold {compressed:.0%} of the cache's bytes at {fmean(n_read):,.0f} tokens: budgets and "
+            "ratios are over these"
+        )
     if settings.model.check == "never":
         notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
     notes += dict.fromkeys(
@@ -251,4 +258,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         keeping=cell.keeping.label() or None,
         adapts=cell.rules.adapts(cell.params),
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
+        key_share=None if cell.shape.key_share == Fraction(1, 2) else exact(cell.shape.key_share),
+        compressed_share=None if compressed == 1 else round(compressed, 6),
     )

@@ -151,10 +151,9 @@ class Rules:
         cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
-        if shape.width != 2 * shape.d_h:
-            cls.check_widths(shape, partner)
+        cls.check_kinds(params, shape, partner)
         if request.compensates:
-            request = replace(request, key_share=Fraction(shape.d_h, shape.width))
+            request = replace(request, key_share=shape.key_share)
         if partner is not None and cls.drops:
             return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
         code = None if partner is None else partner.token_code()
@@ -167,6 +166,25 @@ class Rules:
             n_blocks = min(cache.tokens, spare // far_bytes(budget, shape)) // cache.block_len
             cache = replace(cache, tokens=n_blocks * cache.block_len)
         return budget, plan, cache
+
+    @classmethod
+    def turns_queries(cls, params: Any) -> str:
+        """What makes queries meet some tokens turned, which is the queries' own: "" where nothing does."""
+        return ""
+
+    @classmethod
+    def check_kinds(cls, params: Any, shape: ModelShape, partner: Coding | None = None) -> None:
+        """Raise `ConfigError` where a method makes no sense of what layers of this model keep, or who reads it."""
+        if shape.width != 2 * shape.d_h:
+            cls.check_widths(shape, partner)
+        both = ((cls, params), *(((partner.rules, partner.params),) if partner else ()))
+        for rules, of in both if shape.readers else ():
+            if what := rules.turns_queries(of):
+                raise ConfigError(
+                    f"{what} turns queries for some tokens, and {len(shape.readers)} layers of the model "
+                    f"{shape.name!r} attend to these with queries of their own; use a method that leaves queries as "
+                    "they are"
+                )
 
     @classmethod
     def check_widths(cls, shape: ModelShape, partner: Coding | None) -> None:

@@ -343,7 +343,11 @@ def key_bytes_per_token(runs: Sequence[Run]) -> float | None:
         for row in run.rows if run.is_full else ():
             kept = row.ledger.get("bytes_resident_device")
             if kept:
-                return kept / 2 / (row.prompt_tokens + row.generated_tokens - 1)
+                return (
+                    kept
+                    * float(Fraction(run.result.key_share or "1/2"))
+                    / (row.prompt_tokens + row.generated_tokens - 1)
+                )
     return None
 
 

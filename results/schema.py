@@ -292,6 +292,8 @@ class RunFacts:
     memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
     adapts: bool = False  # how much stayed followed from each prompt: there was no budget
     simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
+    key_share: str | None = None  # of a token's bytes, those that its key has, such as "1" of a latent; null: half
+    compressed_share: float | None = None  # of the cache's bytes, those of the compressed layers; null: all
 
 
 # Of answers: means over lines, null where nothing was measured.
@@ -318,6 +320,8 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "pass_at_k": None,
     "memory_exact": None,
     "simulated": False,
+    "key_share": None,
+    "compressed_share": None,
     "resident_share": None,
     "moved_bytes_per_step": None,
     "bytes_index_read_per_step": None,

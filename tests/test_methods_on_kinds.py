@@ -17,6 +17,8 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.probe import probe
 from engine.prefill import prefill
+from evals.asked import refuse_heads, rules_and_params
+from evals.settings import from_words
 from tests import conformance
 from tests.architectures import config_of, generated, loaded, model_of, prompt
 
@@ -27,7 +29,10 @@ KINDS = [
     *QUICK,
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("qwen3_next", "falcon_h1", "smollm3", "gpt2", "mimo_v2_flash")
+        for kind in (
+            *("qwen3_next", "falcon_h1", "smollm3", "gpt2", "mimo_v2_flash", "gpt_oss", "gemma2", "gemma3n_text"),
+            *("jetmoe", "minimax"),
+        )
     ),
 ]
 
@@ -75,3 +80,42 @@ def test_a_method_answers_or_refuses(name: str, kind: str) -> None:
             continue
         if is_full:
             assert said == generated(model(kind).hf, prompt(S), N_NEW)
+
+
+@pytest.mark.parametrize(
+    ("words", "refuses"),
+    [
+        (["method=streamingllm", "method.position=cache"], True),
+        (["method=infllm", "method.position=fixed"], True),
+        (["method=turboquant"], True),
+        (["method=streamingllm"], False),
+        (["method=infllm"], False),
+        (["method=quest"], False),
+    ],
+)
+def test_what_turns_queries_is_refused_where_other_layers_read_the_tokens_too(words: list[str], refuses: bool) -> None:
+    """Before a folder is made, and not at the first step."""
+    rules, params = rules_and_params(from_words([*words, "ratio=0.5"]).method)
+    rules.check_kinds(params, model("llama").shape)
+    if not refuses:
+        return rules.check_kinds(params, model("gemma3n_text").shape)
+    with pytest.raises(ConfigError, match="attend to these with queries of their own"):
+        rules.check_kinds(params, model("gemma3n_text").shape)
+
+
+def test_heads_that_share_a_latent_have_no_budgets_of_their_own() -> None:
+    settings = from_words(["method=snapkv", "allocator=head_mix", "ratio=0.5"])
+    refuse_heads(settings, model("llama").shape)
+    with pytest.raises(ConfigError, match="one latent per token for all heads"):
+        refuse_heads(settings, model("deepseek_v3").shape)
+    refuse_heads(from_words(["method=snapkv", "allocator=pyramid", "ratio=0.5"]), model("deepseek_v3").shape)
+
+
+def test_the_share_of_bytes_that_methods_compress_counts_windows_and_states() -> None:
+    shape = model("gpt_oss").shape  # two layers of four, the others see 20 tokens; 2 heads of 8 numbers
+    assert shape.left_bytes(S) == 2 * 2 * 20 * 2 * 16
+    assert shape.compressed_share(S) == pytest.approx(S / (S + 20))
+    states = model("qwen3_next").shape
+    assert states.left_bytes(S) == states.left_bytes(2 * S) == states.state_bytes > 0
+    assert states.compressed_share(10) < states.compressed_share(1000) < 1
+    assert model("llama").shape.compressed_share(S) == 1

@@ -253,9 +253,9 @@ def states_of(layer: Any) -> list[Any]:
 
 
 def bytes_in(x: Any) -> int:
-    """Of all tensors in it."""
+    """Of all tensors in it that are no counts."""
     if isinstance(x, Tensor):
-        return x.nbytes
+        return x.nbytes if x.is_floating_point() else 0
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
     return sum(map(bytes_in, parts))
 
@@ -429,7 +429,17 @@ def shape_of(config: Any, name: str) -> ModelShape:
         is_latent=is_latent,
         readers=readers_of(text, layers, name),
         is_capped=any(call.is_capped for call in found.calls if call.layer in layers or call.layer < 0),
+        left=tuple(left_to_the_model(found, layers, chunk or longest(text))),
+        state_bytes=sum(found.state_bytes.values()),
     )
+
+
+def left_to_the_model(found: Survey, compressed: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
+    """Numbers of a token in layers that keep K and V and are not compressed, and of how many tokens; `most`: of all."""
+    for call in found.calls:
+        cached = found.cached.get(call.layer)
+        if call.layer not in compressed and cached is not None:
+            yield cached.heads * (cached.d_k + cached.d_v), call.window or most
 
 
 def check_counts(name: str, counts: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from engine import terminal
 from engine.budget import token_bytes
 from engine.checkpoints.digests import digests_of
-from engine.checkpoints.kinds import Survey, check_compresses, compressed_layers, kinds_of, survey
+from engine.checkpoints.kinds import Survey, check_compresses, kinds_of, survey
 from engine.checkpoints.load import empty_model, read_checkpoint, read_config, shape_of
 from engine.errors import ConfigError
 from engine.passes.rotations import rotary_dims
@@ -110,8 +110,8 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
         yield "and", "; ".join(extras)
     each = token_bytes(shape) * len(shape.attention_layers)
     yield "K and V", f"{each:,} bytes a token in 16 bits, {check.gb(each * shape.window)} at {shape.window:,} tokens"
-    if left := left_bytes(known, shape.window):
-        part = each * shape.window / (each * shape.window + left)
+    if left := shape.left_bytes(shape.window):
+        part = shape.compressed_share(shape.window)
         yield "beside them", f"{left / 1e6:,.1f} MB at {shape.window:,} tokens that no method changes"
         yield "so", f"methods compress {part:.1%} of what a text of {shape.window:,} tokens takes"
 
@@ -148,18 +148,6 @@ def particulars(known: Known) -> Iterator[str]:
         yield "each head has a learned sink"
     if not known.checkpoint.n_rotary:
         yield "no rotation of queries is known before it is loaded"
-
-
-def left_bytes(known: Known, s: int) -> int:
-    """Of `s` tokens in layers that are not compressed, in 16 bits: what lies within their windows, and states."""
-    found, compressed = known.survey, compressed_layers(known.kinds)
-    n = sum(found.state_bytes.values())
-    for call in found.calls:
-        cached = found.cached.get(call.layer)
-        if call.layer not in compressed and cached is not None:
-            seen = min(s, call.window or known.shape.chunk or s)
-            n += 2 * seen * cached.heads * (cached.d_k + cached.d_v)
-    return n
 
 
 # --- which methods run on it ---------------------------------------------------------------------

@@ -57,6 +57,10 @@ class StreamingLLM(SelectiveAttention):
     plan: Plan
 
     @classmethod
+    def turns_queries(cls, params: Params) -> str:
+        return "method=streamingllm with method.position=cache" if params.position == "cache" else ""
+
+    @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
         if params.position == "cache" and not model.n_rotary:
             raise ConfigError("method.position=cache needs a model with rotary positions; use method.position=original")

@@ -235,6 +235,11 @@ class TurboQuant(QuantisingMethod):
     no_widths = "turns both by one matrix"
     no_latents = "packs keys and values apart: here they are one"
 
+    @classmethod
+    def turns_queries(cls, params: "TurboQuant.Params") -> str:
+        is_rotated = params.objective == "mse" and params.preset != "k8v4"
+        return f"method=turboquant with method.preset={params.preset}" if is_rotated else ""
+
     @dataclass(frozen=True)
     class Params:
         preset: str

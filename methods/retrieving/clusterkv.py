@@ -22,7 +22,8 @@ Differs   - authors' two code paths differ from the paper and from each other. H
             `method_report` has the share over all of them as `overall_ratio`.
           - the cache holds tokens once per KV head; the authors' holds them once per query head.
 Fails     where the key that matters sits in a cluster whose mean points elsewhere, above all with few clusters. The
-          prompt's last tokens have no privilege.
+          prompt's last tokens have no privilege. On latents it clusters whole rows: two that point the same way need
+          not be alike for a single head.
 Figures   retrieve pages, blocks, clusters: #0472AA, plus, -.
 
 Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds of k-means (`kernels/kmeans.py`).

@@ -22,8 +22,9 @@ Differs   - the prefill is exact and shared, so that scores are normalised over 
           - of equal scores the earlier token or block is chosen.
           - weights that decode steps add are normalised over what the step attended to, as the authors' are.
           - the block cache is the store's; the authors' holds at most 32 blocks by last use.
-Fails     where an answer's tokens are few and apart: a block is fetched for one token and brings its neighbours. Small
-          ratios of a few thousand tokens need shorter blocks.
+Fails     where an answer's tokens are few and apart: a block is fetched for one token and brings its neighbours.
+          Small ratios of a few thousand tokens need shorter blocks. On latents a block's representatives are whole
+          rows, scored by the queries of all heads.
 Figures   retrieve pages, blocks, clusters: #6E89FF, left, --
 """
 
@@ -139,6 +140,10 @@ class InfLLM(SelectiveAttention):
         refuse_cap(shape, "InfLLM adds up logits of representative tokens and of heads", "another method")
         if request.ratio is not None and request.ratio < 1:
             n_representatives(params, request.comm)
+
+    @classmethod
+    def turns_queries(cls, params: Params) -> str:
+        return "method=infllm with method.position=fixed" if params.position == "fixed" else ""
 
     @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:

@@ -22,8 +22,9 @@ Differs   - a sample's size is random and differs by query head. `tables: auto` 
             logits of a head alike, so attention reads keys as they are. Cosines are clamped to -1 to 1.
           - on a GPU the tables stay in the host's memory, as in the authors' server, but the GPU reads its buckets
             there by itself and weighs what it finds, where theirs has the host do both.
-Fails     where attention is on a few keys that point elsewhere than the query: they are found rarely and weigh much, up
-          to 10,000 times. The layers that stay whole decide more than the tables.
+Fails     where attention is on a few keys that point elsewhere than the query: they are found rarely and weigh much,
+          up to 10,000 times. The layers that stay whole decide more than the tables. On latents it hashes whole rows:
+          their angles are not those of a single head's keys.
 Figures   retrieve single tokens: #02A574, thin diamond, -
 
 Not here: buckets and weights (`kernels/rows/collisions.py`, a GPU's `kernels/rows/buckets.py`).

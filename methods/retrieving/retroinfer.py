@@ -24,7 +24,8 @@ Differs   - sinks and window are inside the budget, and the rest of it says how 
           - prompts of two clusters or more have an index; the authors' need 1,024 tokens between sinks and window.
           - the device cache is the store's, whose blocks are neighbours; the authors' holds parts of clusters.
 Fails     where the tokens of an estimated cluster differ: its weight is a lower bound of theirs, the lower the more
-          they differ. A token that matters in a cluster whose mean does not is not found.
+          they differ. A token that matters in a cluster whose mean does not is not found. On latents it clusters
+          whole rows: two that point the same way need not be alike for a single head.
 Figures   retrieve pages, blocks, clusters: #067FDE, bowtie, :
 
 Not here: rounds of k-means (`kernels/kmeans.py`), the order of tokens within a selection (`kernels/clusters.py`).
