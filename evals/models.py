@@ -12,6 +12,7 @@ from engine.checkpoints.digests import digest_of
 from engine.checkpoints.load import (
     Letters,
     drawn_checkpoint,
+    image_ids,
     load,
     load_random,
     load_tokenizer,
@@ -116,6 +117,14 @@ def vocabulary_of(settings: Settings) -> int | None:
 def config_of(spec: ModelSpec) -> Any:
     """transformers' configuration of the model, from where its weights are."""
     return read_config(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+def image_ids_of(settings: Settings) -> frozenset[int]:
+    """Tokens by which the model is shown what is no text."""
+    spec = settings.model
+    if settings.weights == "random":
+        return frozenset()
+    return image_ids(spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def load_model(settings: Settings) -> Model:

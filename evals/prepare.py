@@ -18,7 +18,7 @@ from engine.sampling.spec import draw_id
 from engine.width import answers_bytes, machine_bytes, most_at_once
 from evals.asked import leave_out
 from evals.cells import Cell
-from evals.models import tokenizer_of, vocabulary_of
+from evals.models import image_ids_of, tokenizer_of, vocabulary_of
 from evals.screen.estimate import Load
 from methods.variant import Variant
 from results import RunFolder, prompt_hash
@@ -77,6 +77,7 @@ class Preparation:
         self.first = cells[0]
         self.tokenizer = tokenizer_of(self.first.settings) if tokenizer is None else tokenizer
         self.n_vocabulary = vocabulary_of(self.first.settings)
+        self.image_ids = image_ids_of(self.first.settings)
         self.samples = self.first.task.samples(self.tokenizer)  # some tasks make them one by one
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))  # that are asked
@@ -88,7 +89,7 @@ class Preparation:
         by = {"chat": model.chat, "system_prompt": model.system_prompt}
         prompt = prompt_of(self.tokenizer, sample, **by, scope=self.first.settings.scope)
         ids = [*prompt.every_id(sample)]
-        check_ids(ids, self.n_vocabulary, sample)
+        check_ids(ids, self.n_vocabulary, sample, self.image_ids)
         check_window(self.first, sample, prompt)
         variants = self.variants_of(prompt)
         check_memory(self.cells, [*variants.values()], sample, prompt)

@@ -234,8 +234,16 @@ def tokenizing(model: str) -> Iterator[None]:
         ) from None
 
 
-def check_ids(ids: Iterable[int], n_vocabulary: int | None, sample: Sample) -> None:
-    """Raise `ConfigError` for tokens that the model has no embedding of."""
+def check_ids(
+    ids: Iterable[int], n_vocabulary: int | None, sample: Sample, image_ids: frozenset[int] = frozenset()
+) -> None:
+    """Raise `ConfigError` for tokens that the model has no embedding of, or that stand for what it is to see."""
+    ids = tuple(ids)
+    if shown := image_ids.intersection(ids):
+        raise ConfigError(
+            f"sample {sample.id!r} has the token {min(shown)}, by which this model is shown an image, a video or a "
+            "sound, and KVBench asks with text alone; use a task without it"
+        )
     if n_vocabulary is not None and (most := max(ids, default=0)) >= n_vocabulary:
         raise ConfigError(
             f"sample {sample.id!r} has the token {most}, and the model's embedding ends with {n_vocabulary - 1}: "

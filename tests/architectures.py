@@ -173,11 +173,11 @@ def config_of(model_type: str) -> Any:
     )
 
 
-def model_of(config: Any, seed: int) -> Any:
+def model_of(config: Any, seed: int, made_by: Any = transformers.AutoModelForCausalLM) -> Any:
     """Drawn weights in float32 with which attention is neither uniform nor one token; it never stops by itself."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hf = made_by.from_config(config, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     for name, weight in hf.named_parameters():
         last = name.rpartition(".")[2]

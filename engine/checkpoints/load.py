@@ -20,6 +20,7 @@ from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
+from engine.checkpoints.text import how_to_read, marks, text_part
 from engine.checkpoints.trial import check_tokenizer
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
@@ -59,10 +60,10 @@ def load(
     check_tokenizer(where, options, id)
     with quiet(), _explained(id, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        made_by = auto_class(AutoConfig.from_pretrained(where, **options))
-        model_and_info: Any = made_by.from_pretrained(
-            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True,
-            **options, **({} if device_map is None else {"device_map": divided(where, options, device_map, kind)}),
+        config = AutoConfig.from_pretrained(where, **options)
+        model_and_info: Any = auto_class(text_part(config)).from_pretrained(
+            where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **how_to_read(config),
+            **options, **({} if device_map is None else {"device_map": divided(config, options, device_map, kind)}),
         )  # fmt: skip
         hf, info = model_and_info
         shape = shape_of(hf.config, name)
@@ -127,8 +128,9 @@ def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_re
             return Checkpoint(shape, digests, rotary_dims(empty_model(config, trust_remote_code)))
     with quiet(), _explained(id, where):
         model_and_info: Any = auto_class(config).from_pretrained(
-            where, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+            where, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,
+            **how_to_read(whole_config(id, revision=revision, trust_remote_code=trust_remote_code)), **options,
+        )  # fmt: skip
     hf, info = model_and_info
     refuse_drawn(id, info)
     return Checkpoint(shape, digests, rotary_dims(hf))
@@ -145,12 +147,9 @@ def empty_model(config: Any, trust_remote_code: bool = False, dtype: torch.dtype
         return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def divided(where: str, options: Mapping[str, Any], how: str, dtype: torch.dtype) -> dict[str, torch.device]:
+def divided(config: Any, options: Mapping[str, Any], how: str, dtype: torch.dtype) -> dict[str, torch.device]:
     """The GPU of each module of a checkpoint, before any weight is read."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(where, **options)
-    return device_map_of(empty_model(config, options.get("trust_remote_code", False), dtype), how, dtype)
+    return device_map_of(empty_model(text_part(config), options.get("trust_remote_code", False), dtype), how, dtype)
 
 
 def load_random(
@@ -208,11 +207,23 @@ def read_config(
     id: str, given: Mapping[str, Any] | None = None, *,
     revision: str | None = None, trust_remote_code: bool = False,
 ) -> Any:  # fmt: skip
-    """transformers' configuration of a model, from the values `given` or from where the model is."""
+    """transformers' configuration of a text model, from the values `given` or from where the model is."""
     from transformers import AutoConfig
 
     if given is not None:
         return AutoConfig.for_model(**given)
+    return text_part(whole_config(id, revision=revision, trust_remote_code=trust_remote_code))
+
+
+def image_ids(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> frozenset[int]:
+    """Tokens by which a model is shown an image, or another thing that is no text."""
+    return marks(whole_config(id, revision=revision, trust_remote_code=trust_remote_code))
+
+
+def whole_config(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """transformers' configuration of all that a model has, from where it is."""
+    from transformers import AutoConfig
+
     file = gguf_file(id)
     if file is not None and not (converted_folder(file) / "config.json").is_file():
         check_gguf(file)  # whose header says it too, without a conversion
