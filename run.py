@@ -41,6 +41,7 @@ keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: met
 
 flags
   -m, --multirun     run every combination of the values given with commas
+  --list tasks       say what each task asks, its length, samples and licence, and what it costs on this machine
   --check            say what this machine has, and whether the main job works on it
   --check model=X    say what a model has and which methods run on it, before its weights are downloaded
   --dry-run          say how many samples and tokens, and how long they take at least, without the model's weights;
@@ -137,6 +138,8 @@ def main(argv: list[str], show: "Show | None" = None) -> int:
     if {"-h", "--help"} & set(argv):
         say(help_text())
         return 0
+    if "--list" in argv:
+        return listed([word for word in argv if word != "--list"])
     if "--check" in argv:
         return checked([word for word in argv if word != "--check"])
     try:
@@ -144,6 +147,16 @@ def main(argv: list[str], show: "Show | None" = None) -> int:
     except KeyboardInterrupt as stop:
         say("run.py: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
+
+
+def listed(words: list[str]) -> int:
+    """Say what can be asked."""
+    from evals.screen.listing import main as show_list
+
+    try:
+        return show_list(words)
+    except ConfigError as error:
+        return refuse(error)
 
 
 def checked(words: list[str]) -> int:

@@ -22,10 +22,9 @@ from plots.scored import Scored, compared
 from plots.stats import Corrected, scaled
 from plots.style import Canvas
 from results import METRICS, RunResult, combined_ci95, few_samples
-from results.names import without_length
+from results.names import own_tasks, without_length
 from results.sheet import Sheet, show
 
-NAMES = {"longbench": "LongBench", "needle": "needles", "shared_context": "shared context"}
 STAR = "*"  # a difference that the test shows
 
 
@@ -155,7 +154,7 @@ def n_of(found: Comparison, task: str) -> int:
 def name_of(task: str) -> str:
     """The head of its columns: which length was asked is the same for all of them."""
     base, _ = without_length(task)
-    return NAMES.get(base, base)
+    return own_tasks()[base].title if base in own_tasks() else base.replace("_", " ")
 
 
 def about(found: Comparison) -> str:

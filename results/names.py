@@ -6,22 +6,55 @@ Commands and files go on saying `task=longbench`, with `task.source=embedded` be
 A method of ours is a file of methods/ and one of conf/method/ of its name; further files there are presets, whose names
 begin with their method's.
 
+What a task is called, and how it is described in a line, stands in its own file as a card: lines of its docstring that
+begin with a word of `CARD`.
+
 Not here: which set is asked (each task's `source`).
 """
 
+import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"  # what `data_source` says of a set of ours
-STAND_INS = {
-    "longbench": "embedded texts",
-    "infinitebench": "rows like InfiniteBench's",
-    "ruler": "rows like RULER's",
-    "scbench": "conversations like SCBench's",
-    "pg19": "embedded prose",
-}
 LENGTHS = ("short", "brief")  # behind a task's name: the same in fewer or shorter samples
+
+CARD = ("Names", "Asks", "Lengths", "Answers", "Licence")
+
+
+@dataclass(frozen=True)
+class TaskCard:
+    """What a task says of itself in its file."""
+
+    title: str  # of the benchmark, as readers call it
+    stand_in: str  # of the set of ours that can take its place; "" where there is none
+    asks: str
+    lengths: str
+    answers: str
+    licence: str  # of its data
+
+
+@cache
+def own_tasks() -> dict[str, TaskCard]:
+    """The card of each task, by its name."""
+    files = sorted((ROOT / "conf" / "task").glob("*.yaml"))
+    targets = {
+        file.stem: re.search(r"^_target_: (tasks[\w.]+)\.\w+$", file.read_text(), re.MULTILINE) for file in files
+    }
+    return {name: card_of(ROOT / f"{target[1].replace('.', '/')}.py") for name, target in targets.items() if target}
+
+
+def card_of(file: Path) -> TaskCard:
+    """The card in a task's docstring; a word that it lacks is left empty."""
+    text = file.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
+    lines = dict(reversed(re.findall(rf"^({'|'.join(CARD)}) +(.+)$", text, re.MULTILINE)))  # the first of each counts
+    title, _, stand_in = lines.get("Names", "").partition("; ")
+    return TaskCard(title, stand_in, *(lines.get(word, "") for word in CARD[1:]))
+
+
+STAND_INS = {name: card.stand_in for name, card in own_tasks().items() if card.stand_in}
 
 
 def shown_task(task: str, data_source: str) -> str:

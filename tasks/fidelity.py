@@ -1,5 +1,11 @@
 """Fidelity: how close a compressed cache stays to full attention, on any text, without any label.
 
+Names       fidelity
+Asks        how close attention and next tokens stay to full attention's
+Lengths     any, on any text
+Answers     none: a text is fed
+Licence     the text's own
+
 A prompt is prefilled and compressed; what follows it is fed to all variants alike, one token at a time. At every step
 and compressed layer each variant's attention is compared with exact attention of *its own* query over all tokens: the
 prompt's K and V as an ordinary pass left them, and the variant's own K and V of every token fed so far.

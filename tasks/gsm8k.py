@@ -1,5 +1,11 @@
 """GSM8K with worked exemplars: grade-school sums, solved step by step behind up to ten solved ones.
 
+Names       GSM8K
+Asks        grade-school sums, step by step
+Lengths     up to ten exemplars, about 2k tokens
+Answers     up to 8,192 tokens, thinking
+Licence     MIT
+
 The exemplars are what gets compressed, and every token of the answer leans on them; one wrong step derails the rest.
 The prompt is exemplars, newline, `Question: ` and the question: no blank line and no cue behind it, the model writes
 that itself. It goes in as plain text, never through a chat template.

@@ -1,5 +1,11 @@
 """What a variant costs: time to first and second token, time per token, memory, bytes moved, beside full attention.
 
+Names       latency
+Asks        what a variant costs in time and memory
+Lengths     any
+Answers     as many as are timed
+Licence     none needed
+
 A sample is a length and a batch size. After passes that do not count, the variant and full attention take turns to read
 and continue it several times, in one process. A line keeps the median, the quartiles, and the ratios of the pairs.
 Every pass feeds the same tokens, so all variants make the same number of steps, whatever they would write. The score is

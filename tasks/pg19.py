@@ -1,5 +1,11 @@
 """PG19 perplexity: how well the model predicts the next token of a book through the compressed cache.
 
+Names       PG19; embedded prose
+Asks        the next token of a book
+Lengths     any
+Answers     none: a text is fed
+Licence     Apache-2.0; books have terms of their own
+
 Any text will do. The dataset's name says how it was measured: `chunked-256` (losses per sample) or `reprefill-500`
 (the stride).
 

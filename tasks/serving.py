@@ -1,5 +1,11 @@
 """Requests to a serving engine: prompts of drawn lengths that come when they come, each with a needle to find.
 
+Names       serving
+Asks        what a server of many requests gains by a compressed cache
+Lengths     any
+Answers     as many as are timed
+Licence     none needed
+
 A trace of requests is drawn from the seed, or read from a file, so that every method meets the same one. What is
 measured is the engine's (`serving/measure.py`); a request's score is the needle's.
 

@@ -32,12 +32,14 @@ from tests.tasks import (
     test_babilong,
     test_graphwalks,
     test_gsm8k,
+    test_helmet,
     test_ifeval_system,
     test_infinitebench,
     test_longbench,
     test_longbench_v2,
     test_longproc,
     test_mrcr,
+    test_oolong,
     test_reasoning,
     test_scbench_rules,
 )
@@ -54,7 +56,9 @@ NEWER = (
     test_agent_traces,
     test_babilong,
     test_graphwalks,
+    test_helmet,
     test_mrcr,
+    test_oolong,
 )  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {

@@ -46,6 +46,12 @@ def words(n_left: int, n: int, limit: int | None) -> str:
 
 def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> Expected:
     """What the samples will take, from the first tokens of a prompt."""
+    estimate, basis = timed(model, ids, loads, bends, n_rows)
+    return Expected(sum(map(estimate.seconds, loads)), basis)
+
+
+def timed(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> tuple[Estimate, str]:
+    """An estimate that knows a short pass and a few steps, and the words for them."""
     n, few = min(PROBE, len(ids)), min(n_rows, MOST_ROWS)
     with model.hooked():
         prefill(model, ids[:WARM_UP])
@@ -57,8 +63,7 @@ def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends
     estimate, probe = Estimate(loads, bends), Load(n, 0)
     estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
     estimate.step.add(*estimate.step_parts(probe), step)
-    basis = f"{n} tokens were read in {trace.seconds:.2g} s just now, a step takes {step:.2g} s"
-    return Expected(sum(map(estimate.seconds, loads)), basis)
+    return estimate, f"{n} tokens were read in {trace.seconds:.2g} s just now, a step takes {step:.2g} s"
 
 
 def step_of(model: Model, trace: Trace, n_rows: int) -> float:

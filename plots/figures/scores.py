@@ -36,9 +36,6 @@ from plots.run_sets import (
 from plots.style import Canvas, Picture
 from results import METRICS, few_samples
 
-LABELLED = (  # tasks with scores of 0 to 1
-    *("longbench", "gsm8k", "infinitebench", "ruler", "needle", "math500", "aime", "longproc"),
-)
 N_PANELS = 16
 ORACLE = "oracle"
 BARS = "95 % intervals over samples, as in docs/intervals.md; none of one sample"
@@ -46,7 +43,7 @@ NAMED = 3  # methods that a note names before it counts
 
 
 def scored(run: Run) -> bool:
-    return run.result.task in LABELLED
+    return not METRICS[run.result.metric or "score"].of_reading
 
 
 def is_ratio(run: Run) -> bool:

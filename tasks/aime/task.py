@@ -1,5 +1,11 @@
 """AIME: 30 competition problems a year whose answer is a whole number below 1,000.
 
+Names       AIME
+Asks        competition problems whose answer is a whole number
+Lengths     100 to 800 tokens
+Answers     32,768 tokens, thinking
+Licence     not stated; for evaluation only
+
 Rows        aime/aime24.jsonl or aime/aime25.jsonl from the data folder, by `task.year`; 2025 is downloaded with
             `source=hub`, 2024 is put there by hand. Fields `problem` or `question`, and `answer`, a number or its
             digits.

@@ -1,5 +1,11 @@
 """Instructions in the system prompt, which is what gets compressed: are they followed, and can they be got out?
 
+Names       instructions in the system prompt
+Asks        to follow instructions of a compressed system prompt, or to give it away
+Lengths     50 to 500 tokens
+Answers     1,280 or 256 tokens
+Licence     Apache-2.0
+
 Rows        ifeval/sys_ifeval.jsonl from the data folder: IFEval's prompts with their instructions moved into a system
             message (GitHub normster/SystemCheck). 539 of 541 are asked, as in "The Pitfalls of KV Cache Compression".
 Asked       `task.ask=follow`: the user's task; an answer is worth 1 where it follows all its instructions, by IFEval's

@@ -1,5 +1,11 @@
 """InfiniteBench: twelve tasks on prompts of 44k to 200k tokens and more, cut in the middle to what a model can read.
 
+Names       InfiniteBench; rows like InfiniteBench's
+Asks        keys, numbers, code, choices and summaries of books
+Lengths     44k to 200k published, six tasks any with source=embedded
+Answers     50 to 1,200 tokens
+Licence     MIT
+
 Sources     one <task>.jsonl per task in infinitebench/data/. Rows of six tasks (`SYNTHETIC`) can be generated instead,
             at any length and without a download, with `source=embedded`. `auto` takes the files. Where one is missing
             it is refused if all chosen tasks can be generated, since either may be meant; else it is downloaded, unless

@@ -1,5 +1,11 @@
 """LongBench: 21 datasets in six kinds, English, Chinese and code, each with its official metric; LongBench-E's 13.
 
+Names       LongBench; embedded texts
+Asks        questions, summaries, examples, lookups and code on texts
+Lengths     1.2k to 18k words; 1.5k to 6k tokens with source=embedded
+Answers     32 to 512 tokens
+Licence     MIT; texts have terms of their own
+
 Sources     longbench/data/<dataset>.jsonl below a data folder. The hub's files are downloaded with `source=hub`, and
             where `task.datasets` names a dataset that is missing and no `data_dir` is given. The set of `embedded.py`
             beside this file is asked with `source=embedded` or by the names of its datasets; it is called "embedded

@@ -1,5 +1,11 @@
 """LongBench v2: one question with four choices on a long text; a single turn.
 
+Names       LongBench v2
+Asks        one of four choices on a long text
+Lengths     8k to 2M words
+Answers     128 tokens
+Licence     Apache-2.0
+
 Rows        longbench_v2/data.json from the data folder, a list of 503 (hub `THUDM/LongBench-v2`), put there by hand:
             it has 465 MB. `task.lengths` keeps rows by their label: short < 32k words, medium < 128k, long.
 Prompts     longbench_v2/prompts/0shot.txt; without it wording of our own. `task.prompt=no_context` asks without the

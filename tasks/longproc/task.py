@@ -1,5 +1,11 @@
 """LongProc: a procedure that is to be written out step by step, on prompts of 2k to 16k characters.
 
+Names       LongProc
+Asks        a procedure written out in full
+Lengths     2k to 16k characters
+Answers     1,024 to 9,216 tokens
+Licence     not stated
+
 Parts       `countdown` (a search for an equation, logged), `path_traversal` (a route through cities) and `tom_tracking`
             (who believes what, step by step), each in three lengths of the answer: 0.5k, 2k, 8k tokens.
 Rows        longproc/<part>/<part>_<length>.json and prompts.yaml beside it, from the data folder; put there by hand

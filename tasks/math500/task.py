@@ -1,5 +1,11 @@
 """MATH-500: competition problems whose answer is a formula.
 
+Names       MATH-500
+Asks        competition problems whose answer is a formula
+Lengths     50 to 800 tokens
+Answers     16,384 tokens, thinking
+Licence     MIT
+
 Rows        math500/test.jsonl from the data folder (hub `HuggingFaceH4/MATH-500`); downloaded with `source=hub`, and
             where it is missing and `data_dir` names no folder. 500 rows; any number of them is read.
 Grader      `math_verify`, `rkv` (which takes the reference out of the row's solution) or `kvpress`.

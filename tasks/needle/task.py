@@ -1,5 +1,11 @@
 """Needle in a haystack: a sentence is hidden at a known depth of a long text and asked for.
 
+Names       needles
+Asks        a sentence hidden at a known depth of a text
+Lengths     any
+Answers     16 to 300 tokens
+Licence     essays for evaluation only; none needed with source=embedded
+
 Haystacks   Paul Graham's essays from the data folder, or Python's help topics, which every machine has: `auto` takes
             them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the
             needle goes in at a depth in percent, moved left to a sentence's end, and its real index is recorded.

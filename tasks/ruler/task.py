@@ -1,5 +1,11 @@
 """RULER: thirteen tasks that ask for what a long text hides, chains together or repeats.
 
+Names       RULER; rows like RULER's
+Asks        what a long text hides, chains together or repeats
+Lengths     any
+Answers     30 to 128 tokens
+Licence     Apache-2.0
+
 Sources     files ruler/LENGTH/TASK.jsonl from the data folder, or with `source=embedded` rows generated at any length
             (`synthetic.py`); the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says

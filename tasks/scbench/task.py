@@ -1,5 +1,11 @@
 """SCBench: conversations on one long context, twelve tasks; six of them can be generated at any length.
 
+Names       SCBench; conversations like SCBench's
+Asks        several questions on one long context
+Lengths     up to 200k published, any with source=embedded
+Answers     5 to 1,024 tokens
+Licence     MIT
+
 Sources     scbench/data/<task>.jsonl below a data folder, as the hub dataset microsoft/SCBench has them. With
             `source=embedded` rows are generated (`synthetic.py`), and are not comparable.
 Prompts     scbench/prompt_templates.json; without it wording of our own, and the result says `prompts: own`.

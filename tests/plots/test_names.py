@@ -15,7 +15,7 @@ from plots.table import written
 from plots.tables.generic import pivots
 from plots.turns import groups
 from results import RunResult
-from results.names import STAND_INS, shown_task
+from results.names import STAND_INS, own_tasks, shown_task
 from tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,9 @@ def test_no_place_calls_a_stand_in_by_the_benchmarks_name(
 @pytest.mark.parametrize("task", STAND_INS)
 def test_published_rows_keep_the_benchmarks_name(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for where, words in shown(made(tmp_path, task, "local"), load(tmp_path), capsys).items():
-        assert task in words.lower() and STAND_INS[task] not in words, where
+        said = words.lower()
+        assert task in said or own_tasks()[task].title.lower() in said, where
+        assert STAND_INS[task] not in words, where
 
 
 def test_a_table_says_which_datasets_it_is_of_and_is_found_by_either_name(tmp_path: Path) -> None:
@@ -83,3 +85,9 @@ def test_a_shorter_form_of_a_stand_in_is_no_benchmark_either() -> None:
     assert [name_of(task) for task in ("embedded texts, short", "needle_brief", "shared_context")] == [
         "embedded texts", "needles", "shared context",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", own_tasks())
+def test_every_task_says_of_itself_what_the_list_of_tasks_shows(task: str) -> None:
+    card = own_tasks()[task]
+    assert all((card.title, card.asks, card.lengths, card.answers, card.licence)), card
