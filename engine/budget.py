@@ -88,11 +88,12 @@ EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # 
 
 @dataclass(frozen=True)
 class Frame:
-    """What of a prompt is nobody's words but the chat template's."""
+    """Where in a prompt the chat template's words are, and the question."""
 
     n_prefix: int = 0  # its first tokens: BOS, template, system line
     n_suffix: int = 0  # its last tokens, from the end of the user's words on
     postfix_ids: tuple[int, ...] = ()  # what stands between a user's words and the answer to them
+    n_question: int | None = None  # its last tokens, from the question on; 0: it has none; None: nobody says
 
 
 NO_FRAME = Frame()

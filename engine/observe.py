@@ -131,11 +131,12 @@ def at_once(n: int, device: torch.device) -> int:
 SCORE_CHUNK_BYTES = 32 << 20
 
 
-def window_scores(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
+def window_scores(q: Tensor, keys: Tensor, soft: Softmax, of_rows: Tensor | None = None) -> Tensor:
     """What the prompt's last `w` queries give to every token before them, summed over the window: (1, h, s - w).
 
     `q` (1, h, w, d_h) sees all `keys` (1, h_kv, s, d_h), those of the window causally: the window's own columns take
-    part in the softmax and are cut off behind it. Float32 whatever the dtype of the model.
+    part in the softmax and are cut off behind it. Float32 whatever the dtype of the model. A query counts as `of_rows`
+    (w,) says, else as 1.
     """
     (_, h, w, _), (_, h_kv, s, _) = q.shape, keys.shape
     assert w <= s and h % h_kv == 0, (q.shape, keys.shape)
@@ -149,7 +150,8 @@ def window_scores(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
             chunk = slice(head, min(head + n_heads, (kv_head + 1) * g))
             logits = soft.capped((q[0, chunk].float() * soft.scale) @ transposed)  # (heads, w, s)
             logits[..., n_past:].masked_fill_(hidden, -torch.inf)
-            scores[0, chunk] = soft.of(chunk).weights(logits, (-1, 1))[..., :n_past].sum(1)
+            weights = soft.of(chunk).weights(logits, (-1, 1))[..., :n_past]
+            scores[0, chunk] = weights.sum(1) if of_rows is None else torch.einsum("hwn,w->hn", weights, of_rows)
     return scores
 
 

@@ -175,6 +175,11 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
                 "task.mode says what is compressed; leave it away"
             )
     refuse_answers(settings, rules, task)
+    if rules.asks_question(params) and (settings.scope != "full_prompt" or task.asking is not None):
+        raise ConfigError(
+            f"method={settings.method.name} chooses tokens by the question, which is not in the context that is "
+            "compressed here; use compression_scope=full_prompt and a task with one question, or method.window=64"
+        )
     shape = look(early_shape, settings)
     sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
     asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding, keeping)

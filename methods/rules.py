@@ -95,6 +95,11 @@ class Rules:
         return not cls.has_budget or cls.fetches_more
 
     @classmethod
+    def asks_question(cls, params: Any) -> bool:
+        """Whether it has to know where in the prompt the question begins."""
+        return False
+
+    @classmethod
     def adapts(cls, params: Any) -> bool:
         """Whether how much stays follows from each prompt alone: ratio, budget and comm mean nothing to it then.
 

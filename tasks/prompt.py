@@ -198,9 +198,10 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
     if scope == "full_prompt":
         ids = first_ids(tokenizer, context + question)
         n_prefix, n_suffix = n_alike(first, ids), n_alike(token_ids(tokenizer, last)[::-1], ids[::-1])
-        return Prompt(ids, (), Frame(n_prefix, min(n_suffix, len(ids) - n_prefix), postfix))
+        n_question = len(ids) - n_alike(first_ids(tokenizer, context), ids)
+        return Prompt(ids, (), Frame(n_prefix, min(n_suffix, len(ids) - n_prefix), postfix, n_question))
     ids = first_ids(tokenizer, context)
-    return Prompt(ids, token_ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix))
+    return Prompt(ids, token_ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix, 0))
 
 
 def n_alike(some: Sequence[int], others: Sequence[int]) -> int:

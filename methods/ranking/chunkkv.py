@@ -113,6 +113,12 @@ def shares(n: int, chunk: int, start: int, budget: int) -> list[tuple[slice, int
     return list(zip(where, kept, strict=True))
 
 
+def published_counts(parts: list[tuple[slice, int]], ratio: Fraction) -> list[tuple[slice, int]]:
+    """The same parts with kvpress' numbers, each rounded down in floating point, and 1 at least."""
+    share = 1 - float(1 - ratio)
+    return [(where, max(1, int((where.stop - where.start) * share))) for where, _ in parts]
+
+
 class ChunkKV(OverScorer):
     title = "ChunkKV"
     comparable = "set"
@@ -205,10 +211,7 @@ class ChunkKV(OverScorer):
     def parts(self, n_tokens: int, n: int) -> list[tuple[slice, int]]:
         """Where chunks lie, and how many of `n` tokens each keeps."""
         parts = shares(n_tokens, self.params.chunk, self.ends()[0], n)
-        if not self.params.match_published:
-            return parts
-        ratio = 1 - float(1 - self.budget.ratio)
-        return [(where, max(1, int((where.stop - where.start) * ratio))) for where, _ in parts]
+        return published_counts(parts, self.budget.ratio) if self.params.match_published else parts
 
     def of_each(self, scores: Tensor, n: int) -> Tensor:
         """Of every chunk its best, head by head: (1, heads, n)."""

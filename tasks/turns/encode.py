@@ -87,7 +87,7 @@ def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str
     if talk.asking.mode != "independent":
         suffix = n_alike(token_ids(tokenizer, tail + turns[0].answer_prefix)[::-1], ids[::-1])
     n_prefix = n_alike(first, ids)
-    frame = Frame(n_prefix, min(suffix, len(ids) - n_prefix), token_ids(tokenizer, tail))
+    frame = Frame(n_prefix, min(suffix, len(ids) - n_prefix), postfix_ids=token_ids(tokenizer, tail))
     each = tuple(token_ids(tokenizer, text) for text in feeds)
     change = token_ids(tokenizer, between)
     end = tokenizer.eos_token_id if talk.is_rendered else None

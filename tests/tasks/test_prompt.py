@@ -87,7 +87,12 @@ def test_a_prompt_says_which_of_its_tokens_are_the_templates(template: str | Non
     if scope == "full_prompt":
         assert tokenizer.decode(behind) == tails[template] + SAMPLE.answer_prefix
         assert words == seam + SAMPLE.context + SAMPLE.question
+        assert frame.n_question is not None
+        asked = tokenizer.decode(context[len(context) - frame.n_question :])
+        assert asked.endswith(SAMPLE.question.lstrip() + tokenizer.decode(behind))
+        assert SAMPLE.context[-10:] not in asked
     else:
+        assert frame.n_question == 0
         assert frame.n_suffix == 0 and words == seam + SAMPLE.context
 
 
