@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from plots.stats import Corrected, Paired, corrected, paired
-from results import SampleRow, read_config, read_samples
+from results import SampleRow, read_config
 from results.names import own_methods
+from results.read import parse_samples
 
 COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
 SHOWN, HIDDEN = "full_prompt", "context_only"
@@ -194,8 +195,14 @@ def read(root: Path) -> list[Line]:
         config = read_config(folder)
         for asked in SETS:
             if asked.has(config):
-                found += lines_of(asked, config, read_samples(folder))
+                found += lines_of(asked, config, samples_of(folder))
     return found
+
+
+def samples_of(folder: Path) -> Sequence[SampleRow]:
+    """Of a run that has ended or not, of whatever version of result.json."""
+    path = folder / "samples.jsonl"
+    return [*parse_samples(path, path.read_bytes())[0].values()] if path.is_file() else []
 
 
 def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:

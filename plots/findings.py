@@ -101,9 +101,9 @@ FINDINGS = (
     ),
     Finding(
         "needle",
-        "**A needle of digits is too easy for a fetch and too hard for last queries**: with the question hidden, {one} "
-        "finds {a} of 100 at {share} of the bytes, {other} {b}.",
-        (HIDDEN, "0.25", "pqcache"),
+        "**A needle puts methods in another order**: with the question shown, {one}, the last on documents, finds {a} "
+        "of 100 at {share} of the bytes, {other} {b}.",
+        (SHOWN, "0.25", "keydiff"),
         "snapkv",
     ),
     Finding(

@@ -61,7 +61,7 @@ def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
                 )
             face: dict[str, Any] = {} if is_main else {"markerfacecolor": "none"}
             face |= {"linestyle": "", "markersize": 0.9 * look["markersize"]}
-            ax.plot([at], [y_at], **(look | face))
+            ax.plot([at], [y_at], clip_on=False, **(look | face))
         if (scope, "", FULL) in scores.of:
             ax.axvline(100 * mean(scores.full(scope)), color="black", linestyle="--", linewidth=0.9 if is_main else 0.5)
     across = ax.get_yaxis_transform()
@@ -69,9 +69,9 @@ def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
         first, last = ranks[name]
         words = f"{first}" if first == last else f"{first} to {last}"
         ax.text(1.02, y, words, transform=across, va="center", fontsize=TINY)
-    ax.text(1.02, len(names) - 0.2, "rank", transform=across, va="center", fontsize=TINY)
+    ax.text(1.02, len(names) - 0.05, "rank", transform=across, va="center", fontsize=TINY)
     ax.set_yticks(range(len(names)), [title(name) for name in names], fontsize=TINY + 0.5)
-    ax.set_ylim(-0.6, len(names) - 0.2)
+    ax.set_ylim(-0.6, len(names) - 0.1)
     ax.set_xlim(-2, 102)
     ax.grid(axis="y", visible=False)
     ax.set_title(f"{Fraction(memory)} of the bytes")
