@@ -142,10 +142,10 @@ class Engine:
 
     def close(self) -> None:
         """End it, so that another may start in this process."""
-        import gc
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         core = self.core.engine_core
         del self.llm
         core.shutdown()
         Order.take_back()
-        gc.collect()
+        cleanup_dist_env_and_memory()

@@ -133,6 +133,18 @@ class TestDropping:
         check_batches(engine, words, report)
         assert engine.n_free == before
 
+    def test_blocks_come_back_one_step_behind_the_prompt_short(self, engine: Engine) -> None:
+        given = order("method=snapkv ratio=0.2", DROPPING)
+        engine.switch(given)
+        before, used = engine.n_free, list[int]()
+        engine.core.add_request("one", {"prompt_token_ids": prompts([440])[0]}, engine.params(8))
+        while engine.core.has_unfinished_requests():
+            engine.core.step()
+            used.append(before - engine.n_free)
+        sys.stdout.write(f"\nblocks of a request of 440 tokens, step by step: {used}\n")
+        held = [-(-given.most_slots(440, n) // 32) for n in range(441, 447)]
+        assert used == [8, 14, *held, 0]  # two chunks of the prompt, six steps, and the last one, which ends it
+
     def test_prompts_with_one_beginning_do_not_touch_each_other(self, engine: Engine) -> None:
         words = "method=snapkv ratio=0.2"
         engine.switch(order(words, DROPPING))
@@ -239,18 +251,20 @@ class TestServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = ["method=streamingllm", "budget=40", f"port={port}", "vllm.max_model_len=1024"]
+        words = ["method=streamingllm", "ratio=0.2", f"port={port}", "vllm.max_model_len=1024"]
         server = subprocess.Popen([sys.executable, "-m", "serving.serve", *words], cwd=ROOT)
         try:
             client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             name = wait_for(client, server)
-            assert name == "smollm2-135m-streamingllm-budget=40"
+            assert name == "smollm2-135m-streamingllm-0.2"
             asked = prompts([300, 337])
             params: dict[str, Any] = {"model": name, "max_tokens": N_NEW, "temperature": 0}
             done = client.completions.create(prompt=asked, extra_body={"ignore_eos": True}, **params)
-            words_said = ["method=streamingllm budget=40"] * 2
+            words_said = ["method=streamingllm ratio=0.2"] * 2
             for one, ids, said_by in zip(done.choices, asked, words_said, strict=True):
-                assert one.text == model().tokenizer.decode(said(said_by, tuple(ids), N_NEW).ids)
+                assert one.text == model().tokenizer.decode(
+                    said(said_by, tuple(ids), N_NEW).ids, skip_special_tokens=True
+                )
             chat = client.chat.completions.create(
                 messages=[{"role": "user", "content": "Say hello. " * 30}], stream=True, **params
             )
@@ -272,3 +286,15 @@ def wait_for(client: Any, server: Any) -> str:
         except Exception:
             time.sleep(1)
     raise AssertionError("no server")
+
+
+class TestWorkers:
+    def test_workers_divide_the_heads_and_plan_alike(self, report: list[str]) -> None:
+        """SmolLM2 has three KV heads, and each of three processes has one."""
+        words = "method=snapkv ratio=0.2"
+        given = rehearse(Order(tuple(words.split()), DROPPING, ranks=3))
+        engine = Engine.start(given, MODEL, **FLAGS, tensor_parallel_size=3)
+        before, asked = engine.n_free, prompts([337, 440])
+        report += agree(words, asked, engine.answer(asked, 12))
+        assert engine.n_free == before
+        engine.close()
