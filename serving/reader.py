@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.audit import count_parts
 from engine.decode import attend_groups
-from engine.errors import RunError
 from engine.observe import ModelFact
 from engine.readers import Held, end
 from engine.shapes import ModelShape
@@ -64,6 +63,8 @@ class Reader:
         for what in self.variant.observations:
             if isinstance(what, ModelFact):
                 raise Unserved("asks for what a calibration has found of the model, which is not looked up here")
+            if what.of_input:
+                raise Unserved("looks at what goes into a layer's attention, of which pages have keys and values alone")
             trace.observe(layer, what, self.queries[layer], trace.keys(layer), trace.softmax[layer])
         self.queries.pop(layer, None)
         self.row.build(layer)
@@ -75,7 +76,7 @@ class Reader:
         """On the dropping rung: blocks behind those that stay are the scheduler's from the next step on."""
         most = self.order.most_slots(self.s_prompt, n_tokens)
         if (held := self.store.n_held()) > most:
-            raise RunError(f"{self.variant.method.title} holds {held} tokens where {most} were counted")
+            raise Unserved(f"holds {held} tokens where its budget is {most}, by which vLLM's scheduler counts")
         self.n_first = -(-n_tokens // block)
         self.n_stay = min(self.n_first, -(-most // block))
 

@@ -62,6 +62,8 @@ def check_rules(order: Order) -> None:
     rules, params = order.chosen.asked.rules, order.chosen.asked.params
     if not rules.drops and rules.has_budget and order.rung == DROPPING:
         raise Unserved("retrieves what it needs, so that no page may go; use rung=visible with it")
+    if rules.adapts(params) and order.rung == DROPPING:
+        raise Unserved("keeps as many tokens as each prompt needs, which vLLM's scheduler does not foresee")
     says = [
         (rules.thins, "leaves tokens out of the prefill, and vLLM's is one for all"),
         (rules.changes, "keeps codes or numbers of its own, and pages hold the model's"),
