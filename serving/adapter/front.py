@@ -56,14 +56,21 @@ def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any
     return dict(RESTRICTED) | dict(flags) | {"worker_extension_cls": EXTENSION}
 
 
+class Refused(ConfigError, ValueError):
+    """A request that is refused; vLLM's server answers a `ValueError` with status 400."""
+
+
 def guard(engine: Any, order: Order) -> None:
     """Refuse a request at the front end, alone: in a worker the same refusal would end the engine with all others."""
     inputs = engine.input_processor
 
     def check(made: Any) -> Any:
-        if made.sampling_params is not None and made.sampling_params.prompt_logprobs is not None:
-            raise ConfigError("prompt_logprobs are those of full attention, whatever the method; leave them out")
-        check_prompt(order, len(made.prompt_token_ids))
+        try:
+            if made.sampling_params is not None and made.sampling_params.prompt_logprobs is not None:
+                raise ConfigError("prompt_logprobs are those of full attention, whatever the method; leave them out")
+            check_prompt(order, len(made.prompt_token_ids))
+        except ConfigError as error:
+            raise Refused(f"{error}") from None
         return made
 
     def process(*args: Any, **kwargs: Any) -> Any:
