@@ -65,6 +65,7 @@ def check_rules(order: Order) -> None:
     if rules.adapts(params) and order.rung == DROPPING:
         raise Unserved("keeps as many tokens as each prompt needs, which vLLM's scheduler does not foresee")
     says = [
+        (rules.asks_question(params), "wants to know where the question begins, which no request says"),
         (rules.thins, "leaves tokens out of the prefill, and vLLM's is one for all"),
         (rules.changes, "keeps codes or numbers of its own, and pages hold the model's"),
         (rules.of_answers, "cuts prompt and answer between steps, which vLLM's scheduler does not foresee"),
