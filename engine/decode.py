@@ -6,7 +6,8 @@ what they generate. A row leaves the batch behind its last token.
 Not here: what a row attends to (`methods`), what text its tokens are (`evals/answer.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -171,6 +172,7 @@ class _Batch:
     def group(self) -> None:
         """Runs of rows of one class, as slices of the batch."""
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
+        self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
         self.groups: list[tuple[type[Row], slice]] = []
         start = 0
@@ -188,8 +190,8 @@ class _Batch:
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
-        if self.looks_ahead:
-            with self.model.foreseen(self.foresees) if ids.is_cuda else self.model.watched(self.calls):
+        if self.looks_ahead or self.hears:
+            with self.listening(ids.is_cuda):
                 logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         else:
             logits = self.model.step(ids.unsqueeze(1), self.position, self.cache, self)
@@ -199,6 +201,14 @@ class _Batch:
                 for row in self.compressing:
                     cut(row)
         return logits
+
+    @contextmanager
+    def listening(self, on_gpu: bool) -> Iterator[None]:
+        """Inside, rows get what they want beside queries: of the layer below, or of their own layer's input."""
+        foresees = self.looks_ahead and on_gpu
+        with self.model.foreseen(self.foresees) if foresees else nullcontext():
+            with nullcontext() if foresees and not self.hears else self.model.watched(self.calls):
+                yield
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if layer in self.readers.owner:
@@ -211,6 +221,9 @@ class _Batch:
         elif self.looks_ahead:
             for _, where in self.groups:
                 self.look_ahead(layer, where)
+        if self.hears:
+            for row, x in zip(self.rows, self.calls[layer].x[: len(self.rows)].split(1), strict=True):
+                row.x_now = x
         step = self.position - self.trace.s_prompt + 1
         out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step, self.readers)
         if self.watch is not None:

@@ -104,6 +104,22 @@ class Ragged(Placement):
 
 
 @dataclass(frozen=True, eq=False)
+class Delayed(Ragged):
+    """As `Ragged` in front of the prompt's latest tokens; these, and those that come, leave heads one by one.
+
+    `stays` (h_kv, n_window) bool says which KV heads keep each of the latest tokens once `delay` newer ones are there;
+    of those that come `Judged` does.
+    """
+
+    stays: "Tensor" = field(kw_only=True)
+    delay: int = field(kw_only=True)
+
+    def size(self, s: int, n_new: int) -> Size:
+        n_window = self.stays.shape[1]
+        return Size(max(map(len, self.chosen)), n_window, n_window + n_new)
+
+
+@dataclass(frozen=True, eq=False)
 class Offloaded(Placement):
     """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host.
 
@@ -198,6 +214,13 @@ class Stay(Change):
 
     slots: "Tensor"
     room: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Judged(Change):
+    """Which KV heads keep the current token for good, (h_kv,) bool: in a `Delayed` layer, where the others drop it."""
+
+    stays: "Tensor"
 
 
 @dataclass(frozen=True, eq=False)

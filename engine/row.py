@@ -41,6 +41,8 @@ class Row(Protocol):
     wants_weights: bool
     wants_lookahead: bool
     q_ahead: Tensor
+    wants_input: bool
+    x_now: Tensor
     variant: Any
     params: Any
     plan: Any

@@ -29,11 +29,12 @@ from engine.layouts.kept import kept_as, kept_mask
 from engine.layouts.layer import Layer
 from engine.layouts.memory import Pair
 from engine.layouts.slots import Marked, Slots
-from engine.layouts.whole import RaggedView, View
+from engine.layouts.whole import DelayedView, RaggedView, View
 from engine.placement import (
     Change,
     Coded,
     Coder,
+    Delayed,
     Kept,
     Made,
     Offloaded,
@@ -52,6 +53,7 @@ LAYOUTS: Layouts = {
     Whole: View.of,
     Kept: Slots.of,
     Ragged: RaggedView.ragged,
+    Delayed: DelayedView.delayed,
     Offloaded: Fetching.of,
     OffloadedValues: Fetching.of_values,
     Searched: Fetching.of_some,
@@ -152,6 +154,8 @@ class Store:
         self.ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
             owe(self.ledger, at.meter)
+        if (correct := at.correction()) is not None:
+            self.ledger.correct(correct)
         correct_entry(self.ledger, layer, self.shape)
 
     def attended(self, layer: int) -> Tensor:

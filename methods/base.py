@@ -50,6 +50,8 @@ class SelectiveAttention(Rules, Turns, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
+    wants_input: bool = False  # True: behind a step it finds `x_now`
+    x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
 
     def __init__(self, variant: Variant, trace: Trace, n_new: int, store: type[Store] = Store) -> None:

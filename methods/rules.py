@@ -80,6 +80,7 @@ class Rules:
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
     reads_inputs: ClassVar[bool] = False  # True: it observes what attention modules are called with
+    judges: ClassVar[str] = ""  # of a scorer: by what it scores a single new token, "keys" or "input"; "": it cannot
     no_widths: ClassVar[str] = ""  # why it makes no sense where keys and values have other widths; "": it does
     no_latents: ClassVar[str] = ""  # why it makes no sense where a token is one latent for all heads
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others

@@ -54,6 +54,11 @@ class ScoringMethod(SelectiveAttention):
         n_first, n_last = self.ends()
         return self.worth(layer, self.trace.keys(layer)[:, :, n_first : self.trace.s_prompt - n_last])
 
+    def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
+        """What new tokens are worth, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
+        as `judges` says: (n, h_kv)."""
+        return self.worth(layer, keys.transpose(0, 2))[0].mT
+
     def worth(self, layer: int, keys: Tensor) -> Tensor:
         """`score`, head by head."""
         return by_heads(self.trace, layer, keys, self.score)

@@ -76,6 +76,9 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "simlayerkv_kvpress": ["method.n_recent=40", "method.threshold=0.3"],
     "kvzap": ["method.gate=drawn", "method.window=8"],
     "fastkvzip": ["method.gate=drawn"],
+    "dms": ["method.threshold=-3", "method.window=40"],
+    "dms_kvzap": ["method.scorer.gate=drawn", "method.threshold=0", "method.window=40"],
+    "dms_kvzap_kvpress": ["method.scorer.gate=drawn", "method.threshold=0", "method.window=40"],
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
 FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions

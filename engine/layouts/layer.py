@@ -10,6 +10,7 @@ Not here: which tokens (`methods`), what a placement says (`engine/placement.py`
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ class Layer(ABC):
             self.meter.hold(self.queries.n_bytes(self.meter.shape))
         n_resident = self.n_kept + self.n_window + self.n_evicted
         return self.meter.close(step, self.index, self.n_seen, n_resident, 0, self.n_hidden, self.n_spare)
+
+    def correction(self) -> Callable[[Entry], Entry] | None:
+        """What the step's entry is to become once it is read, for counts that would have to be waited for; None: it."""
+        return None
 
     # What methods read.
 

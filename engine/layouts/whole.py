@@ -7,6 +7,7 @@ Where KV heads keep different counts, what they keep of the prompt lies head beh
 Not here: slots for all that is kept (`engine/layouts/slots.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from engine.layouts.home import Home
 from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
-from engine.placement import Change, Ragged, Stay, Whole
+from engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole
 from kernels.gather import gather_tokens, move_both
 from kernels.select_attend import Spans
 
@@ -135,3 +136,63 @@ class RaggedView(View):
         n_offsets = shape.h_kv + 1 + (0 if self.rolling is None else shape.h_kv)
         self.meter.hold(OFFSET_BYTES * n_offsets)
         return super().close(step)
+
+
+class DelayedView(RaggedView):
+    """As `RaggedView`, but later tokens too leave heads one by one, once `delay` newer ones are there.
+
+    Memory for them was taken when the prompt ended, for as many as may come: who leaves is hidden, and counted out.
+    """
+
+    takes_feeds = False
+
+    @classmethod
+    def delayed(cls, home: Home, placement: Delayed) -> Layer:
+        layer = cls.ragged(home, placement)
+        assert isinstance(layer, DelayedView)
+        _, n, capacity = placement.size(home.s_prompt, home.n_new)
+        layer.memory = home.memory([home.latest(n)], capacity - n)
+        layer.n_window, layer.n_first, layer.start, layer.delay = n, n, home.s_prompt - n, placement.delay
+        layer.stays = torch.nn.functional.pad(placement.stays, (0, capacity - n)).unsqueeze(0)
+        return layer
+
+    @property
+    def n_left(self) -> int:
+        """How many of the window's tokens are old enough to have left some heads, at the step of the newest."""
+        return max(0, self.n_window - self.delay - 1)
+
+    def resident(self) -> list[Part]:
+        n = self.n_left
+        judged = self.memory.part(0, n)
+        judged.mask = self.stays[..., :n]
+        return [self.view, *([judged] if n else []), self.memory.part(n, self.n_window)]
+
+    def positions(self) -> Tensor:
+        window, n = self.positions_window(), self.n_left
+        gone = torch.nn.functional.pad(~self.stays[..., :n], (0, self.n_window - n))
+        return torch.cat([self.positions_kept(), window.masked_fill(gone, -1)], -1)
+
+    def kept_counts(self) -> list[int]:
+        return [count + self.n_first for count in super().kept_counts()]
+
+    def change(self, change: Change) -> Layer:
+        if not isinstance(change, Judged):
+            return super().change(change)
+        self.stays[0, :, self.n_window - 1] = change.stays
+        return self
+
+    def close(self, step: int) -> Entry:
+        self.meter.hold(-(-self.meter.shape.h_kv * self.n_window // 8))
+        return super().close(step)
+
+    def correction(self) -> Callable[[Entry], Entry] | None:
+        n, stays, shape, token_bytes = self.n_left, self.stays, self.meter.shape, self.meter.token_bytes
+
+        def without(entry: Entry) -> Entry:
+            gone = n * shape.h_kv - int(stays[..., :n].sum())
+            return entry._replace(
+                attended=entry.attended - gone * shape.g,
+                resident_kv_bytes=entry.resident_kv_bytes - gone * token_bytes,
+            )
+
+        return without if n else None

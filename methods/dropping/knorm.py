@@ -47,6 +47,7 @@ def shortness(keys: Tensor) -> Tensor:
 
 class Knorm(ScoringMethod):
     title = "Knorm"
+    judges = "keys"
     skips = True
     comparable = "none"  # norms of two heads have two scales: pooled, one head would win everything
 

@@ -40,6 +40,7 @@ class Gated(ScoringMethod):
     """A dropping method that keeps what a gate says."""
 
     reads_inputs = True
+    judges = "input"
     takes = ()  # no sweep over all methods has a gate for its model
     comparable = "layers"
     is_question_free = True
@@ -78,6 +79,10 @@ class Gated(ScoringMethod):
     def scores(self, layer: int) -> Tensor:
         n_first, n_last = self.ends()
         return self.trace.observed(self.gate_of(self.params), layer)[..., n_first : self.trace.s_prompt - n_last]
+
+    def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
+        assert inputs is not None, "a gate reads the attention's input"
+        return self.gate_of(self.params).of(inputs.transpose(0, 1), layer, self.trace)[0].mT
 
     def report(self) -> dict[str, Any]:
         """Which gate it was."""

@@ -9,17 +9,19 @@ from evals.asked import ask
 from evals.settings import from_words
 from methods.gates.networks import kvzap
 from tests.conformance import answers, model, ours
-from tests.vectors import Check, differs, load, request
+from tests.methods.ranking.test_dms import kept_vectors
+from tests.vectors import Check, differs, first, load, request
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "kvzap").glob("*.npz"))
 
 
 def run_vectors(path: Path) -> list[Check]:
-    """Numbers of the gate."""
+    """Numbers of the gate, and what stays by its threshold."""
     meta, x = load(path)
     names = ("weight", "bias") if meta["hidden"] is None else ("0.weight", "0.bias", "2.weight", "2.bias")
     own = {name: torch.from_numpy(x[f"w_{name.replace('.', '_')}"]) for name in names}
-    return [(path.stem, differs("score", kvzap(torch.from_numpy(x["x"][0]), own)[None], x["score"], 1e-5))]
+    score = differs("score", kvzap(torch.from_numpy(x["x"][0]), own)[None], x["score"], 1e-5)
+    return [(path.stem, first(score, kept_vectors(path)))]
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
