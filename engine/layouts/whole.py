@@ -145,6 +145,9 @@ class DelayedView(RaggedView):
     """
 
     takes_feeds = False
+    stays: Tensor  # (1, h_kv, capacity) bool: the KV heads that keep a token of the window once it is old
+    n_first: int  # tokens of the window when the prompt ended
+    delay: int
 
     @classmethod
     def delayed(cls, home: Home, placement: Delayed) -> Layer:
