@@ -7,7 +7,6 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +15,17 @@ import pytest
 from engine.errors import ConfigError
 from engine.workers.limited import Limited
 from evals import verify
-from evals.runner import run_cells
-from evals.settings import from_words
 from evals.submission import folder as bounds
 from evals.submission import frozen
 from evals.submission.check import LEVELS
 from evals.submission.folder import Finding
 from evals.submission.manifest import MANIFEST
 from evals.submit import main as submit_main
-from evals.submit import submit
 from results.files import sealed
 from tests.evals.submission.forge import Forge, Row
-from tests.tiny_run import example_file, save_tiny
+from tests.tiny_run import example_file
 
-VARIANTS = (("full", "0.3"), ("snapkv", "0.3"), ("quest", "0.5"), ("streamingllm", "0.5"))
 NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("frozen")
-
-
-@pytest.fixture(scope="module")
-def true(tmp_path_factory: pytest.TempPathFactory, registry: Path) -> Path:
-    """A submission of honest runs, and the benchmark that they answer."""
-    root = tmp_path_factory.mktemp("true")
-    words = [
-        "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[10,50,90]", "comm=1/8",
-        "model=any", f"model.id={save_tiny(root / 'model')}", "model.name=tiny",
-    ]  # fmt: skip
-    mine = example_file(root / "mine")
-    variants = [[f"method={method}", f"ratio={ratio}"] for method, ratio in (*VARIANTS, (str(mine), "0.4"))]
-    words += ["dtype=float32", "device=cpu"]
-    asked = [from_words([*words, *variant, f"out={root / 'runs'}"]) for variant in variants]
-    run_cells([replace(one, is_sweep=True) for one in asked])
-    frozen.write(words, registry)
-    submit([root / "runs"], root / "handed-in", submitter="us", licence="CC0-1.0", methods=[mine])
-    return root / "handed-in"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +57,7 @@ def test_a_true_submission_passes_in_time(
     assert verify.main(words) == 0, capsys.readouterr().out
     assert time.process_time() - began < 10
     told = capsys.readouterr().out.splitlines()
-    assert sum(": reproduced (score" in line for line in told) == len(VARIANTS)
+    assert sum(": reproduced (score" in line for line in told) == 4
     assert "1 rescored, 4 reproduced, 0 findings" in told[-1] and "honest" in told[-1]
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     assert sorted(one["verdict"] for one in verdicts["runs"].values()) == ["reproduced"] * 4 + ["rescored"]
