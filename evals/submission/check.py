@@ -172,6 +172,8 @@ class Check:
         allocator = cell.settings.allocator
         yield "allocator", result.allocator, None if allocator is None else allocator.label()
         if self.benchmark is not None:
+            yield "dataset", result.dataset, self.benchmark.dataset
+            yield "data_source", result.data_source, self.benchmark.data_source
             if not self.benchmark.has_turns:
                 yield "protocol", result.protocol, cell.settings.scope
             yield "compressed_layers", result.compressed_layers, list(cell.shape.attention_layers)

@@ -55,6 +55,8 @@ class Benchmark:
     name: str
     asked: Mapping[str, Any]
     shape: ModelShape
+    dataset: str  # as the task says it, and where it took it from: readers name a benchmark by both
+    data_source: str
     columns: tuple[str, ...]  # that the task gives each sample, and that a score may look at
     has_turns: bool
     lines: tuple[Line, ...]
@@ -64,13 +66,17 @@ class Benchmark:
         found = json.loads(path.read_text(encoding="utf-8"))
         shape = {key: tuples(value) for key, value in found["shape"].items()}
         lines = tuple(map(Line.read, found["lines"]))
-        return cls(path.stem, found["asked"], ModelShape(**shape), tuple(found["columns"]), found["has_turns"], lines)
+        return cls(
+            path.stem, found["asked"], ModelShape(**shape), found["dataset"], found["data_source"],
+            tuple(found["columns"]), found["has_turns"], lines,
+        )  # fmt: skip
 
     def to_json(self) -> str:
-        head = {"asked": self.asked, "shape": asdict(self.shape), "columns": self.columns, "has_turns": self.has_turns}
-        keys = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+        keys = ("asked", "dataset", "data_source", "columns", "has_turns")
+        head = {"shape": asdict(self.shape)} | {key: getattr(self, key) for key in keys}
+        said = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
         rows = ",\n".join("    " + json.dumps(line.row()) for line in self.lines)
-        return f'{{\n{keys}  "lines": [\n{rows}\n  ]\n}}\n'
+        return f'{{\n{said}  "lines": [\n{rows}\n  ]\n}}\n'
 
 
 def tuples(value: Any) -> Any:
@@ -127,7 +133,11 @@ def freeze(words: Sequence[str]) -> Benchmark:
     config = json.loads(json.dumps(cell.config))
     hashed = hashlib.sha256(json.dumps(asked_of(config), sort_keys=True).encode()).hexdigest()
     name = f"{config['task']['name']}-{config['model']['name']}-{hashed[:8]}"
-    return Benchmark(name, asked_of(config), cell.shape, tuple(sorted(columns)), bool(samples[0].n_turns), tuple(lines))
+    task, has_turns = cell.task, bool(samples[0].n_turns)
+    return Benchmark(
+        name, asked_of(config), cell.shape, task.dataset, task.data_source, tuple(sorted(columns)), has_turns,
+        tuple(lines),
+    )  # fmt: skip
 
 
 def write(words: Sequence[str], folder: Path = FOLDER) -> Path:
