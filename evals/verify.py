@@ -105,7 +105,9 @@ class Verification:
         by_run = {one.run: one for one in self.runs}
         seen: dict[str, str] = {}
         for one in self.runs:
-            hashed = str(one.facts.get("config_hash"))
+            if "config_hash" not in one.facts:
+                continue  # it could not be read, which was found
+            hashed = str(one.facts["config_hash"])
             if hashed in seen:
                 one.findings.append(Finding(one.run, "twice", f"{seen[hashed]} is the same run"))
             seen.setdefault(hashed, one.run)

@@ -320,6 +320,8 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "pass_at_k": None,
     "memory_exact": None,
     "simulated": False,
+    "adapts": False,
+    "effective_ratios": None,
     "key_share": None,
     "compressed_share": None,
     "resident_share": None,
