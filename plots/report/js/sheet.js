@@ -13,7 +13,7 @@ function sheet(name, label, columns, rows, redraw, isNear = true) {
     return is(x) && is(y) ? direction * (x - y) : Number(!is(x)) - Number(!is(y));
   });
   const head = el("tr", {}, columns.map((one) => sortable(name, one, by, direction, redraw)));
-  const body = lazily(el("tbody", {}), ordered, (row) => el("tr", { class: isLit(row.method) ? "lit" : null }, columns.map((one, i) => {
+  const body = lazily(el("tbody", {}), ordered, (row) => el("tr", { class: [isLit(row.method) && "lit", row.tied && "tied"].filter(Boolean).join(" ") || null }, columns.map((one, i) => {
     const cell = one.cell(row);
     if (i) cell.dataset.head = one.title;
     return cell;

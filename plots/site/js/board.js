@@ -54,7 +54,10 @@ function drawBoard(list) {
   if (track === "quality") rows.sort((a, b) => Number(b.run.full) - Number(a.run.full) || Number(Boolean(a.run.superseded_by)) - Number(Boolean(b.run.superseded_by)) || sign * (a.part.score - b.part.score) || inOrder(a.run, b.run));
   else rows.sort((a, b) => a.run.audit.tpot_s - b.run.audit.tpot_s);
   const why = unique(rows.map(({ part }) => part.unranked).filter((words) => words.includes(":"))).join("; ");
-  $("board-about").textContent = track === "quality" ? `${inUnit(metric)}; any hardware, ${rows.length} runs. ${why}`
+  rows.forEach((row, i) => { row.tied = Boolean(row.part.rank && rows[i + 1] && String(rows[i + 1].part.rank) === String(row.part.rank)); });
+  const comms = unique(rows.filter(({ run }) => !run.full).map(({ run }) => run.comm));
+  const among = comms.length > 1 ? "Ranks are among runs of one comm. " : "";
+  $("board-about").textContent = track === "quality" ? `${inUnit(metric)}; any hardware, ${rows.length} runs. ${among}${why}`
     : `Only runs of one machine and one set of versions: ${machine}. Seconds are of a batch that runs share.`;
   const first = { key: "run", title: "method", cell: ({ run }) => el("th", { scope: "row" }, mark(run.method), " ", link({ at: "samples", b: run.key, a: null, sample: null }, run.variant),
     el("span", { class: "sub" }, link({ at: "method", m: run.preset }, "about the method"), run.by ? ` · ${run.by}` : "")) };

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,10 +51,10 @@ def test_a_true_submission_passes_in_time(
     true: Path, registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "conform", lambda source, name: ("", ""))
-    began = time.process_time()
+    began = sum(os.times()[:4])  # of this process and of those that it waited for
     words = [str(true), "--registry", str(registry), "--again", "2", "--out", str(tmp_path / "verdicts.json")]
     assert verify.main(words) == 0, capsys.readouterr().out
-    assert time.process_time() - began < 10
+    assert sum(os.times()[:4]) - began < 10
     told = capsys.readouterr().out.splitlines()
     assert sum(": reproduced (score" in line for line in told) == 4
     assert "1 rescored, 4 reproduced, 0 findings" in told[-1] and "honest" in told[-1]
