@@ -70,6 +70,7 @@ class Compacted:
 
 class AttentionMatching(SelectiveAttention):
     title = "Attention Matching"
+    version = 2  # pursuit solves by products of columns in float64, and takes others of equal keys
     no_latents = "fits values apart from keys: here a value is part of its key"
     drops = True
 

@@ -8,7 +8,6 @@ Shapes    q (n, d_h), keys and values (s, d_h); idx (t,) positions of the kept k
 Not here: which queries, how many keys (`methods/compacting/attention_matching.py`).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ POWER_STEPS = 3  # of the power iteration for a step size
 GRAM_STEPS = 100  # of projected gradients, from which on the columns' products pay for themselves
 DROP_ROUNDS = 3  # in which keys of next to no mass make room for others
 RIDGE = 1e-6  # of the second attempt, where plain least squares gives values that 16 bits cannot hold
+ALIKE = 1e-6  # of the largest pivot, below which products of columns lose what float32 columns have
 LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
 
 
@@ -133,11 +133,59 @@ class Pursuit(NamedTuple):
     drop_below: float  # biases below it make room
 
 
+class Products:
+    """Products of chosen columns with each other and with the mass, in float64, which grow with the choice.
+
+    Each fit of a pursuit is then a Cholesky factor of the products, and no column is orthogonalised again.
+    """
+
+    def __init__(self, goal: Target, most: int) -> None:
+        exps, self.mass = goal.exps, goal.mass.double()
+        self.columns = exps.new_empty(len(exps), most, dtype=torch.float64)
+        self.gram = exps.new_empty(most, most, dtype=torch.float64)
+        self.wanted = exps.new_empty(most, 1, dtype=torch.float64)
+        self.n = 0
+
+    def add(self, columns: Tensor) -> None:
+        """Behind those that are there."""
+        first, self.n = self.n, self.n + columns.shape[1]
+        self.columns[:, first : self.n] = columns
+        new, every = self.columns[:, first : self.n], self.columns[:, : self.n]
+        self.gram[first : self.n, : self.n] = new.mT @ every
+        self.gram[:first, first : self.n] = self.gram[first : self.n, :first].mT
+        self.wanted[first : self.n] = (new.mT @ self.mass).unsqueeze(1)
+
+    def keep(self, places: list[int]) -> None:
+        """Only these."""
+        self.n, of = len(places), torch.tensor(places, device=self.gram.device)
+        self.columns[:, : self.n] = self.columns[:, of]
+        self.gram[: self.n, : self.n] = self.gram[of][:, of]
+        self.wanted[: self.n] = self.wanted[of]
+
+    def rest(self, weights: Tensor) -> Tensor:
+        """What weights (n,) leave of the mass, float32."""
+        return (self.mass - self.columns[:, : self.n] @ weights.double()).float()
+
+    def solved(self) -> Tensor | None:
+        """Least squares, (n, 1) float32; None where columns are too alike for their products to tell them apart."""
+        factor, failed = torch.linalg.cholesky_ex(self.gram[: self.n, : self.n])
+        pivots = factor.diagonal()
+        if bool(failed) or not bool(pivots.amin() > ALIKE * pivots.amax()):
+            return None
+        return torch.cholesky_solve(self.wanted[: self.n], factor).float()
+
+
 def pursue(goal: Target, t: int, how: Pursuit, rule: BiasRule) -> tuple[Tensor, Tensor]:
     """Keys that best explain what is left of the mass, one after the other: positions and weights, `t` at most."""
     exps, mass = goal
-    fit: Callable[[list[int]], Tensor] = lambda chosen: fit_weights(exps[:, chosen], mass, rule, mass)  # noqa: E731
-    chosen: list[int] = []
+    chosen, products = list[int](), Products(goal, t)
+
+    def fit() -> Tensor:
+        found = None if rule.n_steps else products.solved()
+        if found is None:
+            return fit_weights(exps[:, chosen], mass, rule, mass)
+        return found.squeeze(1).clamp_(rule.lowest, rule.highest)
+
     weights, rest = mass.new_empty(0), mass
     open_keys = torch.ones(exps.shape[1], dtype=torch.bool, device=mass.device)
     for n_drops in range(DROP_ROUNDS + 1):
@@ -148,17 +196,20 @@ def pursue(goal: Target, t: int, how: Pursuit, rule: BiasRule) -> tuple[Tensor, 
             new = match.sort(descending=True, stable=True).indices[:n_new]
             open_keys[new] = False
             chosen += new.tolist()
+            products.add(exps[:, new])
             if n_round % how.interval == 0:
-                weights = fit(chosen)
+                weights = fit()
             else:
                 weights = torch.cat([weights, weights.new_full((n_new,), rule.lowest)])
-            rest = mass - exps[:, chosen] @ weights
+            rest = products.rest(weights)
             n_round += 1
-        weights = fit(chosen)
+        weights = fit()
         weak = weights.log() < how.drop_below
         if n_drops == DROP_ROUNDS or not bool(weak.any()):
             break
-        chosen = [key for key, is_weak in zip(chosen, weak.tolist(), strict=True) if not is_weak]
-        weights = fit(chosen)
-        rest = mass - exps[:, chosen] @ weights
+        places = [i for i, is_weak in enumerate(weak.tolist()) if not is_weak]
+        chosen = [chosen[i] for i in places]
+        products.keep(places)
+        weights = fit()
+        rest = products.rest(weights)
     return torch.tensor(chosen, device=mass.device), weights
