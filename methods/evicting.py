@@ -11,11 +11,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.placement import Stay
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
 from methods.scorers import lowest_slot
 
 Scores = Callable[[Tensor, int], Tensor]  # from weights (1, h, n) and the tokens held: (1, h_kv or 1, n), lowest leaves
+
+
+def grown_cache(row: SelectiveAttention, layer: int, tokens: int) -> Stay:
+    """All that the layer holds stays, with room for so many tokens in all before one has to leave again."""
+    at, store = row.store[layer], row.store
+    positions = at.positions()
+    slots, n = positions.argsort(-1), positions.shape[-1]
+    return Stay(slots, min(store.n_new - (at.n_seen - row.trace.s_prompt), max(0, tokens + 1 - n)))
 
 
 def read_evicting(

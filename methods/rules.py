@@ -79,6 +79,7 @@ class Rules:
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
+    no_growth: ClassVar[str] = ""  # why its budget cannot grow with a conversation, where `extends` says so
     reads_inputs: ClassVar[bool] = False  # True: it observes what attention modules are called with
     judges: ClassVar[str] = ""  # of a scorer: by what it scores a single new token, "keys" or "input"; "": it cannot
     no_widths: ClassVar[str] = ""  # why it makes no sense where keys and values have other widths; "": it does

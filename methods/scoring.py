@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.placement import Kept, Placement, Ragged
+from engine.budget import key_bytes
+from engine.placement import Kept, Placement, Ragged, Stay
+from engine.selection import Cost
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.dropping.allocators import (
@@ -26,6 +28,7 @@ from methods.dropping.allocators import (
     whole_layers,
 )
 from methods.scorers import by_heads, keep_top, layer_vector
+from methods.variant import Variant
 
 
 class ScoringMethod(SelectiveAttention):
@@ -58,6 +61,25 @@ class ScoringMethod(SelectiveAttention):
         """What new tokens are worth, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
         as `judges` says: (n, h_kv)."""
         return self.worth(layer, keys.transpose(0, 2))[0].mT
+
+    @classmethod
+    def extends(cls, params: Any) -> bool:
+        by_keys = cls.score is not ScoringMethod.score and cls.scores is ScoringMethod.scores
+        return super().extends(params) or (by_keys and not cls.evicts(params))
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
+        """Keys are worth what they are among those that are held: the best stay, with the first and the last ones."""
+        if layer in self.skipped_layers():
+            return None
+        at, store, tokens, (n_first, n_last) = self.store[layer], self.store, grown.budget.tokens, self.ends()
+        keys, positions = at.keys(), at.positions()
+        n = keys.shape[2]
+        if n <= tokens:
+            return None
+        ends = (positions < n_first) | (positions >= at.n_seen - n_last)
+        stays = keep_top(self.worth(layer, keys).masked_fill(ends, torch.inf), tokens)
+        room = store.n_new - (at.n_seen - self.trace.s_prompt)
+        return Stay(stays, room, cost=Cost(rebuilt_bytes=n * key_bytes(self.trace.shape, 1)))
 
     def worth(self, layer: int, keys: Tensor) -> Tensor:
         """`score`, head by head."""

@@ -71,6 +71,7 @@ class Compacted:
 class AttentionMatching(SelectiveAttention):
     title = "Attention Matching"
     version = 2  # pursuit solves by products of columns in float64, and takes others of equal keys
+    no_growth = "makes tokens that stand for the whole context at once"
     no_latents = "fits values apart from keys: here a value is part of its key"
     drops = True
 

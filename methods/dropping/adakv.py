@@ -47,6 +47,7 @@ def normalised_heads(scores: Tensor, c: int) -> Tensor:
 
 class AdaKV(ScoringMethod):
     title = "Ada-SnapKV"
+    no_growth = "gives heads numbers of tokens of their own, in buffers that are cut to the context's"
     is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"
 

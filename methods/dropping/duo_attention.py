@@ -103,6 +103,7 @@ def half_up(x: Fraction) -> int:
 
 class DuoAttention(SelectiveAttention):
     title = "DuoAttention"
+    no_growth = "divides heads before it reads, so that its budget follows from them"
     no_latents = "divides heads into those that keep all and those that stream: here they share all they have"
     drops = True
     version = 2  # 2: published windows are as large behind a short prompt as behind a long one

@@ -119,6 +119,7 @@ def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool
 
 class ExpectedAttention(ScoringMethod):
     title = "Expected Attention"
+    no_growth = "expects queries behind the context, and behind a feed they are others"
     comparable = "heads"
 
     @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def above_threshold(scores: Tensor, n: int) -> Tensor:
 
 class KVzip(ScoringMethod):
     title = "KVzip"
+    no_growth = "scores tokens by how the context is repeated, which a feed is not asked to be"
     comparable = "layers"
     is_question_free = True
 

@@ -110,6 +110,7 @@ def quota(scores: Tensor, n: int) -> Tensor:
 
 class LagKV(ScoringMethod):
     title = "LagKV"
+    no_growth = "compares each part of the context with the next one, and a feed has no next one yet"
 
     @dataclass(frozen=True)
     class Params:

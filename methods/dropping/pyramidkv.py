@@ -47,6 +47,7 @@ def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -
 
 class PyramidKV(ScoringMethod):
     title = "PyramidKV"
+    no_growth = "gives layers numbers of tokens of their own, which follow from the context's length"
     is_scorer = False  # its own division of the budget is what it is
 
     @dataclass(frozen=True)

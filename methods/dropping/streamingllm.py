@@ -16,15 +16,18 @@ Figures   drop by place or chance: #8C49D0, square, -
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import Budget
 from engine.checks import tokens
 from engine.errors import ConfigError
-from engine.placement import Kept
+from engine.placement import Kept, Stay
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
+from methods.scorers import keep_top
+from methods.variant import Variant
 
 
 class StreamingLLM(SelectiveAttention):
@@ -85,6 +88,18 @@ class StreamingLLM(SelectiveAttention):
     @classmethod
     def unchangeable(cls, params: Params) -> str:
         return super().unchangeable(params) or cls.uncodable(params)
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return params.position == "original"
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
+        """The sinks and the last tokens of what is held stay; answers come on top until the next feed."""
+        at, self.plan = self.store[layer], grown.plan
+        positions = at.positions()
+        n = min(positions.shape[-1], self.plan.n_sink + self.plan.n_recent - 1)
+        worth = positions.float().masked_fill(positions < self.plan.n_sink, torch.inf)
+        return Stay(keep_top(worth, n), self.store.n_new - (at.n_seen - self.trace.s_prompt))
 
     def arrange(self, layer: int) -> Kept:
         n_past = min(self.plan.n_recent - 1, self.trace.s_prompt - self.plan.n_sink)

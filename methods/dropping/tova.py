@@ -29,13 +29,14 @@ from engine.budget import Budget, BudgetRequest
 from engine.caches.eviction import Learning, learn_rows
 from engine.checks import each_one_of
 from engine.observe import MeanWeights, Observation
-from engine.placement import Change, Evict, Kept, Placement
+from engine.placement import Change, Evict, Kept, Placement, Stay
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from methods.base import SelectiveAttention
-from methods.evicting import read_evicting
+from methods.evicting import grown_cache, read_evicting
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
+from methods.variant import Variant
 
 LAST_QUERY = MeanWeights(1)
 
@@ -100,6 +101,15 @@ class TOVA(ScoringMethod):
             return super().place(layer, best)
         room = min(self.store.n_new, self.plan.tokens + 1 - best.shape[-1])
         return Kept(best, capacity=room)
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return params.evict == "always"
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
+        """The cache grows, for tokens to come: what was read left it token by token."""
+        self.plan = grown.plan
+        return grown_cache(self, layer, self.plan.tokens)
 
     @property
     def is_still(self) -> bool:

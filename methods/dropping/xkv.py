@@ -102,6 +102,7 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
 
 class XKV(ScoringMethod):
     title = "XKV"
+    no_growth = "divides layers by what they attend to in the context"
     is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"
 

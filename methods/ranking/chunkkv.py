@@ -121,6 +121,7 @@ def published_counts(parts: list[tuple[slice, int]], ratio: Fraction) -> list[tu
 
 class ChunkKV(OverScorer):
     title = "ChunkKV"
+    no_growth = "keeps chunks of the context, and a feed is shorter than one"
     comparable = "set"
 
     @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def z_scores(x: Tensor) -> Tensor:
 
 class Compactor(ScoringMethod):
     title = "Compactor"
+    no_growth = "measures tokens against the whole context at once"
     drops = True
     is_scorer = True
     comparable = "heads"

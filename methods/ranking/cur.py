@@ -78,6 +78,7 @@ def drawn_sketch(d_h: int, r: int, seed: int) -> Tensor:
 
 class CUR(ScoringMethod):
     title = "CUR"
+    no_growth = "decomposes the context's keys and values at once"
     comparable = "heads"  # scores of a head add up to 1
 
     @dataclass(frozen=True)

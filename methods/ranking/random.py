@@ -72,6 +72,7 @@ def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
 
 class Random(ScoringMethod):
     title = "Random tokens"
+    no_growth = "draws its tokens of the context once"
     comparable = "none"  # pooled, random numbers are random sizes of heads
 
     @dataclass(frozen=True)

@@ -166,6 +166,7 @@ class Hits:
 
 class ClusterKV(SelectiveAttention):
     title = "ClusterKV"
+    no_growth = "fetches clusters, whose number follows from the context's length"
     drops = False
     packs_host = True
     skips = True

@@ -107,6 +107,7 @@ def taken(keys: Tensor, channels: Tensor, bits: int) -> Tensor:
 
 class DoubleSparsity(LabelSearch):
     title = "Double Sparsity"
+    no_growth = "reads labels whose number was bought with the context's length"
     drops = False
     skips = True
 

@@ -122,6 +122,7 @@ def common_count(logits: Tensor, alpha: float) -> int:
 
 class InfiniGen(SelectiveAttention):
     title = "InfiniGen"
+    no_growth = "fetches by a threshold, up to a number that follows from the context's length"
     drops = False
     skips = True
 

@@ -90,6 +90,7 @@ def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
 
 class InfLLM(SelectiveAttention):
     title = "InfLLM"
+    no_growth = "fetches blocks, whose number follows from the context's length"
     drops = False
 
     @dataclass(frozen=True)

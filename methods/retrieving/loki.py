@@ -69,6 +69,7 @@ def turned(x: Tensor, components: Tensor) -> Tensor:
 
 class Loki(LabelSearch):
     title = "Loki"
+    no_growth = "ranks by components whose number was bought with the context's length"
     drops = False
 
     @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def binned(x: Tensor) -> tuple[Tensor, Tensor]:
 
 class MagicPIG(SelectiveAttention):
     title = "MagicPIG"
+    no_growth = "samples tokens by tables whose size follows from the context's length"
     drops = False
     keeps_budget_in = "mean"
     pads = True

@@ -86,6 +86,7 @@ MOST_BITS = 8  # of one code
 
 class PQCache(SelectiveAttention):
     title = "PQCache"
+    no_growth = "keeps what is read behind the context in its window, beside an index that was paid for the context"
     drops = False
     packs_host = True
 

@@ -110,6 +110,7 @@ def tokens_of(pages: Tensor, page_len: int, n: int) -> Tensor:
 
 class Quest(SelectiveAttention):
     title = "Quest"
+    no_growth = "fetches whole pages, whose number follows from the context's length"
     drops = False
     skips = True
     pads = True

@@ -171,6 +171,7 @@ class Zones:
 
 class RetroInfer(SelectiveAttention):
     title = "RetroInfer"
+    no_growth = "estimates what it does not fetch from clusters laid out for the context's length"
     drops = False
     keeps_budget_in = "mean"
     pads = True

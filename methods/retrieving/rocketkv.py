@@ -122,6 +122,7 @@ def top_tokens(scores: Tensor, chunk: int, n: int, k: int) -> Tensor:
 
 class RocketKV(SelectiveAttention):
     title = "RocketKV"
+    no_growth = "searches what its first stage kept of the context"
     drops = False
     attends_current = False
     version = 2  # 2: a dense feed reads what the first stage kept, and no places beyond it

@@ -55,9 +55,10 @@ class Asking:
                 "use task.mode=golden, task.mode=dialogue or task.budget_base=context"
             )
         if not extends:
+            why = rules.no_growth or "does not with these settings"
             raise ConfigError(
-                f"task.budget_base=conversation compresses the tokens of each turn, which {rules.title} does not with "
-                "these settings; use task.budget_base=context"
+                f"task.budget_base=conversation compresses the tokens of each turn, which {rules.title} cannot: it "
+                f"{why}; use task.budget_base=context"
             )
 
     @property

@@ -97,10 +97,13 @@ def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> 
         (["task.questions=0"], "task.questions=0"),
         (["task.questions=1", "task.mode=golden"], "needs several questions"),
         (["task.budget_base=conversation", "method=snapkv"], "grows with turns that stay"),
-        (["task.budget_base=conversation", "task.mode=golden", "method=pqcache"], "PQCache does not"),
+        (
+            ["task.budget_base=conversation", "task.mode=golden", "method=pqcache"],
+            "PQCache cannot: it keeps what is read",
+        ),
         (
             ["task.budget_base=conversation", "task.mode=golden", "method=h2o", "method.generated=on_top"],
-            "H2O does not",
+            "H2O cannot: it does not with these settings",
         ),
     ],
 )
