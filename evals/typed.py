@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
+from omegaconf import OmegaConf
 
 from engine.budget import parse_fraction
 from engine.checks import one_of, word
@@ -115,6 +115,10 @@ def scorer(value: Any, key: str) -> Scorer:
             f"{key}={named} scores no tokens that another method could choose among; use one that does, such as "
             f"{key}=snapkv"
         )
+    if scorer_fields(rules):
+        raise ConfigError(
+            f"{key}={named} chooses among the numbers of a scorer of its own; name that one, such as {key}=snapkv"
+        )
     try:
         return Scorer(rules, build_params(rules, values, key))
     except ConfigError as error:
@@ -139,7 +143,7 @@ def scorer_fields(rules: type[Rules]) -> Collection[str]:
 
 def values_of(name: str) -> dict[str, Any]:
     """A file of conf/method with what it takes from others, which stand before its own values."""
-    tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
+    tree: Any = OmegaConf.to_container(OmegaConf.load(METHODS / f"{name}.yaml"))  # numbers as Hydra reads them: 1e-4
     bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
     taken: dict[str, Any] = {}
     for base in bases:

@@ -125,6 +125,15 @@ def test_a_result_survives_its_file() -> None:
     assert RunResult.from_json(result.to_json()) == result
 
 
+def test_a_method_without_a_budget_is_at_what_its_samples_attended_to() -> None:
+    usual = summarise([ok_row(i) for i in range(3)], FACTS)
+    assert "adapts" not in json.loads(usual.to_json()) and RunResult.from_json(usual.to_json()) == usual
+    rows = [replace(ok_row(i), ledger=ok_row(i).ledger | {"effective_ratio": 0.2 * (i + 1)}) for i in range(3)]
+    adapts = summarise(rows, replace(FACTS, adapts=True))
+    assert adapts.asked == "adaptive 0.200 to 0.600" and adapts.effective_ratio == pytest.approx(0.4)
+    assert RunResult.from_json(adapts.to_json()) == adapts
+
+
 def test_a_result_names_everything_that_tables_need() -> None:
     keys = (
         "method task dataset model ratio budget comm n_samples score score_ci95 "

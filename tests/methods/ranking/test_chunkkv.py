@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries
 from engine.softmax import Softmax
 from evals.settings import own_class
-from evals.typed import convert
+from evals.typed import convert, scorer_fields, values_of
 from methods.dropping.snapkv import SnapKV
 from methods.ranking.chunkkv import ChunkKV, entropies, in_order, published_chunks, shares, worth
 from methods.rules import Scorer
@@ -120,13 +120,34 @@ def test_published_counts_are_in_floating_point() -> None:
 
 
 WITH_A_MODEL = ("kvzip", "kvzap", "fastkvzip")  # their scores are not of keys, values and queries alone
-SCORERS = [name for name in own_methods() if own_class(name).is_scorer]
+SCORERS = [name for name in own_methods() if own_class(name).is_scorer and not scorer_fields(own_class(name))]
 
 
 @pytest.mark.parametrize("name", [name for name in SCORERS if name not in WITH_A_MODEL])
 def test_any_scorer_numbers_the_tokens(name: str) -> None:
     more = {"rotary": "none"} if name == "expected_attention" else {}
     assert row(60, scorer=scorer(name, **more)).store[0].positions().shape == (1, 2, 60)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("kivi", "method.scorer=kivi scores no tokens"),
+        ("chunkkv", "method.scorer=chunkkv chooses among the numbers of a scorer of its own"),
+        ("criticalkv", "method.scorer=criticalkv chooses among the numbers of a scorer of its own"),
+        ("snapk", "did you mean 'snapkv'"),
+    ],
+)
+def test_names_that_are_no_scorers_are_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        scorer(name)
+
+
+def test_numbers_of_a_file_are_read_as_a_run_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.yaml").write_text("eps: 1e-4\nother: 2\n")
+    (tmp_path / "two.yaml").write_text("defaults:\n  - one\n  - _self_\n\nother: 1/3\n")
+    monkeypatch.setattr("evals.typed.METHODS", tmp_path)
+    assert values_of("two") == {"eps": 0.0001, "other": "1/3"}
 
 
 @pytest.mark.parametrize(
