@@ -40,6 +40,7 @@ class Asked:
     title: str
     experiment: str
     about: str
+    n: int  # samples that the experiment asks
     task: str
     style: str = ""  # of needles
     dataset: str = ""  # of several
@@ -57,39 +58,39 @@ SETS = (
         "docs", "Questions on documents", "evidence_docs",
         "The prompt is a text of Python's manual, 1,500 tokens in most samples, and the first eight words of a "
         "sentence in it; the answer is how that sentence goes on. The score is the F1 of words.",
-        "longbench",
+        100, "longbench",
     ),
     Asked(
         "needle", "A needle of seven digits", "evidence_needle",
         "A phone number is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        "needle", style="own",
+        60, "needle", style="own",
     ),
     Asked(
         "needle-name", "A needle that is a name", "evidence_needle",
         "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        "needle", style="own_name",
+        60, "needle", style="own_name",
     ),
     Asked(
         "variables", "Chains of variables", "evidence_ruler",
         "RULER's variable tracking, generated with 2,048 tokens. The score is the share of the chain that is named.",
-        "ruler", dataset="vt",
+        40, "ruler", dataset="vt",
     ),
     Asked(
         "keys", "One needle of many", "evidence_ruler",
         "RULER's multi-key needle, generated with 2,048 tokens. An answer is right or wrong.",
-        "ruler", dataset="niah_multikey_1",
+        40, "ruler", dataset="niah_multikey_1",
     ),
     Asked(
         "shared", "Eight questions on one context", "evidence_shared",
         "A context is compressed once, before any question is known. A sample is a context, and its score the mean F1 "
         "of its questions.",
-        "shared_context",
+        30, "shared_context",
     ),
     Asked(
         "sums", "Sums behind eight solved ones", "evidence_gsm8k",
         "GSM8K's test questions behind eight worked exemplars, which are what is compressed. An answer is right or "
         "wrong.",
-        "gsm8k",
+        100, "gsm8k",
     ),
 )  # fmt: skip
 

@@ -52,8 +52,9 @@ sample by sample, and p is that of the sign-flip test after Holm's correction ov
 whose number is given. The samples of a task are the same for all methods. Every method has its default settings.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. The
-commands of the runs stand with each task; they go on where they were stopped. [What the harness shows in an
-hour](hour.md) has all methods at five budgets in tokens, with few samples.
+command of its runs stands with each task; it goes on where it was stopped. Some of these were stopped, as their n says;
+who stopped them looked at the clock and not at the scores. [What the harness shows in an hour](hour.md) has all methods
+at five budgets in tokens, with few samples.
 """
 GGUF = """\
 `qwen2.5-coder-0.5b` was read from Qwen's own GGUF file (Q4_K_M, `model.id=FILE`), `smollm2-135m` is the embedded model.
@@ -101,8 +102,8 @@ FINDINGS = (
     ),
     Finding(
         "needle",
-        "**A needle puts methods in another order**: with the question shown, {one}, the last on documents, finds {a} "
-        "of 100 at {share} of the bytes, {other} {b}.",
+        "**A needle puts methods in another order than documents do**: with the question shown, {one} finds {a} of 100 "
+        "at {share} of the bytes, {other} {b}.",
         (SHOWN, "0.25", "keydiff"),
         "snapkv",
     ),
@@ -154,8 +155,8 @@ def shown(finding: Finding, sets: Sequence[Scores]) -> str:
     assert spread is not None
     ends = f"{100 * spread.low:+.0f} to {100 * spread.high:+.0f}"
     return (
-        f"{words} Difference {100 * found.paired.mean:+.0f} ({ends}), n = {found.paired.n}, p = {found.p:.2g} of "
-        f"{found.family} comparisons. `python run.py -m experiment={scores.asked.experiment}`"
+        f"{words} Difference {100 * found.paired.mean:+.0f} ({ends}), n = {found.paired.n}, p = {found.p:.2g} "
+        f"after Holm over {found.family} comparisons ({scores.model}, `experiment={scores.asked.experiment}`)."
     )
 
 
@@ -164,7 +165,7 @@ def shown(finding: Finding, sets: Sequence[Scores]) -> str:
 
 def section(scores: Scores) -> str:
     asked = scores.asked
-    ns = ", ".join(f"{WORDS[scope]}: n = {scores.n(scope)}" for scope in scores.scopes)
+    ns = ", ".join(f"{WORDS[scope]}: n = {asked_so_far(scores, scope)}" for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
         f"{asked.about} {scores.model}, {ns}.",
@@ -183,6 +184,12 @@ def section(scores: Scores) -> str:
         f"All figures, with differences, p-values, ranks and bytes held: [{asked.key}.csv]({NAME}/{asked.key}.csv)."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def asked_so_far(scores: Scores, scope: str) -> str:
+    """How many samples there are, and of how many, where the experiment was stopped."""
+    n = scores.n(scope)
+    return f"{n}" if n >= scores.asked.n else f"{n} of the {scores.asked.n} that the experiment asks"
 
 
 def table(scores: Scores) -> str:
@@ -230,7 +237,8 @@ def others(n: int) -> str:
 def full_table(path: Path, scores: Scores) -> None:
     rows = []
     for scope in scores.scopes:
-        rows.append([WORDS[scope], 1, "Full", scores.n(scope), *numbers(scores, (scope, "", FULL))])
+        full = [WORDS[scope], 1, "Full", scores.n(scope), *numbers(scores, (scope, "", FULL))]
+        rows.append([*full, *[""] * (len(HEADS) - len(full) - 1), 1])
         for memory in scores.memories:
             places = {name: (scope, memory, name) for name in scores.methods if (scope, memory, name) in scores.of}
             ranks = rank_ranges({name: scores.of[place] for name, place in places.items()})
