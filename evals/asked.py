@@ -159,11 +159,6 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
             f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
             "question; use full_prompt"
         )
-    if task.asking is not None and rules.reads_inputs and rules.evicts(params):
-        raise ConfigError(
-            f"method={settings.method.name} judges tokens as they are generated, and task={task.name} asks several "
-            "questions in turn, of which it is told no token's input; use method.decode=false"
-        )
     if task.asking is not None:
         with naming(settings):
             is_plain = settings.allocator is settings.compose is settings.budget.memory is None

@@ -168,9 +168,10 @@ class Talk:
         places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
         self.plans: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
         looks_ahead = any(row.wants_lookahead for row in self.active)
-        watching = self.model.watched(self.calls) if looks_ahead else nullcontext()
+        self.hears = any(row.wants_input for row in self.active)
+        watching = self.model.watched(self.calls) if looks_ahead or self.hears else nullcontext()
         with self.clock.running(self.model.device), span("step"), watching, torch.inference_mode():
-            read = self.model.step if m == 1 and not looks_ahead else self.model.forward
+            read = self.model.step if m == 1 and not looks_ahead and not self.hears else self.model.forward
             logits = read(ids[which], places, self.cache, self)
         for i in which:
             self.positions[i] += m - pads[i]
@@ -215,6 +216,8 @@ class Talk:
             for i in live:
                 if i in ahead:
                     rows[i].q_ahead = ahead[i][:, :, j : j + 1]
+                if self.hears:
+                    rows[i].x_now = self.calls[layer].x[i : i + 1, j : j + 1]
             whole = len(live) == len(rows)
             q_j, k_j, v_j = (x[:, :, j : j + 1] if whole else x[live, :, j : j + 1] for x in (q, k, v))
             found = attend_groups(self.groups(live), [rows[i] for i in live], layer, q_j, k_j, v_j, soft, None, readers)

@@ -16,8 +16,14 @@ from results.names import known
 from tests.conformance import METHODS, S, Subject, answers, model, ours
 from tests.conformance import subject as made_of
 
+
+def has_bytes(one: Subject) -> bool:
+    return not one.kind.of_answers and not one.kind.adapts(one.params)
+
+
 # Those whose budget is of prompt and answer together refuse `memory` (tests/evals/test_draws.py).
-OWN = [name for name in METHODS if known(name) == name and name != "full" and not ours(name).kind.of_answers]
+# What adapts to its prompt has no budget at all.
+OWN = [name for name in METHODS if known(name) == name and name != "full" and has_bytes(ours(name))]
 LLAMA = ModelShape("llama", 32, 32, 8, 128, 1 << 20, tuple(range(32)), 4096)
 
 

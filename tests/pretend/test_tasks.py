@@ -23,6 +23,8 @@ FITTED = {  # to a small model with a short window
     "kvzip": ["method.chunk=512"],
     "retroinfer": ["method.segment=512"],
     "kivi": ["method.group=8"],
+    "kvzap": ["method.gate=drawn"],
+    "fastkvzip": ["method.gate=drawn"],
     "hf_quantized_cache": ["method.group=8"],
 }
 METHODS = [name for name in BUDGETS if name != "pyramidinfer"]  # it has a prefill of its own
