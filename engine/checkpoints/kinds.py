@@ -32,6 +32,10 @@ COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
 KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, "dummy")  # dummy: a layer without attention, such as an MLP of its own
+CHOOSING = {  # layers that attend to tokens of their own choice, and how many they choose
+    "indexed_attention": ("index_topk", "tokens"),
+    "minimax_m3_sparse": ("index_topk_blocks", "blocks"),
+}
 # What an attention call may carry beside q, k, v, scale and window; everything else changes its result unseen.
 UNDERSTOOD = frozenset(
     {
@@ -116,6 +120,12 @@ def kinds_of(config: Any, name: str) -> list[str]:
     strange = Counter(kind for kind in kinds if kind not in KNOWN)
     if strange:
         kind, n = strange.most_common(1)[0]
+        key, what = CHOOSING.get(kind, ("", ""))
+        if most := getattr(text_config(config), key, None) if key else None:
+            raise ConfigError(
+                f"the model {name!r} chooses {most} {what} of its own at every step ({kind} in {n} of its {len(kinds)} "
+                "layers), and KVBench compares no method with that yet; use a model with full attention"
+            )
         raise ConfigError(
             f"the model {name!r} has {n} of {len(kinds)} layers of the kind {kind!r}, with which KVBench compares no "
             f"method yet (it knows {', '.join(KNOWN)}); {INSTEAD}"

@@ -40,6 +40,7 @@ REFUSED = {
     "diffllama": "attends 2 times in layer 0",
     "doge": "hides tokens by a mask",
     "hrm_text": "attends 8 times in layer 0",
+    "hy_v4": "tokens of its own at every step (indexed_attention in 4 of its 4 layers)",
     "inkling_text": "layers of the kind 'hybrid_sliding'",
     "mamba": "no layer that methods compress",
     "mpt": "code of its own",

@@ -1,9 +1,13 @@
 """Which runs may stand side by side."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from plots import turns
-from plots.read import by_conditions, load
+from plots.read import by_conditions, key_bytes_per_token, load
 from tests.plots.made_runs import write
 
 
@@ -22,3 +26,13 @@ def test_one_checkpoint_is_called_by_its_name_alone(tmp_path: Path) -> None:
     for name in ("tiny", "other"):
         write(tmp_path, "full", "needle", [{"score": 1.0}], digest=f"of {name}", model=name)
     assert [str(key).partition(" · ")[0] for key in by_conditions(load(tmp_path))] == ["other", "tiny"]
+
+
+@pytest.mark.parametrize(("share", "of_a_token"), [(None, 50.0), ("1", 100.0), ("3/5", 60.0)])
+def test_keys_have_the_share_of_a_tokens_bytes_that_their_model_gives_them(
+    share: str | None, of_a_token: float
+) -> None:
+    """Half, all of a latent, three fifths where keys are wider than values."""
+    row = SimpleNamespace(ledger={"bytes_resident_device": 1200}, prompt_tokens=10, generated_tokens=3)
+    run: Any = SimpleNamespace(is_full=True, rows=[row], result=SimpleNamespace(key_share=share))
+    assert key_bytes_per_token([run]) == pytest.approx(of_a_token)
