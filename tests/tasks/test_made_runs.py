@@ -12,6 +12,7 @@ TASKS = {
     "mrcr": ["task.lengths=[2500]", "task.template=plain"],
     "graphwalks": ["task.lengths=[2200]", "task.problems=[parents]", "task.max_new_tokens=4"],
     "agent_traces": ["task.lengths=[5000]", "task.turns=2", "task.output_tokens=40", "task.max_new_tokens=4"],
+    "agent_forced": ["task.lengths=[4000]", "task.turns=2", "task.output_tokens=40"],
     "oolong": ["task.lengths=[2000]", "task.questions=2", "task.max_new_tokens=4"],
     "helmet": ["task.datasets=[icl]", "task.lengths=[1500]", "task.classes=3", "task.max_new_tokens=4"],
 }
@@ -39,6 +40,8 @@ def test_fused_is_alone_and_all_tokens_are_full_attention(model: str, tmp_path: 
     for i in (0, 1, 2):
         ((result, rows),) = sweep(words, [VARIANTS[i]], tmp_path / f"alone-{i}")
         assert [row.prediction for row in rows] == said[i]
+        assert [row.score for row in rows] == [row.score for row in together[i][1]]
         assert result.score == together[i][0].score
     assert said[3] == said[0], "ratio 1"
+    assert [row.score for row in together[3][1]] == [row.score for row in together[0][1]]
     assert all(row.status == "ok" and row.score is not None for _, rows in together for row in rows)
