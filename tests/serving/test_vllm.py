@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
-N_NEW = 24
-LENGTHS = (337, 440, 573, 700)
+N_NEW = 16
+LENGTHS = (300, 356, 431, 520)
 QUEST = (
     "method=quest method.comm_mode=native method.page_len=32 method.page_generated=true "
     "method.agg=group_mean comm=1/8 ratio=0.2"
