@@ -378,6 +378,9 @@ def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
         if not isinstance(node, Mapping):
             return  # an element of a list
         if part not in node:
+            owners = [f"{group}.{part}" for group, own in tree.items() if isinstance(own, Mapping) and part in own]
+            if depth == 0 and owners:
+                raise ConfigError(f"no key {part!r}; did you mean {' or '.join(owners)}?")
             if depth == 0:
                 raise unknown_key("", part, {*node, *groups} - {"hydra"})
             parent = ".".join(parts[:depth])

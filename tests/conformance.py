@@ -144,7 +144,7 @@ def subject(words: Sequence[str]) -> Subject:
         params=params,
         keeping=asked.keeping.over(kind.own_keeping(params)),
         comm=FITTED_COMM.get(family, "1/16"),
-        keeps_budget=part.name not in METHODS or part.name == family,
+        keeps_budget=(part.name not in METHODS or part.name == family) and not kind.adapts(params),
     )
 
 
@@ -437,9 +437,11 @@ def layer_reads_what_it_counts(row: SelectiveAttention, layer: int) -> None:
     draw = torch.Generator().manual_seed(layer)
     q, k, v = (torch.randn(1, heads, 1, shape.d_h, generator=draw) for heads in (shape.h, shape.h_kv, shape.h_kv))
 
+    x = torch.randn(1, 1, shape.d_model, generator=draw)
+
     def outcome() -> tuple[Tensor, Tensor, Entry]:
         fork = row.fork()
-        fork.q_ahead = q
+        fork.q_ahead, fork.x_now = q, x
         out = attend_group(type(fork), [fork], layer, q, k, v, trace.softmax[layer], 1)[0]
         return out, fork.store[layer].attended(), fork.store.ledger.entries[-1]
 
