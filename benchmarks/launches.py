@@ -67,6 +67,7 @@ GOAL_WITH_WEIGHTS = Cost(55, 6, 1)  # of methods that learn from weights
 ABOVE = {
     "retroinfer": Cost(47, 2, 1),  # it estimates as well
     "tova": Cost(43, 0, 1),  # it learns by its usual setting
+    "dms": Cost(44, 3, 1),  # it scores the current token, and notes which heads drop it
     "think": Cost(43, 2, 1),  # each row asks thin keys by a query of its own
 }
 

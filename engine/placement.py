@@ -218,9 +218,9 @@ class Stay(Change):
 
 @dataclass(frozen=True, eq=False)
 class Judged(Change):
-    """Which KV heads keep the current token for good, (h_kv,) bool: in a `Delayed` layer, where the others drop it."""
+    """Which KV heads drop the current token of a `Delayed` layer once it is old, (h_kv,) bool; the others keep it."""
 
-    stays: "Tensor"
+    goes: "Tensor"
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,8 @@ class ScoringMethod(SelectiveAttention):
     def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
         """What new tokens are worth, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
         as `judges` says: (n, h_kv)."""
-        return self.worth(layer, keys.transpose(0, 2))[0].mT
+        keys = keys.transpose(0, 2)
+        return (self.worth(layer, keys) if self.trace.shape.is_latent else self.score(keys))[0].mT
 
     @classmethod
     def extends(cls, params: Any) -> bool:

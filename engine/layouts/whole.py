@@ -181,7 +181,7 @@ class DelayedView(RaggedView):
     def change(self, change: Change) -> Layer:
         if not isinstance(change, Judged):
             return super().change(change)
-        self.stays[0, :, self.n_window - 1] = change.stays
+        torch.logical_not(change.goes, out=self.stays[0, :, self.n_window - 1])
         return self
 
     def close(self, step: int) -> Entry:

@@ -91,7 +91,7 @@ class DMS(OverScorer):
 
     def arrange(self, layer: int) -> Placement:
         s, (n_first, n_last) = self.trace.s_prompt, self.inner.ends()
-        stays = self.stays(self.inner.shared_scores(layer)[0])
+        stays = ~self.goes(self.inner.shared_scores(layer)[0])
         stays = torch.nn.functional.pad(stays, (n_first, n_last), value=True)
         stays = stays.expand(self.trace.shape.h_kv, s)
         n_window = min(self.params.window, s)
@@ -102,9 +102,9 @@ class DMS(OverScorer):
         late = torch.arange(s - n_window, s, device=stays.device)
         return Ragged([torch.cat([positions, late]) for positions in chosen])
 
-    def stays(self, scores: Tensor) -> Tensor:
+    def goes(self, scores: Tensor) -> Tensor:
         """NaN is below nothing."""
-        return ~(scores < self.params.threshold)
+        return scores < self.params.threshold
 
     def judge(self) -> Hashable:
         """Rows where it is equal score new tokens alike."""
@@ -122,11 +122,11 @@ class DMS(OverScorer):
                 alike.setdefault(row.judge(), []).append(i)
         for places in alike.values():
             some = [rows[i] for i in places]
-            keys = torch.cat([row.store[layer].newest[0] for row in some])
-            inputs = torch.cat([row.x_now for row in some]) if some[0].wants_input else None
+            keys = together([row.store[layer].newest[0] for row in some])
+            inputs = together([row.x_now for row in some]) if some[0].wants_input else None
             scores = some[0].inner.scores_of(layer, keys, inputs)  # (n, h_kv)
             for i, row, own in zip(places, some, scores, strict=True):
-                found[i] = Judged(row.stays(own))
+                found[i] = Judged(row.goes(own))
         return found
 
     after_rows_on_gpu = after_rows
@@ -135,3 +135,7 @@ class DMS(OverScorer):
         n = self.store[layer].n_seen
         end = n - 1 if self.params.decode else self.trace.s_prompt
         return range(max(0, end - self.params.window), n)
+
+
+def together(x: Sequence[Tensor]) -> Tensor:
+    return x[0] if len(x) == 1 else torch.cat([*x])
