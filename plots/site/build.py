@@ -56,9 +56,29 @@ MARK = ".kvbench-site"  # in a folder that this command may replace
 class Handed:
     """What submissions say of their runs beside the runs."""
 
-    of: dict[Path, dict[str, Any]] = field(default_factory=dict[Path, dict[str, Any]])  # manifests, by their folder
-    superseded: dict[str, str] = field(default_factory=dict[str, str])  # id of the run that corrects, by the old one's
+    of: dict[Path, dict[str, str]] = field(default_factory=dict[Path, dict[str, str]])  # of each folder with a manifest
+    corrects: dict[Path, str] = field(default_factory=dict[Path, str])  # id of the old run, by the new one's folder
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # by the run's id
+
+    def said_of(self, run: Run) -> dict[str, str]:
+        return next((said for root, said in self.of.items() if run.folder.is_relative_to(root)), {})
+
+    def superseded(self, runs: Mapping[str, Run]) -> dict[str, str]:
+        """Id of the run that corrects, by the old one's: nobody takes another's run away, nor one of another thing."""
+
+        def same(run: Run) -> tuple[Any, ...]:
+            return benchmark(run), run.result.method, self.said_of(run).get("submitter")
+
+        found: dict[str, str] = {}
+        for id, run in runs.items():
+            old = self.corrects.get(run.folder)
+            if old is None or old == id:
+                continue
+            if old in runs and same(runs[old]) == same(run):
+                found[old] = id
+            else:
+                say(f"not superseded: {one_line(old)}, which is no run of the same by the same", file=sys.stderr)
+        return found
 
 
 def id_of(run: Run) -> str:
@@ -67,19 +87,22 @@ def id_of(run: Run) -> str:
 
 
 def read_handed(roots: Iterable[Path], verdicts: Iterable[Path]) -> Handed:
+    """`ConfigError` where a manifest or a file of verdicts is none."""
     found = Handed()
     for root in roots:
-        if not (root / "manifest.json").is_file():
-            continue
-        manifest = read_object(root / "manifest.json")
-        found.of[root] = {key: one_line(str(manifest.get(key, "")), 200) for key in SAID}
-        for run, old in dict(manifest.get("supersedes") or {}).items():
-            path = root / str(run) / "result.json"
-            if path.resolve().is_relative_to(root.resolve()) and path.is_file():
-                found.superseded[str(old)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        if (root / "manifest.json").is_file():
+            manifest = read_object(root / "manifest.json")
+            found.of[root] = {key: one_line(str(manifest.get(key, "")), 200) for key in SAID}
+            supersedes = manifest.get("supersedes")
+            if isinstance(supersedes, Mapping):
+                found.corrects |= {root / str(run): str(old) for run, old in supersedes.items()}
     for file in verdicts:
-        for id, one in read_object(file)["runs"].items():
-            found.verdicts[id] = {"verdict": one["verdict"], "why": list(one["why"]), "findings": list(one["findings"])}
+        runs = read_object(file).get("runs")
+        for id, one in runs.items() if isinstance(runs, Mapping) else ():
+            if not isinstance(one, Mapping) or not isinstance(one.get("verdict"), str):
+                raise ConfigError(f"{file} holds no verdicts of python -m evals.verify")
+            said = {key: [str(line) for line in one.get(key) or ()] for key in ("why", "findings")}
+            found.verdicts[id] = {"verdict": one["verdict"], **said}
     return found
 
 
@@ -100,6 +123,7 @@ class Site:
         self.handed, self.root, self.most = handed, root, most
         self.runs = {id_of(run): run for run in runs}  # the same run twice is one
         self.ids = {run.folder: id for id, run in self.runs.items()}
+        self.superseded = handed.superseded(self.runs)
         self.list: dict[str, dict[str, Any]] = {}
         self.index: list[dict[str, Any]] = []
         self.evidence: list[dict[str, Any]] = []
@@ -123,9 +147,8 @@ class Site:
     def benchmark(self, group: str, task: str, members: Sequence[Run], n: int) -> Iterator[tuple[str, str]]:
         """The files of one benchmark: runs that may be compared."""
         name = hashlib.sha256(f"{group}\n{task}".encode()).hexdigest()[:10]
-        superseded = self.handed.superseded
-        current = [run for run in members if self.ids[run.folder] not in superseded]
-        old = [run for run in members if self.ids[run.folder] in superseded]
+        current = [run for run in members if self.ids[run.folder] not in self.superseded]
+        old = [run for run in members if self.ids[run.folder] in self.superseded]
         once, same = full_once(current)
         told, past = overview(once, self.root), overview(old, self.root)
         rank_all(once, told["runs"])
@@ -155,11 +178,11 @@ class Site:
         """What the site says of a run beside the report: who made it where, and how far it is believed."""
         id = self.ids[run.folder]
         judged = self.handed.verdicts.get(id, {"verdict": SELF_REPORTED, "why": [], "findings": []})
-        said = next((said for root, said in self.handed.of.items() if run.folder.is_relative_to(root)), {})
         return {
             "id": id, "machine": machine(run), "verdict": judged["verdict"],
-            "why": "; ".join([*judged["why"], *judged["findings"]]), "by": " · ".join(filter(None, said.values())),
-            "superseded_by": self.handed.superseded.get(id, ""), "preset": run.result.method,
+            "why": "; ".join([*judged["why"], *judged["findings"]]),
+            "by": " · ".join(filter(None, self.handed.said_of(run).values())),
+            "superseded_by": self.superseded.get(id, ""), "preset": run.result.method,
         }  # fmt: skip
 
     def remember(self, id: str, run: Run, told: Mapping[str, Any], where: str) -> None:

@@ -78,26 +78,45 @@ def test_no_text_of_a_run_is_in_the_page_and_none_can_turn_a_line(site: Path) ->
     assert "\u202e" not in said and "\x1b" not in said and "gnp.exe" in said
 
 
+def corrected(runs: Path, tmp_path: Path, submitter: str) -> tuple[list[Path], str, str]:
+    """Two submissions, the second of which corrects a run of the first; the ids of the old run and of the new one."""
+
+    def id(folder: Path) -> str:
+        return hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()[:16]
+
+    two: dict[str, Any] = {"task": "longbench", "datasets": ("a", "b")}
+    old, _ = write_run(tmp_path / "old", "snapkv", [0.4] * 10, costs={COST: 2e6}, method_version=1, **two)
+    new, _ = write_run(tmp_path / "new", "snapkv", [0.5] * 10, costs={COST: 2e6}, method_version=2, **two)
+    submit([runs, tmp_path / "old"], tmp_path / "first", submitter=BAD, licence="CC0-1.0")
+    handed = {new.name: id(old)}
+    submit([tmp_path / "new"], tmp_path / "second", submitter=submitter, licence="CC0-1.0", supersedes=handed)
+    return [tmp_path / "first", tmp_path / "second"], id(old), id(new)
+
+
 def test_a_superseded_run_stays_readable_and_is_ranked_no_more(runs: Path, tmp_path: Path) -> None:
-    old = next(path for path in runs.iterdir() if "-snapkv-" in path.name)
-    id = hashlib.sha256((old / "result.json").read_bytes()).hexdigest()[:16]
-    new = tmp_path / "new"
-    two = {"task": "longbench", "datasets": ("a", "b")}
-    folder, _ = write_run(new, "snapkv", [0.5] * 10, costs={COST: 2e6}, seed=0, limit=9, **two)
-    handed = {f"{folder.name}": id}
-    for file in ("env.json",):
-        assert (folder / file).is_file()
-    submit([new], tmp_path / "in", submitter=BAD, licence="CC0-1.0", supersedes=handed)
-    assert main([str(runs), "--out", str(tmp_path / "one")]) == 0
-    asked = [str(runs), str(tmp_path / "in"), "--out", str(tmp_path / "two"), "--since", str(tmp_path / "one")]
+    (first, second), old, new = corrected(runs, tmp_path, BAD)
+    assert main([str(first), "--out", str(tmp_path / "one")]) == 0
+    asked = [str(first), str(second), "--out", str(tmp_path / "two"), "--since", str(tmp_path / "one")]
     assert main(asked) == 0
     listed = json.loads((tmp_path / "two" / "runs.json").read_text())
-    by = hashlib.sha256((folder / "result.json").read_bytes()).hexdigest()[:16]
-    assert listed[id]["superseded_by"] == by and listed[id]["rank"] is None
+    assert listed[old]["superseded_by"] == new and listed[old]["rank"] is None
     kinds = [kind for kind, _ in content(tmp_path / "two" / "data" / "data-index.js")["changes"]]
     assert kinds.count("superseded") == 1 and kinds.count("added") == 1 and "gone" not in kinds
     assert main(["--diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     assert main(["--diff", str(tmp_path / "two"), str(tmp_path / "one")]) == 1, "a run is gone"
+
+
+def test_nobody_takes_anothers_run_away(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submissions, old, _ = corrected(runs, tmp_path, "a rival")
+    assert main([*map(str, submissions), "--out", str(tmp_path / "site")]) == 0
+    assert json.loads((tmp_path / "site" / "runs.json").read_text())[old]["superseded_by"] == ""
+    assert "not superseded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"runs": {"a": 3}}', '{"runs": {"a": {"verdict": []}}}', "\x00"])
+def test_verdicts_and_manifests_that_are_none_are_refused(runs: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "verdicts.json").write_text(text)
+    assert main([str(runs), "--out", str(tmp_path / "site"), "--verdicts", str(tmp_path / "verdicts.json")]) == 2
 
 
 def test_verdicts_are_those_of_the_runs_own_digests(runs: Path, tmp_path: Path) -> None:
