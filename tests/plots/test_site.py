@@ -158,6 +158,15 @@ def test_changes_name_what_is_gone_and_what_is_otherwise() -> None:
     }
 
 
+def test_the_committed_site_is_of_the_committed_runs(tmp_path: Path) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    assert main([str(docs / "submissions" / "first-look"), "--out", str(tmp_path / "site")]) == 0
+    made, kept = (json.loads((site / "runs.json").read_text()) for site in (tmp_path / "site", docs / "site"))
+    assert made.keys() == kept.keys() and len(made) == 15
+    assert [made[id]["score"] for id in made] == [kept[id]["score"] for id in made]
+    assert sum(path.stat().st_size for path in docs.joinpath("site").rglob("*") if path.is_file()) < 5e6
+
+
 # --- in a browser ---
 
 
