@@ -30,7 +30,7 @@ if __name__ == "__main__":  # before kernels are imported
 import torch
 from torch import Tensor
 
-from kernels import attend_kept, clusters, column_sums, pages, pq_fit, pq_scores, select_attend
+from kernels import attend_kept, clusters, column_sums, kmeans, pages, pq_scores, select_attend, topk
 from kernels.jit import INTERPRETED, triton
 from kernels.packed import rows as packed_rows
 from kernels.packed import tokens
@@ -41,7 +41,7 @@ from kernels.rows import append, blocks, buckets, collisions, columns, landmarks
 
 MODULES = (
     *(append, attend_kept, blocks, buckets, clusters, column_sums, columns, landmarks, logits, packed_rows),
-    *(pages, pq_fit, pq_scores, select_attend, tokens, union, values, weights),
+    *(kmeans, pages, pq_scores, select_attend, tokens, topk, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 LENGTHS = (4096, 32768, 131072)
@@ -128,11 +128,20 @@ def cluster_sites(shape: Shape, s: int) -> None:
     centroids = empty(shape.h_kv, c, shape.d_h, dtype=torch.float32)
     for agg in ("query_head", "group_mean"):
         clusters.cluster_keys_triton(empty(2, shape.h, 1, shape.d_h), centroids, agg)
+    points = empty(shape.h_kv, s - 16, shape.d_h, dtype=torch.float32)
+    kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, centroids, is_l2=False), centroids)
     c = max(8, s // 16)
     order = clusters.mass_keys_triton(
         empty(2, shape.h, 1, shape.d_h), empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c), shape.d_h**-0.5
     )
     clusters.stand_in_triton(order[..., : c // 4], positions(shape.h_kv, c))
+
+
+def choice_sites(shape: Shape, s: int) -> None:
+    for heads, n in ((shape.h_kv, s), (shape.h, s // 16)):
+        for ks in ((n // 10, n // 10), (n // 10, n // 5)):
+            topk.top_keys_triton(positions(2, heads, n), ks)
+    topk.sort_keys_triton(positions(1, shape.h, max(4, s // 80)))
 
 
 def quantiser_sites(shape: Shape, s: int) -> None:
@@ -148,8 +157,7 @@ def quantiser_sites(shape: Shape, s: int) -> None:
             queries, keys = empty(2, shape.h, 1, shape.d_h), empty(2, shape.h_kv, 1, shape.d_h)
             pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5)
         points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
-        labels = pq_fit.assign_triton(points, flat)
-        pq_fit.means_triton(points, labels, flat)
+        kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, flat, is_l2=True), flat)
 
 
 def search_sites(shape: Shape, s: int) -> None:
@@ -266,6 +274,7 @@ def row_sites(shape: Shape, s: int) -> None:
 SITES: dict[str, Callable[[Shape, int], None]] = {
     "attention": attention_sites,
     "pages": page_sites,
+    "choices": choice_sites,
     "clusters": cluster_sites,
     "quantiser": quantiser_sites,
     "prompt": prompt_sites,

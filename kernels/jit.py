@@ -18,7 +18,7 @@ Not here: any kernel; what becomes of them on which GPU (`kernels/aot.py`).
 import os
 from array import array
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -120,6 +120,12 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Integers on their way to the device, (n,) int64; nobody waits for them."""
     there = integers(numbers)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+
+
+@lru_cache(maxsize=256)
+def constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers that are sent once, and which nobody writes over."""
+    return upload(numbers, device)
 
 
 def send(numbers: Sequence[int], target: Tensor) -> None:

@@ -6,12 +6,18 @@ scaled to length 1, as RetroInfer has it. All in float32.
 
 Shapes    points (p, n, d), centroids (p, c, d), labels (p, n) int64, sizes (p, c) int64.
 Paths     On a CPU C++, whose products stay in registers: a third of torch's time (3 x 7,984 x 64 in 100, one thread).
-          Torch on any device: on a CPU products in chunks that stay in its cache, and sums by `index_add_`; on an
-          accelerator, where that adds in no fixed order, sums as the reference's product with rows of ones and zeros.
+          Torch on any device, where products are made in chunks, on a CPU such as stay in its cache, and sums are taken
+          by `index_add_`. On a GPU labels and means are Triton's: no similarity is stored, and points are added up in a
+          fixed order, cluster by cluster; a round writes 28 bytes a point and the means.
 Checks    tests/kernels/test_kmeans.py.
 
 Not here: how many clusters, which initial ones beyond a random draw, what a cluster is used for.
 """
+
+# pyright: reportInvalidTypeForm=false
+# Triton may be missing, and then so are the names of its types.
+
+from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
@@ -22,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
+from kernels.jit import cdiv, jit, power_of_2, tl, triton
 
 EPS = 1e-8
 
@@ -105,6 +112,8 @@ def nearest(points: Tensor, centroids: Tensor, metric: str, before: Tensor | Non
     hold it takes three quarters of the time: finding a maximum is quick, finding where it is is not.
     """
     weights, bias = as_product(centroids.float(), metric)
+    if points.is_cuda and triton is not None:
+        return nearest_triton(points, weights, metric == "l2")
     if before is None or points.device.type != "cpu":
         labels = torch.empty(points.shape[:2], dtype=torch.int64, device=points.device)
         for here, similarity in similarities(points, weights, bias):
@@ -170,6 +179,8 @@ def nearest_ref(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
 
 def cluster_means(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The mean point of every cluster (p, c, d), and the sizes (p, c); an empty cluster keeps its centroid."""
+    if points.is_cuda and triton is not None:
+        return cluster_means_triton(points, labels, centroids)
     if points.device.type != "cpu":
         return cluster_means_ref(points, labels, centroids)
     # A fifteenth of the time of a product with one-hot labels, a quarter of sorting them first.
@@ -239,3 +250,91 @@ def kmeans_native(
         unit, labels.data_ptr(), rounds.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return Clustering(centroids, labels, count_labels(labels, c), rounds)
+
+
+# On a GPU.
+
+POINTS = 64  # that meet centroids at once
+WIDE = 128  # channels at once
+ADDED = 32  # points of a cluster that are added up at once
+
+
+def nearest_triton(points: Tensor, weights: Tensor, is_l2: bool) -> Tensor:
+    """A program for some points and all centroids: labels (p, n) int64."""
+    (p, n, d), c = points.shape, weights.shape[1]
+    labels, width = torch.empty(p, n, dtype=torch.int64, device=points.device), min(WIDE, power_of_2(d, 16))
+    if n:
+        assign_points[(cdiv(n, POINTS), p)](
+            points.contiguous(), weights.contiguous(), labels, n, d, c, is_l2, POINTS,
+            min(64, power_of_2(c, 16)), width, cdiv(d, width),
+        )  # fmt: skip
+    return labels
+
+
+def cluster_means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """A program for each cluster, whose points a stable sort of labels put behind each other."""
+    (p, n, d), c = points.shape, centroids.shape[1]
+    ordered = labels.int().sort(dim=-1, stable=True)
+    ids = torch.arange(c, dtype=torch.int32, device=points.device).expand(p, -1).contiguous()
+    ends = torch.searchsorted(ordered.values, ids, right=True)
+    means = torch.empty(p, c, d, dtype=torch.float32, device=points.device)
+    average_points[(c, p)](
+        points.contiguous(), ordered.indices, ends, centroids.float().contiguous(), means, n, d, c, ADDED,
+        power_of_2(d, 16),
+    )  # fmt: skip
+    return means, ends.diff(dim=-1, prepend=ends.new_zeros(p, 1))
+
+
+@jit
+def assign_points(
+    points, weights, labels, n, d, c, L2: tl.constexpr,
+    POINTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """WIDTH channels at a time, PARTS times: registers hold no wide head."""
+    block, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, channel = block * POINTS + tl.arange(0, POINTS), tl.arange(0, WIDTH)
+    of_point = points + (problem * n + row[:, None]) * d + channel[None]
+    if PARTS == 1:
+        x = tl.load(of_point, (row < n)[:, None] & (channel < d)[None], other=0.0).to(tl.float32)
+    best = tl.full((POINTS,), float("-inf"), tl.float32)
+    which = tl.zeros((POINTS,), tl.int32)
+    for first in range(0, c, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        products = tl.zeros((POINTS, COLUMNS), tl.float32)
+        norms = tl.zeros((COLUMNS,), tl.float32)
+        for part in tl.static_range(PARTS):
+            inside = part * WIDTH + channel < d
+            at = weights + (problem * c + column[:, None]) * d + part * WIDTH + channel[None]
+            y = tl.load(at, (column < c)[:, None] & inside[None], other=0.0)
+            if PARTS > 1:
+                x = tl.load(of_point + part * WIDTH, (row < n)[:, None] & inside[None], other=0.0).to(tl.float32)
+            products = tl.dot(x, tl.trans(y), products, input_precision="ieee")
+            norms += tl.sum(y * y, 1)
+        if L2:  # here and not in torch, whose sums over equal rows may differ in the last bit
+            products -= 0.5 * norms[None]
+        products = tl.where((column < c)[None], products, float("-inf"))
+        here = tl.max(products, 1)
+        # Of equal ones the first; a later chunk has to be better.
+        place = tl.min(tl.where(products == here[:, None], column[None], c), 1)
+        which = tl.where(here > best, place, which)
+        best = tl.maximum(best, here)
+    tl.store(labels + problem * n + row, which.to(tl.int64), row < n)
+
+
+@jit
+def average_points(
+    points, order, ends, centroids, means, n, d, c, POINTS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    cluster, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, WIDTH)
+    inside, at = channel < d, problem * c + cluster
+    first, last = tl.load(ends + at - 1, cluster > 0, other=0).to(tl.int32), tl.load(ends + at).to(tl.int32)
+    total = tl.zeros((POINTS, WIDTH), tl.float32)
+    for start in range(first, last, POINTS):
+        place = start + tl.arange(0, POINTS)
+        row = tl.load(order + problem * n + place, place < last, other=0)
+        mask = (place < last)[:, None] & inside[None]
+        total += tl.load(points + (problem * n + row[:, None]) * d + channel[None], mask, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / tl.maximum(last - first, 1).to(tl.float32)
+    own = tl.load(centroids + at * d + channel, inside, other=0.0)
+    tl.store(means + at * d + channel, tl.where(last > first, mean, own), inside)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
-from kernels.jit import triton
-from kernels.pq_fit import Assign, assign_torch, assign_triton, code_dtype
+from kernels.pq_fit import Assign, assign_torch, code_dtype
 
 GROUP = 64  # tokens whose planes lie together
+REF_VALUES = 1 << 26  # of the reference, at once
 
 
 def pq_codes(keys: Tensor, centroids: Tensor) -> Tensor:
@@ -31,20 +31,21 @@ def pq_codes(keys: Tensor, centroids: Tensor) -> Tensor:
     rows_lie_together = keys.stride(-1) == 1 and keys.dtype in dtypes()
     if rows_lie_together and keys.device.type == "cpu" and native() is not None:
         return pq_codes_native(keys, centroids)
-    assign = assign_triton if keys.is_cuda and triton is not None else assign_torch
-    return pq_codes_torch(keys, centroids, assign)
+    return pq_codes_torch(keys, centroids)
 
 
 def pq_codes_ref(keys: Tensor, centroids: Tensor) -> Tensor:
-    """From all distances, in float64."""
+    """From all distances, in float64, some tokens at a time: those of 32,768 would be 17 GB of differences."""
     h_kv, m, c, d_m = centroids.shape
-    parts = keys.double().view(h_kv, -1, m, d_m).transpose(1, 2)
-    far = (parts.unsqueeze(3) - centroids.double().unsqueeze(2)).square().sum(-1)
-    return far.argmin(-1).to(code_dtype(c))
+    wide, found = centroids.double().unsqueeze(2), []
+    for some in keys.split(max(1, REF_VALUES // (h_kv * m * c * d_m)), 1):
+        parts = some.double().view(h_kv, -1, m, d_m).transpose(1, 2)
+        found.append((parts.unsqueeze(3) - wide).square().sum(-1).argmin(-1).to(code_dtype(c)))
+    return torch.cat(found, -1)
 
 
 def pq_codes_torch(keys: Tensor, centroids: Tensor, assign: Assign = assign_torch) -> Tensor:
-    """By products around the mean of the centroids; `assign` is torch's, or Triton's on a GPU."""
+    """By products around the mean of the centroids."""
     h_kv, m, c, d_m = centroids.shape
     flat = centroids.float().flatten(0, 1)  # (h_kv * m, c, d_m)
     mean = flat.mean(1, keepdim=True)

@@ -8,17 +8,12 @@ An empty cluster takes over one point, of those farthest from their centroids ("
 ("keep"). A cluster that gave its only point away keeps its centroid too.
 
 Shapes    points (p, n, d_m), init_idx (c,) or (p, c) rows of points, start (p, c, d_m) -> `Fit`.
-Paths     C++ on a CPU: a tile of points meets all centroids in registers, and distances are never stored. Triton on a
-          GPU. Else torch, by `kmeans.py`. All subtract the points' mean first, which float32 needs.
+Paths     C++ on a CPU: a tile of points meets all centroids in registers, and distances are never stored. Else torch,
+          by `kmeans.py`, on a GPU with its kernels. All subtract the points' mean first, which float32 needs.
 Checks    tests/kernels/test_pq_fit.py, benchmarks/bench_pq_fit.py.
 
 Not here: which points are clustered, and which rows they start from. K-means by other metrics: `kmeans.py`.
 """
-
-# pyright: reportInvalidTypeForm=false
-# Triton may be missing, and then so are the names of its types.
-
-from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
@@ -30,7 +25,6 @@ from torch import Tensor
 
 from kernels.build import library
 from kernels.choices import EMPTY
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
 from kernels.kmeans import cluster_means, nearest
 
 
@@ -56,8 +50,7 @@ def pq_fit(
     assert empty in EMPTY, f"empty={empty!r}; one of {EMPTY}"
     if points.device.type == "cpu" and native() is not None:
         return pq_fit_native(points, init_idx, n_rounds, tol=tol, empty=empty, start=start, n_threads=n_threads)
-    path = pq_fit_triton if points.is_cuda and triton is not None else pq_fit_torch
-    return path(points, init_idx, n_rounds, tol=tol, empty=empty, start=start)
+    return pq_fit_torch(points, init_idx, n_rounds, tol=tol, empty=empty, start=start)
 
 
 def first_centroids(points: Tensor, init_idx: Tensor, start: Tensor | None) -> Tensor:
@@ -204,101 +197,3 @@ def pq_fit_native(
         n_threads or torch.get_num_threads(),
     )  # fmt: skip
     return Fit(centroids, codes, n_iter, inertia)
-
-
-# On a GPU.
-
-POINTS = 64  # that meet centroids at once
-CHUNK = 2048  # points that one program adds up
-ADDED = {16: 16, 32: 128}  # of which so many at once, by how many centroids: with these no register spills
-
-
-def pq_fit_triton(
-    points: Tensor, init_idx: Tensor, n_rounds: int, *, tol: float = 1e-4, empty: str = "farthest",
-    start: Tensor | None = None,
-) -> Fit:  # fmt: skip
-    """The rounds of `pq_fit_torch`, without its distances and its ones and zeros in memory."""
-    return pq_fit_torch(
-        points, init_idx, n_rounds, tol=tol, empty=empty, start=start,
-        assign=assign_triton, means=means_triton,
-    )  # fmt: skip
-
-
-def assign_triton(points: Tensor, centroids: Tensor) -> Tensor:
-    """A program for some points and all centroids: labels (p, n) int64."""
-    (p, n, d), c = points.shape, centroids.shape[1]
-    points, centroids = points.contiguous(), centroids.contiguous()
-    labels = torch.empty(p, n, dtype=torch.int64, device=points.device)
-    if n:
-        assign_points[(cdiv(n, POINTS), p)](
-            points, centroids, labels, n, d, c, POINTS, min(64, power_of_2(c, 16)), power_of_2(d, 16)
-        )
-    return labels
-
-
-def means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of chunks of points, added up in a fixed order; means (p, c, d) and sizes (p, c)."""
-    (p, n, d), c = points.shape, centroids.shape[1]
-    n_chunks, columns = cdiv(n, CHUNK), min(max(ADDED), power_of_2(c, 16))
-    sums = torch.empty(p, n_chunks, c, d, dtype=torch.float32, device=points.device)
-    sizes = torch.empty(p, n_chunks, c, dtype=torch.int32, device=points.device)
-    add_points[(n_chunks, cdiv(c, columns), p)](
-        points.contiguous(), labels.contiguous(), sums, sizes, n, d, c, CHUNK, ADDED[columns], columns,
-        power_of_2(d, 16),
-    )  # fmt: skip
-    members = sizes.sum(1)
-    means = sums.sum(1) / members.clamp(min=1).unsqueeze(-1)
-    return torch.where(members.unsqueeze(-1) > 0, means, centroids), members
-
-
-@jit
-def assign_points(
-    points, centroids, labels, n, d, c,
-    POINTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    block, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, channel = block * POINTS + tl.arange(0, POINTS), tl.arange(0, WIDTH)
-    inside = channel < d
-    mask = (row < n)[:, None] & inside[None]
-    x = tl.load(points + (problem * n + row[:, None]) * d + channel[None], mask, other=0.0)
-    best = tl.full((POINTS,), float("-inf"), tl.float32)
-    which = tl.zeros((POINTS,), tl.int32)
-    for first in range(0, c, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        own = (column < c)[:, None] & inside[None]
-        y = tl.load(centroids + (problem * c + column[:, None]) * d + channel[None], own, other=0.0)
-        products = tl.dot(x, tl.trans(y), input_precision="ieee")
-        # Here and not in torch, whose sums over equal rows may differ in the last bit.
-        bias = tl.where(column < c, -0.5 * tl.sum(y * y, 1), float("-inf"))
-        products += bias[None]
-        here = tl.max(products, 1)
-        # Of equal ones the first; a later chunk has to be better.
-        place = tl.min(tl.where(products == here[:, None], column[None], c), 1)
-        which = tl.where(here > best, place, which)
-        best = tl.maximum(best, here)
-    tl.store(labels + problem * n + row, which.to(tl.int64), row < n)
-
-
-@jit
-def add_points(
-    points, labels, sums, sizes, n, d, c,
-    CHUNK: tl.constexpr, POINTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Sums and sizes of COLUMNS clusters over a chunk of points: a product with rows of ones and zeros."""
-    chunk, problem = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    cluster = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    channel = tl.arange(0, WIDTH)
-    inside = channel < d
-    total = tl.zeros((COLUMNS, WIDTH), tl.float32)
-    count = tl.zeros((COLUMNS,), tl.int32)
-    for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, n), POINTS):
-        row = start + tl.arange(0, POINTS)
-        label = tl.load(labels + problem * n + row, row < n, other=-1)
-        member = label[None] == cluster[:, None]
-        mask = (row < n)[:, None] & inside[None]
-        x = tl.load(points + (problem * n + row[:, None]) * d + channel[None], mask, other=0.0)
-        total += tl.dot(member.to(tl.float32), x, input_precision="ieee")
-        count += tl.sum(member.to(tl.int32), 1)
-    to = (problem * tl.num_programs(0) + chunk) * c + cluster
-    tl.store(sums + to[:, None] * d + channel[None], total, (cluster < c)[:, None] & inside[None])
-    tl.store(sizes + to, count, cluster < c)

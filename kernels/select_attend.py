@@ -368,7 +368,7 @@ def attend_rows_triton(
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
     table = table_of(Work() if work is None else work, own, q, h_kv)
     g, d_v = h // h_kv, value_width(rows) if any(rows) else d_h
-    out, lse = q.new_empty(n, h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
+    out, lse = q.new_empty(len(q), h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
     n_items = sum(table.n_items)
     sums = torch.empty(n_items, h, d_v, dtype=torch.float32, device=q.device)
     lses = torch.empty(n_items, h, dtype=torch.float32, device=q.device)

@@ -8,8 +8,10 @@ Paths     On a CPU topk, and where equal scores straddle the border the choice a
           2.6, a stable sort 16). On an accelerator, where asking for ties would wait for it, the packed form; a float64
           has no bits to spare and is sorted.
 Keys      A GPU's kernels store `pack_key` of a score and a position in place of the score: int64, no two equal, the
-          best the smallest, the position in the lower half. `top_keys` are then one launch, and who reads positions
-          takes the lower half. The largest int64 stands for no token: its lower half is -1.
+          best the smallest, the position in the lower half. The largest int64 stands for no token: its lower half is
+          -1. `top_keys` are one launch: the border's upper half is found digit by digit, a histogram each, by programs
+          that wait for those before them, and what is below it is written in its place. Launches of torch's topk are
+          20 and more from 20,000 keys on, those of its sort 4 and more.
 Checks    tests/kernels/test_topk.py.
 
 Not here: which scores. Those without ties take `torch.topk`.
@@ -20,11 +22,15 @@ Not here: which scores. Those without ties take `torch.topk`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from kernels.jit import jit, tl
+from kernels.jit import cdiv, constants, jit, power_of_2, tl
 
+NO_KEY = (1 << 63) - 1
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's
 LARGEST = 2.0**128 - 2.0**104  # of float32
 
@@ -71,9 +77,36 @@ def top_stable_ref(scores: Tensor, k: int) -> Tensor:
 # Keys.
 
 
-def top_keys(keys: Tensor, k: int) -> Tensor:
-    """The `k` smallest of keys (..., n), best first: their lower halves are positions (..., k)."""
-    return keys.topk(min(k, keys.shape[-1]), largest=False).values
+def top_keys(keys: Tensor, ks: Sequence[int]) -> Tensor:
+    """The smallest of keys (n, heads, s), `ks[i]` of row i, in the order of positions; behind them `NO_KEY`.
+
+    Their lower halves are the positions, (n, heads, max(ks)). Along a head keys of tokens rise with their positions
+    where scores are equal; no two are the same.
+    """
+    ks = [min(k, keys.shape[-1]) for k in ks]
+    assert len(ks) == len(keys), (ks, keys.shape)
+    if min(ks) == keys.shape[-1] or max(ks) == 0:
+        return keys[..., : max(ks)]
+    return top_keys_triton(keys, ks) if keys.is_cuda else top_keys_ref(keys, ks)
+
+
+def best_keys(keys: Tensor, k: int) -> Tensor:
+    """The `k` smallest of keys (..., n), best first."""
+    return keys.sort(dim=-1).values[..., :k]
+
+
+def top_keys_ref(keys: Tensor, ks: Sequence[int]) -> Tensor:
+    """By a sort of keys, and one of positions."""
+    best = best_keys(keys, max(ks))
+    behind = torch.arange(max(ks), device=keys.device) >= torch.tensor(ks, device=keys.device).view(-1, 1, 1)
+    best = best.masked_fill(behind, NO_KEY)
+    places = (best & 0xFFFFFFFF).masked_fill(best == NO_KEY, NO_KEY)
+    return best.gather(-1, places.sort(dim=-1, stable=True).indices)
+
+
+def sort_keys(keys: Tensor) -> Tensor:
+    """Keys (..., n) of some thousand clusters, best first."""
+    return sort_keys_triton(keys) if keys.is_cuda else keys.sort(-1).values
 
 
 def pack_keys_ref(scores: Tensor, positions: Tensor) -> Tensor:
@@ -89,3 +122,142 @@ def pack_key(score, position):
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return ((rising ^ -1).to(tl.int64) << 32) | position.to(tl.int64)
+
+
+# On a GPU.
+
+ALONE = 4096  # keys of a head that one program works on; of more each digit is the work of `CHUNKS`
+CHUNKS = 16
+KEYS = 1024  # that a program reads at once
+DIGITS = 4  # of the upper half
+BINS = 256
+RANKED = 32  # keys that a program ranks
+
+
+@cache
+def counters(device: torch.device, n: int) -> Tensor:
+    """Zeros, which every launch leaves as zeros: the model's stream has them to itself."""
+    return torch.zeros(n, dtype=torch.int32, device=device)
+
+
+def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
+    """`top_keys` in one launch."""
+    n_rows, heads, n = keys.shape
+    assert keys.is_contiguous(), keys.stride()
+    width, rows, device = max(ks), n_rows * heads, keys.device
+    n_chunks = 1 if n <= ALONE else CHUNKS
+    out = torch.empty(n_rows, heads, width, dtype=torch.int64, device=device)
+    counts = torch.empty(2 * rows * n_chunks * BINS + rows * n_chunks, dtype=torch.int32, device=device)
+    state = torch.empty(rows, DIGITS, 2, dtype=torch.int64, device=device)
+    is_same = min(ks) == width
+    table = keys if is_same else constants(tuple(ks), device)
+    select_keys[(rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
+        keys, table, out, counters(device, power_of_2(rows + 2)), counts, state, n, width, heads, rows,
+        cdiv(n, n_chunks), is_same, n_chunks, KEYS, DIGITS, BINS, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def sort_keys_triton(keys: Tensor) -> Tensor:
+    """A key's place is the number of smaller ones: one launch, where a sort takes four."""
+    out, n = torch.empty_like(keys), keys.shape[-1]
+    assert keys.is_contiguous(), keys.stride()
+    if keys.numel():
+        rank_keys[(cdiv(n, RANKED), keys.numel() // n)](keys, out, n, RANKED, 4 * RANKED)
+    return out
+
+
+@jit(unspecialized=("n", "width", "n_rows", "length"))
+def select_keys(
+    keys, ks, out, counters, counts, state, n, width, heads, n_rows, length,
+    SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """One digit of one chunk of a head, or, behind the last digit, what the chunk has of the chosen keys.
+
+    Programs take their work in the order in which they start, digit by digit, and wait for work that was taken before:
+    whoever is waited for runs already.
+    """
+    ticket, bin, part = tl.atomic_add(counters, 1), tl.arange(0, BINS), tl.arange(0, CHUNKS)
+    row, chunk = ticket % (n_rows * CHUNKS) // CHUNKS, ticket % CHUNKS
+    begin_phase = 0 if CHUNKS == 1 else ticket // (n_rows * CHUNKS)
+    end_phase = DIGITS + 1 if CHUNKS == 1 else begin_phase + 1
+    k = width if SAME else tl.load(ks + row // heads).to(tl.int32)
+    mine, done = keys + row.to(tl.int64) * n, counters + 2 + row
+    begin = chunk * length
+    end = tl.minimum(begin + length, n)
+    fewer_at = counts + 2 * n_rows * CHUNKS * BINS + row * CHUNKS
+    for phase in range(begin_phase, end_phase):
+        seen = tl.atomic_add(done, 0)
+        while seen < phase * CHUNKS:
+            seen = tl.atomic_add(done, 0)
+        tl.debug_barrier()
+        # What is known of the border's upper half, and how many keys are wanted of those that agree with it so far.
+        known = state + (row * DIGITS + phase - 1) * 2
+        border = tl.load(known, phase > 1, other=0, cache_modifier=".cg")
+        left = tl.load(known + 1, phase > 1, other=0, cache_modifier=".cg").to(tl.int32)
+        left = tl.where(phase > 1, left, k)
+        n_taken, n_equal = k * 0, k * 0
+        if phase > 0:
+            at = counts + ((phase - 1) % 2 * n_rows + row).to(tl.int64) * (CHUNKS * BINS)
+            each = tl.load(at + part[:, None] * BINS + bin[None], cache_modifier=".cg")
+            every = tl.sum(each, 0)
+            digit = tl.sum((tl.cumsum(every, 0) < left).to(tl.int32), 0)
+            left -= tl.sum(tl.where(bin < digit, every, 0), 0)
+            border = border * BINS + digit
+            # Of the chunks before this one, which counts once the last digit is known.
+            before = (part < chunk)[:, None]
+            n_equal = tl.sum(tl.sum(tl.where(before & (bin == digit)[None], each, 0), 1), 0)
+            fewer = tl.load(fewer_at + part, part < chunk, other=0, cache_modifier=".cg")
+            n_taken = tl.sum(tl.sum(tl.where(before & (bin < digit)[None], each, 0), 1) + fewer, 0)
+            n_taken += tl.minimum(n_equal, left)
+            if (chunk == 0) & (phase < DIGITS):
+                tl.store(known + 2, border)
+                tl.store(known + 3, left.to(tl.int64))
+        if phase < DIGITS:
+            count, fewer = tl.zeros((BINS,), tl.int32), tl.zeros((KEYS,), tl.int32)
+            shift = 8 * (DIGITS - 1 - phase)
+            for start in range(begin, end, KEYS):
+                place = start + tl.arange(0, KEYS)
+                inside = place < end
+                upper = (tl.load(mine + place, inside, other=0) >> 32) + 2147483648
+                front = upper >> (shift + 8)
+                count += tl.histogram((upper >> shift & 255).to(tl.int32), BINS, inside & (front == border))
+                fewer += (inside & (front < border)).to(tl.int32)
+            tl.store(counts + ((phase % 2 * n_rows + row).to(tl.int64) * CHUNKS + chunk) * BINS + bin, count)
+            tl.store(fewer_at + chunk, tl.sum(fewer, 0))
+        else:
+            to = out + row.to(tl.int64) * width
+            for start in range(begin, end, KEYS):
+                place = start + tl.arange(0, KEYS)
+                inside = place < end
+                key = tl.load(mine + place, inside, other=0)
+                upper = (key >> 32) + 2147483648
+                equal = (inside & (upper == border)).to(tl.int32)
+                is_first = n_equal + tl.cumsum(equal, 0) <= left
+                taken = (inside & ((upper < border) | ((equal > 0) & is_first))).to(tl.int32)
+                tl.store(to + n_taken + tl.cumsum(taken, 0) - taken, key, taken > 0)
+                n_equal += tl.sum(equal, 0)
+                n_taken += tl.sum(taken, 0)
+            if chunk == 0:
+                for start in range(k, width, KEYS):
+                    place = start + tl.arange(0, KEYS)
+                    tl.store(to + place, tl.full((KEYS,), 0x7FFFFFFFFFFFFFFF, tl.int64), place < width)
+        tl.debug_barrier()
+        tl.atomic_add(done, 1)
+    # Nobody waits any more when the last one ends.
+    if tl.atomic_add(counters + 1, 1) == tl.num_programs(0) - 1:
+        for start in range(0, n_rows + 2, BINS):
+            tl.store(counters + start + bin, tl.zeros((BINS,), tl.int32), start + bin < n_rows + 2)
+
+
+@jit(unspecialized=("n",))
+def rank_keys(keys, out, n, RANKED: tl.constexpr, KEYS: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    mine, place = keys + row.to(tl.int64) * n, block * RANKED + tl.arange(0, RANKED)
+    key = tl.load(mine + place, place < n, other=0)
+    rank = tl.zeros((RANKED,), tl.int32)
+    for start in range(0, n, KEYS):
+        other = start + tl.arange(0, KEYS)
+        each = tl.load(mine + other, other < n, other=0x7FFFFFFFFFFFFFFF)
+        rank += tl.sum((each[None] < key[:, None]).to(tl.int32), 1)
+    tl.store(out + row.to(tl.int64) * n + rank, key, place < n)

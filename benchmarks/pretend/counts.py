@@ -43,7 +43,7 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """Kernels that were launched: one per operator or Triton kernel, two for flash attention, one per graph."""
+        """Kernels that were launched: one per Triton kernel and graph, two for flash attention, an operator's own."""
         return self.by_kind["launch"]
 
     @property

@@ -1,7 +1,8 @@
 """A tensor that says it is on a GPU, and the rules of a GPU for every operator that it meets.
 
 The numbers lie in `inner`, an ordinary tensor; operators run on it. Each operator that would launch a kernel counts as
-one launch, views and allocations as none. Where CUDA would raise, wait or copy, so does this or it counts it.
+the launches that it makes, views and allocations as none. Where CUDA would raise, wait or copy, so does this, or it
+counts it.
 
 Not here: streams, events, pinned memory (`benchmarks/pretend/cuda.py`).
 """
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.pretend.cuda import Machine
+from benchmarks.pretend.weights import kernels_of
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -159,7 +161,7 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
     if name in FROM_ANOTHER and device is not None and not is_cuda(device):
         return out  # made on the host after a tensor of the device
     if launches(func, name, far, out):
-        machine.note("launch")
+        machine.note("launch", n=kernels_of(name, args, kwargs))
     if func._schema.is_mutable:
         if kwargs.get("out") is not None:
             return kwargs["out"]

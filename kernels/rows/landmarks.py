@@ -63,7 +63,7 @@ def make_rows(
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
     weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, MEANS, power_of_2(n_blocks))
-    order = top_keys(scores, max(row.n_selected for row in rows)).contiguous()
+    order = top_keys(scores, [row.n_selected for row in rows]).contiguous()
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,

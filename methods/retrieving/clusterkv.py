@@ -53,6 +53,7 @@ from engine.shapes import ModelShape
 from kernels.choices import METRICS
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
+from kernels.topk import sort_keys
 from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
@@ -309,7 +310,7 @@ class ClusterKV(SelectiveAttention):
             clusters, agg, n_sink = alike[0].clusters[layer], alike[0].params.agg, alike[0].plan.n_sink
             k, owned = max(row.plan.k for row in alike), (clusters.sizes, clusters.ends, clusters.tokens)
             if q.is_cuda:
-                order = cluster_keys_triton(q, clusters.centroids, agg).sort(-1).values  # ids in the lower halves
+                order = sort_keys(cluster_keys_triton(q, clusters.centroids, agg))  # ids in the lower halves
                 tokens = cluster_tokens_triton(order, *owned, k, n_sink)
             else:
                 order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)

@@ -309,5 +309,5 @@ def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Select
     """The best tokens of rows with the same partial keys, on a GPU: positions in the lower halves."""
     proxy, counts = rows[0].proxies[layer], [row.plan.k_most for row in rows]
     costs = [row.note(layer, k) for row, k in zip(rows, counts, strict=True)]
-    keys = top_keys(channel_keys(q, proxy.basis, proxy.keys, rows[0].params.agg), max(counts))
+    keys = top_keys(channel_keys(q, proxy.basis, proxy.keys, rows[0].params.agg), counts)
     return [Selection(keys[i : i + 1, :, :k], costs[i]) for i, k in enumerate(counts)]

@@ -460,7 +460,7 @@ def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Selecti
     counts = [min(n_blocks, row.plan.k) for row in rows]
     if n_blocks == 0 or max(counts) == 0:
         return [row.chosen(layer, None) for row in rows]
-    keys = top_keys(block_keys(q, means, n_blocks, first.params.per_head), max(counts))
+    keys = top_keys(block_keys(q, means, n_blocks, first.params.per_head), counts)
     stop = plan.n_sink + n_blocks * plan.block_len
     tokens = expand_keys_triton(keys, plan.n_sink, plan.block_len, stop)
     ranked = zip(rows, counts, strict=True)

@@ -141,7 +141,7 @@ def best(labels: Labels, asked: Tensor, n: int, ks: Sequence[int]) -> list[Tenso
     """For rows of asked (rows, heads, c') the `ks` best of the first `n` tokens: positions (1, heads, k) each."""
     if asked.is_cuda:  # positions in the lower halves
         keys = channel_keys(asked.unsqueeze(2), labels.turn, labels.keys[:, :n], "query_head")
-        found = top_keys(keys, max(ks))
+        found = top_keys(keys, ks)
         return [found[i : i + 1, :, :k] for i, k in enumerate(ks)]
     weights = weights_of(labels, asked)
     return [label_top(weights[i : i + 1], labels.keys, n, k) for i, k in enumerate(ks)]

@@ -169,7 +169,7 @@ def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Selection
     logits, lses, table = token_logits(q, searched, soft.scale, soft.cap, soft.sink)
     counts = [max(0, min(row.plan.k, at.stop - at.start)) for row, at in zip(rows, searched, strict=True)]
     keys = weigh_logits(logits, lses, table, rows[0].trace.shape.h_kv, rows[0].params.agg)
-    best = top_keys(keys, max(counts)) if max(counts) else keys[..., :0]
+    best = top_keys(keys, counts)
     for i, row in enumerate(rows):
         if row.params.lost_mass == "spread":
             row.weights = soft.weights(logits[i, :, : searched[i].n], (-1,))

@@ -194,6 +194,10 @@ class PQCache(SelectiveAttention):
         index = shape.h_kv * n_centroids * shape.d_h * ELEMENT_BYTES
         return held(budget, shape, plan.n_sink + plan.n_local, index, plan.k)
 
+    @classmethod
+    def uncounted_bytes(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> int:
+        return 2 * counted_bytes(shape.h_kv, plan.m, plan.b, budget.s_prompt) if plan.k else 0
+
     def setup(self) -> None:
         cache, trace = self.variant.cache, self.trace
         if cache is not None and cache.tokens and self.params.cache_includes_centroids:
@@ -516,6 +520,6 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     keys, codes = newest[0] if len(rows) == 1 else torch.cat(newest), [each for each, _ in coded]
     soft = rows[0].trace.softmax[layer]
     scored = pq_keys_triton(q, keys, codes, soft.scale, soft.cap, soft.sink)
-    found = top_keys(scored, max(row.plan.k for row in rows))
+    found = top_keys(scored, [row.plan.k for row in rows])
     ranked = zip(rows, coded, strict=True)
     return [Selection(found[i : i + 1, :, : row.plan.k], cost) for i, (row, (_, cost)) in enumerate(ranked)]

@@ -237,7 +237,7 @@ class Quest(SelectiveAttention):
                 chosen = [None] * len(alike)
             else:
                 keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
-                tokens = expand_keys_triton(top_keys(keys, max(counts)), 0, page_len, n)
+                tokens = expand_keys_triton(top_keys(keys, counts), 0, page_len, n)
                 chosen = [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
             return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
 

@@ -63,6 +63,7 @@ from kernels.clusters import (
     stand_in_triton,
 )
 from kernels.kmeans import cluster_means, kmeans
+from kernels.topk import sort_keys
 from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
@@ -148,7 +149,7 @@ def cluster_ranking(q: Tensor, index: Index, soft: Softmax) -> Tensor:
     No size takes part: a cluster is ranked by its mass per token. Those without tokens come last.
     """
     if q.is_cuda:
-        return mass_keys_triton(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink).sort(-1).values
+        return sort_keys(mass_keys_triton(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
     return cluster_order(mass_scores(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
 
 

@@ -243,7 +243,7 @@ class RocketKV(SelectiveAttention):
         keys = newest[0] if len(newest) == 1 else torch.cat(newest)
         soft = rockets[0].trace.softmax[layer]
         found = chunk_keys(q, keys, searched, soft.scale, soft.cap, soft.sink)
-        best = top_keys(found, max(k for _, k, _, _ in counts))
+        best = top_keys(found, [k for _, k, _, _ in counts])
         return [Selection(best[i : i + 1, :, :k], cost) for i, (_, k, _, cost) in enumerate(counts)]
 
     def search(self, layer: int, q: Tensor) -> Selection:

@@ -346,8 +346,7 @@ def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]
     soft = rows[0].trace.softmax[layer]
     found = find_components(q, values.contiguous(), searched, rows[0].plan.r, soft.scale)
     keys, logits, lses = component_keys(q, *found, max(row.n for row in searched), soft.cap)
-    most = max(row.k for row in searched)
-    best = top_keys(keys, most) if most else keys[..., :0]
+    best = top_keys(keys, [row.k for row in searched])
     covered = cover(best, logits, lses, found[2], soft.sink) if rows[0].params.reallocate else None
     for i, row in enumerate(rows):
         row.lacking = None if covered is None else Lacking(covered, found[2], i)

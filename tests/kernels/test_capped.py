@@ -13,7 +13,7 @@ from kernels.packed.attend import Packed, attend_packed, attend_packed_ref
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN
 from kernels.pq_codes import PackedCodes
 from kernels.pq_scores import Coded, pq_keys_triton, pq_scores_triton, pq_top, pq_top_ref
-from kernels.topk import pack_keys_ref, top_keys
+from kernels.topk import best_keys, pack_keys_ref
 from tests.kernels.test_packed import as_float, side
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
@@ -147,7 +147,7 @@ def test_weights_by_codes_in_triton(cap: float, about: float | None) -> None:
         right = coded_weights(q[i, :, 0], centroids, each, each.n, cap, sink)
         found = pq_scores_triton(q[i, :, 0].to(GPU), centroids.to(GPU), each, each.n, 0.4, cap, there)
         torch.testing.assert_close(found.cpu().double(), right, rtol=1e-4, atol=1e-6)
-        best = top_keys(keys[i], 20).int().long().cpu() - 2
+        best = best_keys(keys[i], 20).int().long().cpu() - 2
         torch.testing.assert_close(right.gather(-1, best).sum(-1), right.topk(20).values.sum(-1), rtol=1e-4, atol=1e-6)
 
 
@@ -163,8 +163,8 @@ def test_masses_of_clusters(cap: float, about: float | None) -> None:
         there = [x.to(GPU) for x in (q, centroids, sizes)]
         keys = mass_keys_triton(there[0], there[1], there[2], 0.4, cap, None if sink is None else sink.to(GPU))
         expected = pack_keys_ref(right.float(), torch.arange(41))
-        best = top_keys(keys, 12).int().long().cpu()
-        mine, theirs = (right.gather(-1, x).sum(-1) for x in (best, top_keys(expected, 12).int().long()))
+        best = best_keys(keys, 12).int().long().cpu()
+        mine, theirs = (right.gather(-1, x).sum(-1) for x in (best, best_keys(expected, 12).int().long()))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 

@@ -4,7 +4,7 @@ import torch
 from engine.softmax import Softmax
 from kernels.jit import triton
 from kernels.rows.chunks import Chunked, chunk_keys
-from kernels.topk import top_keys
+from kernels.topk import best_keys
 from methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
 from tests.kernels.test_capped import KINDS
 
@@ -39,6 +39,6 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
     found = chunk_keys(q.to(GPU), newest.to(GPU), rows, scale, cap, there)
     for i, (n, _, _, k) in enumerate(sizes):
         assert torch.equal(rows[i].bounds.cpu().float(), bounds[i])
-        chosen = top_keys(found[i], k).int().long().cpu()
+        chosen = best_keys(found[i], k).int().long().cpu()
         assert torch.equal(chosen.sort(-1).values, expected[i]), sizes[i]
         assert (found[i, :, n:] == torch.iinfo(torch.int64).max).all()

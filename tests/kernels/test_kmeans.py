@@ -8,9 +8,12 @@ from torch import Tensor
 
 from kernels import kmeans as module
 from kernels.choices import METRICS
+from kernels.jit import triton
 from kernels.kmeans import (
+    as_product,
     cluster_means,
     cluster_means_ref,
+    cluster_means_triton,
     count_labels,
     draw_points,
     kmeans,
@@ -20,6 +23,7 @@ from kernels.kmeans import (
     native,
     nearest,
     nearest_ref,
+    nearest_triton,
 )
 
 
@@ -42,6 +46,28 @@ def similarity(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
     if metric == "cosine":
         return torch.nn.functional.cosine_similarity(points.unsqueeze(2), centroids.unsqueeze(1), dim=-1)
     return points @ centroids.mT
+
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
+with_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+
+
+def means_in_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    means, sizes = cluster_means_triton(points.to(GPU), labels.to(GPU), centroids.to(GPU))
+    return means.cpu(), sizes.cpu()
+
+
+in_triton = pytest.param(means_in_triton, marks=with_triton)
+
+
+@with_triton
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_gpu_finds_the_nearest_centroids(metric: str) -> None:
+    points = problems(2, 90, 150)
+    centroids = torch.cat([initial(points, 20)] * 2, 1)  # each twice: the first of two is taken
+    weights, _ = as_product(centroids, metric)
+    labels = nearest_triton(points.to(GPU), weights.to(GPU), metric == "l2").cpu()
+    assert torch.equal(labels, nearest_ref(points, centroids, metric)) and int(labels.max()) < 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,7 +150,7 @@ def test_points_that_lie_apart_in_memory_are_read_in_order() -> None:
     assert torch.equal(ours.labels, theirs.labels)
 
 
-@pytest.mark.parametrize("path", [cluster_means, cluster_means_ref])
+@pytest.mark.parametrize("path", [cluster_means, cluster_means_ref, in_triton])
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_means_are_of_raw_points_and_empty_clusters_keep_their_centroid(
     path: object, rows: int, monkeypatch: pytest.MonkeyPatch

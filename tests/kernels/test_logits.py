@@ -12,7 +12,7 @@ from kernels.pq_codes import PackedCodes, pq_codes_ref
 from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.rows.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
-from kernels.topk import pack_keys_ref, top_keys, top_stable_ref
+from kernels.topk import best_keys, pack_keys_ref, top_stable_ref
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.sparq import covered_mass, query_weights, top_components
 from tests.kernels.test_capped import KINDS
@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def same_order(ours: Tensor, theirs: Tensor) -> None:
     """The same positions are chosen, best first, and the scores are alike but for rounding."""
     k = ours.shape[-1] // 2
-    assert torch.equal(top_keys(ours, k).int(), top_keys(theirs, k).int())
+    assert torch.equal(best_keys(ours, k).int(), best_keys(theirs, k).int())
     torch.testing.assert_close(scores_of(ours), scores_of(theirs), rtol=1e-4, atol=1e-5)
 
 
@@ -41,7 +41,7 @@ def scores_of(keys: Tensor) -> Tensor:
 def test_keys_are_ordered_as_scores_and_then_positions_are() -> None:
     scores = torch.tensor([[3.5, -2.0, 0.0, -0.0, 3.5, float("-inf"), 1e-40, float("inf")]])
     keys = pack_keys_ref(scores, torch.arange(8))
-    assert top_keys(keys, 8).int().tolist() == top_stable_ref(scores, 8).tolist()
+    assert best_keys(keys, 8).int().tolist() == top_stable_ref(scores, 8).tolist()
     assert scores_of(keys).tolist() == (scores + 0.0).tolist()
     assert torch.tensor(torch.iinfo(torch.int64).max).int() == -1
 
@@ -51,7 +51,7 @@ def test_pages(agg: str) -> None:
     q, (low, high) = draw(N, H, 1, D, seed=0), page_bounds_ref(draw(1, H_KV, 61, D, seed=1), 8)
     ours = page_keys_triton(q, low, high, agg)
     same_order(ours, page_keys_ref(q, low, high, agg))
-    best = top_keys(ours, 5)[:, :, :4]
+    best = best_keys(ours, 5)[:, :, :4]
     assert torch.equal(expand_keys_triton(best, 3, 8, 61), expand_keys_ref(best, 3, 8, 61))
 
 
@@ -106,7 +106,7 @@ def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | Non
         scores = token_scores(right, agg, soft)[0, :, row.start : row.stop]
         mine = ours[i, :, row.start : row.stop]
         same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
-        assert (top_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
+        assert (best_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
 
 
 @pytest.mark.parametrize("b", [3, 8])
@@ -124,7 +124,7 @@ def test_codes_of_rows_and_of_their_newest_tokens(b: int) -> None:
     ours = pq_keys_triton(q, keys, rows, 0.25)
     for i, row in enumerate(rows):
         k = row.n // 2
-        assert torch.equal(top_keys(ours[i], k).int(), top_keys(right[i][0], k).int())
+        assert torch.equal(best_keys(ours[i], k).int(), best_keys(right[i][0], k).int())
         row.codes.n += 1
         assert torch.equal(row.codes.codes(), expected[i])
 
@@ -142,7 +142,7 @@ def test_components(layout: str, cap: float, about: float | None) -> None:
     rows = [Columns(columns, late[i], means[i], n, 5, 200 + 40 * i, 60 - 20 * i) for i in range(N)]
     components, weights, table = find_components(q, values, rows, r, 0.3)
     keys, logits, lses = component_keys(q, components, weights, table, n, cap)
-    best = top_keys(keys, 60)
+    best = best_keys(keys, 60).contiguous()
     covered, out = cover(best, logits, lses, table, soft.sink), draw(N, H, 1, D, seed=9)
     before = out.clone()
     blend(out, covered, table, H_KV)

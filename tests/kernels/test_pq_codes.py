@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.jit import triton
+from kernels.kmeans import nearest_triton
 from kernels.pq_codes import (
     PackedCodes,
     native,
@@ -18,7 +20,6 @@ from kernels.pq_codes import (
     pq_codes_torch,
     unpack,
 )
-from kernels.pq_fit import assign_triton
 from tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
@@ -32,7 +33,7 @@ PATHS = [
 
 
 def in_triton(keys: Tensor, centroids: Tensor) -> Tensor:
-    return pq_codes_torch(keys.to(GPU), centroids.to(GPU), assign_triton).cpu()
+    return pq_codes_torch(keys.to(GPU), centroids.to(GPU), partial(nearest_triton, is_l2=True)).cpu()
 
 
 CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

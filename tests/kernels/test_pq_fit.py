@@ -1,13 +1,16 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.jit import triton
+from kernels.kmeans import cluster_means_triton, nearest_triton
 from kernels.pq_fit import (
     Fit,
     distances,
@@ -16,7 +19,6 @@ from kernels.pq_fit import (
     pq_fit_native,
     pq_fit_ref,
     pq_fit_torch,
-    pq_fit_triton,
 )
 from tests.vectors import load
 
@@ -34,7 +36,8 @@ CASES = [(1, 2100, 16, 16), (3, 100, 8, 32), (1, 7, 5, 3), (2, 333, 20, 13), (1,
 
 
 def in_triton(points: Tensor, init_idx: Tensor, n_rounds: int, **options) -> Fit:
-    found = pq_fit_triton(points.to(GPU), init_idx.to(GPU), n_rounds, **options)
+    kernels: Any = {"assign": partial(nearest_triton, is_l2=True), "means": cluster_means_triton}
+    found = pq_fit_torch(points.to(GPU), init_idx.to(GPU), n_rounds, **options, **kernels)
     return Fit(*(x.cpu() for x in found))
 
 

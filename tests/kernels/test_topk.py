@@ -5,9 +5,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.topk import LARGEST, top_border, top_packed, top_stable, top_stable_ref
+from kernels.jit import triton
+from kernels.topk import (
+    LARGEST,
+    NO_KEY,
+    pack_keys_ref,
+    sort_keys_triton,
+    top_border,
+    top_keys,
+    top_keys_ref,
+    top_keys_triton,
+    top_packed,
+    top_stable,
+    top_stable_ref,
+)
 
 Path = Callable[[torch.Tensor, int], torch.Tensor]
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
+with_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
 PATHS: tuple[Path, ...] = (top_border, top_packed)
 
 
@@ -51,3 +66,39 @@ def test_views_that_are_not_contiguous_are_read_as_they_are(path: Path) -> None:
     expected = top_stable_ref(view, 9).sort(-1).values
     assert torch.equal(path(view, 9).sort(-1).values, expected)
     assert top_stable(view, 200).shape == view.shape
+
+
+def keys_of(scores: torch.Tensor) -> torch.Tensor:
+    return pack_keys_ref(scores, torch.arange(scores.shape[-1]))
+
+
+@with_triton
+@pytest.mark.parametrize(("n", "ks"), [(1, (1,)), (300, (7, 300)), (1500, (700, 0, 1499)), (4500, (1600,))])
+@pytest.mark.parametrize("steps", [1, 1 << 20])
+def test_keys_are_chosen_as_by_a_sort_and_in_order(n: int, ks: tuple[int, ...], steps: int) -> None:
+    """Twice, for the first launch must leave its counters as it found them; with few scores nearly all are equal."""
+    draw = torch.Generator().manual_seed(n)
+    scores = (torch.randn(len(ks), 2, n, generator=draw) * steps).round() / steps
+    keys = keys_of(scores)
+    if n > 1000:
+        keys[0, 0, -9:] = NO_KEY
+    expected = top_keys_ref(keys, ks)
+    for _ in range(2):
+        assert torch.equal(top_keys_triton(keys.to(GPU), ks).cpu(), expected)
+    for i, k in enumerate(ks):
+        best = top_stable_ref(scores[i], k).sort(-1).values
+        if n <= 1000:
+            assert torch.equal(expected[i, :, :k].int().long(), best)
+        assert (expected[i, :, k:] == NO_KEY).all()
+
+
+@with_triton
+def test_keys_are_ranked_as_by_a_sort() -> None:
+    keys = keys_of(torch.randn(2, 3, 333, generator=torch.Generator().manual_seed(0)).round())
+    assert torch.equal(sort_keys_triton(keys.to(GPU)).cpu(), keys.sort(-1).values)
+
+
+def test_all_or_no_keys_need_no_choice() -> None:
+    keys = keys_of(torch.randn(1, 2, 20))
+    assert top_keys(keys, [30]) is not None and torch.equal(top_keys(keys, [30]), keys)
+    assert top_keys(keys, [0]).shape == (1, 2, 0)

@@ -43,6 +43,26 @@ def test_each_operator_that_computes_is_a_launch(machine: Machine) -> None:
     assert (counts.launches, counts.waits) == (3, 0)
 
 
+@pytest.mark.parametrize(
+    ("call", "n"),
+    [
+        (lambda x: x.topk(9), 2),
+        (lambda x: x.topk(9, sorted=False), 1),
+        (lambda x: x.repeat(1, 80).topk(9, sorted=False), 35),  # 24,000 in each of two slices, and the copies
+        (lambda x: x.sort(-1), 4),
+        (lambda x: x.repeat(1, 20).argsort(dim=-1, stable=True), 16),
+        (lambda x: x.cumsum(-1), 1),
+        (lambda x: x.view(-1).cumsum(0), 2),
+        (lambda x: x.masked_fill(x > 3, 0), 3),
+    ],
+)
+def test_an_operator_counts_as_the_kernels_that_it_launches(machine: Machine, call, n: int) -> None:
+    x = torch.arange(600, device="cuda").view(2, 300)
+    with machine.counting() as counts:
+        call(x)
+    assert counts.launches == n
+
+
 def test_what_waits_is_counted_with_its_line(machine: Machine) -> None:
     x, host = torch.arange(4, device="cuda"), torch.arange(4)
     with machine.counting() as counts:
