@@ -1,8 +1,9 @@
 """How many variants are decoded at once: `sweep.max_variants`, or as many as the free memory holds.
 
 What a variant will hold is bounded from its budget, as its ledger will count it: K and V of the tokens that stay on the
-device and of all that is generated, and for one that retrieves something to find tokens with, at most as large as the
-prompt's keys. Variants that do not fit beside each other are decoded one wave after the other, from the same prefill.
+device and of all that is generated, and for one that retrieves what its method says of what it finds tokens with; of
+one that says nothing as much as the prompt's keys. Variants that do not fit beside each other are decoded one wave
+after the other, from the same prefill.
 
 Not here: what happens when memory runs out all the same (`evals/answer.py`).
 """
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.budget import ELEMENT_BYTES
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
+WHOLE_VALUES = 6  # of those that a pass in chunks has of all tokens: input, queries, K and V, attention, output
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -65,17 +69,40 @@ def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_byt
     if budget.counts is not None:  # K and V, what a cut copies, and the similarity of one head's keys to each other
         room = min(budget.s_prompt + n_new, 2 * budget.tokens + n_new if budget.most is None else 2 * budget.most)
         return token * room + 4 * room * room
-    index = 0 if variant.method.drops else key * budget.s_prompt
-    return token * (budget.tokens + 2 * n_new) + index
+    if variant.method.drops:
+        return token * (budget.tokens + 2 * n_new)
+    # A step's scores and keys of all tokens, of one layer at a time; where a token's copy is, and who asked for it.
+    step = (STEP_BYTES * shape.h + COPY_BYTES * shape.h_kv) * (budget.s_prompt + n_new)
+    try:
+        least, index = variant.method.device_bytes(variant.params, variant.plan, budget, shape)
+    except ConfigError:
+        return token * (budget.tokens + 2 * n_new) + key * budget.s_prompt + step
+    return least * element_bytes // ELEMENT_BYTES + index + 2 * token * n_new + step
 
 
-def room_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, devices: Sequence[torch.device]) -> int:
+STEP_BYTES = 12  # of a token and query head: a score, and an integer to choose by
+COPY_BYTES = 8  # of a token and KV head
+
+
+def room_bytes(
+    shape: ModelShape, s_prompt: int, element_bytes: int, devices: Sequence[torch.device], chunk: int | None = None
+) -> int:
     """Memory for variants, once a prompt of so many tokens was read; `devices` has that of each layer, or of all."""
-    token = len(shape.attention_layers) * shape.h_kv * shape.width
-    passing = PASS_VALUES * (shape.d_model or shape.h * shape.d_h)
     # Of several GPUs the first that is full ends it.
     free = min(free_bytes(device) * len(devices) // devices.count(device) for device in {*devices})
-    return int(SHARE * free) - s_prompt * element_bytes * (token + passing)
+    return int(SHARE * free) - prompt_bytes(shape, s_prompt, element_bytes, chunk)
+
+
+def prompt_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, chunk: int | None = None) -> int:
+    """The prompt's K and V, and what the pass over it needs at its widest point.
+
+    In chunks of tokens that is for these alone, and a layer's input, output and queries are whole.
+    """
+    token = len(shape.attention_layers) * shape.h_kv * shape.width
+    d_model = shape.d_model or shape.h * shape.d_h
+    wide = min(s_prompt, chunk or s_prompt)
+    passing = d_model * (PASS_VALUES * wide + WHOLE_VALUES * (s_prompt - wide))
+    return element_bytes * (s_prompt * token + passing)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -121,6 +148,8 @@ def free_memory() -> None:
     """Give back what the failed attempt holds; its frames are gone once the handler was left."""
     import gc
 
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.cuda.synchronize(i)  # kernels read pinned memory where it lies, of which torch's allocator knows nothing
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -163,8 +163,9 @@ class Answering:
         """Cells that are decoded at once, by `sweep.max_variants` or by what fits into memory."""
         model = self.model
         sizes = self.sizes(one, cells, n_new)
-        room = room_bytes(model.shape, len(one.packed.context_ids), model.dtype.itemsize, model.layers_on)
-        return [cells[where] for where in waves(sizes, room, self.first.settings.max_variants)]
+        settings, s = self.first.settings, len(one.packed.context_ids)
+        room = room_bytes(model.shape, s, model.dtype.itemsize, model.layers_on, settings.chunk)
+        return [cells[where] for where in waves(sizes, room, settings.max_variants)]
 
     def sizes(self, one: PreparedSample, cells: Sequence[Cell], n_new: int) -> list[int]:
         """Bytes that each cell's variant takes."""

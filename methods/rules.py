@@ -314,6 +314,23 @@ class Rules:
         return Footprint(budget.tokens * wide * token_bytes(shape), n_whole=cls.n_whole(params, shape))
 
     @classmethod
+    def device_bytes(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> tuple[int, int]:
+        """Bounds of what a retrieving method has on an accelerator, all layers together: K and V, 16 bits a number, and
+        what it finds tokens with, which is counted at 16 bits and may lie there in 32, its integers in 64.
+
+        `ConfigError` where the method says nothing of it.
+        """
+        held = cls.footprint(params, plan, budget, shape)
+        n_layers = len(shape.attention_layers) - held.n_whole
+        exact = replace(held, index_bytes=0).total(shape, budget.s_prompt)
+        return exact, n_layers * (2 * held.index_bytes + cls.uncounted_bytes(params, plan, budget, shape))
+
+    @classmethod
+    def uncounted_bytes(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> int:
+        """Bytes of a layer that an accelerator keeps although they are counted as the host's."""
+        return 0
+
+    @classmethod
     def is_query_wide(cls, params: Any) -> bool:
         """Whether every query head of a dropping method may keep tokens of its own, so that a KV head holds more."""
         return "query_head" in (getattr(params, "reduce", None), getattr(params, "index_scope", None))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.spec import Sampling
+from kernels.jit import upload
 
 N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then: all that a nucleus has, as a rule
 
@@ -26,11 +27,13 @@ class Draws:
             torch.rand(n_new, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds
         ]
         self.numbers = torch.stack(numbers).to(device)  # (rows, n_new)
+        self.rows, self.which = [*range(len(numbers))], torch.arange(len(numbers), device=device)
 
     def pick(self, logits: Tensor, rows: Sequence[int], t: int) -> Tensor:
         """The token `t` of each of these rows, whose logits are (n, vocabulary): (n,)."""
-        which = torch.tensor([*rows], device=logits.device)
-        return drawn(logits, self.numbers[which, t], self.sampling)
+        if [*rows] != self.rows:
+            self.rows, self.which = [*rows], upload([*rows], logits.device)  # nobody waits for it
+        return drawn(logits, self.numbers[self.which, t], self.sampling)
 
 
 def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:

@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from engine import width
 from engine.budget import BudgetRequest
+from engine.errors import ConfigError
 from engine.prefill import prefill
-from engine.width import free_bytes, free_cgroup_bytes, variant_bytes, waves
+from engine.width import free_bytes, free_cgroup_bytes, prompt_bytes, variant_bytes, waves
+from evals.studies.hardware import method_of
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
@@ -63,16 +66,40 @@ def test_the_bound_holds_for_what_variants_allocate(ratio: str) -> None:
         assert 0 < own <= bound
 
 
-def test_a_retrieving_variant_is_given_room_for_an_index() -> None:
-    shape = tiny().shape
-    request = BudgetRequest(Fraction(1, 10), None, Fraction(0))
+@pytest.mark.parametrize("name", ["quest", "clusterkv", "infllm", "pqcache", "sparq"])
+def test_the_bound_holds_for_a_search(name: str) -> None:
+    model, n_new = tiny(), 12
+    kind, params = method_of(name, ["method.block_len=16"] if name == "infllm" else [])
+    request = BudgetRequest(Fraction(1, 5), None, Fraction(1, 8))
+    variant = kind.variant_for(params, request, model.shape, 200)
+    with model.hooked():
+        trace = prefill(model, prompt(200), variant.observations)
+    row = built(row_for(kind, params, request, trace, n_new))
+    assert 0 < row.store.allocated_bytes() <= variant_bytes(variant, trace.shape, n_new, element_bytes=4)
+
+
+def test_a_search_is_given_room_for_its_own_index() -> None:
+    """Bounds of pages are a sixteenth of the prompt's keys; of a method that says nothing they are taken whole."""
+
+    class Silent(Oracle):
+        @classmethod
+        def footprint(cls, params: Any, plan: Any, budget: Any, shape: Any) -> Any:
+            raise ConfigError("nothing is said")
+
+    shape, request = tiny().shape, BudgetRequest(Fraction(1, 10), None, Fraction(0))
     oracle = Oracle.Params("group_sum", 8, Fraction(1, 2), "inside", "fair", "renormalise")
-    streaming = StreamingLLM.Params(4, "inside", "original")
-    sizes = [
-        variant_bytes(kind.variant_for(params, request, shape, 1000), shape, 8, element_bytes=2)
-        for kind, params in ((Oracle, oracle), (StreamingLLM, streaming))
-    ]
-    assert sizes[0] - sizes[1] == 1000 * 2 * shape.h_kv * shape.d_h * shape.n_layers
+    said, silent = (
+        variant_bytes(kind.variant_for(oracle, request, shape, 1000), shape, 8, element_bytes=2)
+        for kind in (Oracle, Silent)
+    )
+    keys = 1000 * 2 * shape.h_kv * shape.d_h * shape.n_layers
+    assert keys < silent - said < 1.2 * keys
+
+
+def test_a_pass_in_chunks_needs_less() -> None:
+    shape = tiny().shape
+    whole, chunked = (prompt_bytes(shape, 4096, 2, chunk) for chunk in (None, 512))
+    assert chunked < whole and prompt_bytes(shape, 4096, 2, 8192) == whole
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

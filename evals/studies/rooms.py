@@ -1,0 +1,89 @@
+"""How many variants of a method are decoded at once on a GPU that is not here: `python -m evals.studies.rooms`.
+
+The arithmetic of a run (`engine/width.py`), with the free memory of an idle GPU that has loaded the model. `together`
+counts one variant of each method, as a fused sweep has them: how many of them the first wave takes.
+
+Not here: times (`evals/studies/hardware.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+
+import yaml
+
+from engine.budget import BudgetRequest
+from engine.checkpoints.load import read_config, shape_of
+from engine.errors import ConfigError
+from engine.shapes import ModelShape
+from engine.width import SHARE, prompt_bytes, variant_bytes, waves
+from evals.overrides import CONF
+from evals.studies.hardware import FULL_REQUEST, layers_of, method_of
+from methods.variant import Variant
+from results.sheet import Sheet, show
+
+METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
+LENGTHS = (8192, 32768, 131072)
+ELEMENT_BYTES = 2  # of weights, K and V
+
+
+def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
+    kind, params = method_of(name)
+    request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else FULL_REQUEST
+    return kind.variant_for(params, request, shape, s)
+
+
+def table(
+    shape: ModelShape, weights: int, gb: float, names: Sequence[str], lengths: Sequence[int], ratio: Fraction,
+    n_new: int, chunk: int | None,
+) -> Sheet:  # fmt: skip
+    """Of each method: gigabytes of a variant, and how many fit at once, at each length."""
+    free, of_length = gb * 1e9 - weights, list[tuple[float, list[float]]]()
+    for s in lengths:
+        room = SHARE * free - prompt_bytes(shape, s, ELEMENT_BYTES, chunk)
+        sizes = [variant_bytes(variant_of(name, shape, s, ratio), shape, n_new, ELEMENT_BYTES) for name in names]
+        of_length.append((room, sizes))
+    heads = ["method", *(f"{s:,} tokens: {what}" for s in lengths for what in ("GB", "at once"))]
+    rows = [
+        [name, *(text for room, sizes in of_length for text in (f"{sizes[i] / 1e9:.2f}", at_once(room, sizes[i])))]
+        for i, name in enumerate(names)
+    ]
+    first = [waves([round(x) for x in sizes], round(room), None)[0].stop for room, sizes in of_length]
+    rows.append(["together", *(x for (_, sizes), n in zip(of_length, first, strict=True)
+                               for x in (f"{sum(sizes) / 1e9:.2f}", f"{n} of {len(names)}"))])  # fmt: skip
+    return Sheet(heads, rows, n_keys=1)
+
+
+def at_once(room: float, size: float) -> str:
+    """Where even one does not fit, one is tried all the same."""
+    return f"{room // size:.0f}" if room >= size else "none"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="llama-3.1-8b", help="a file of conf/architecture")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--gb", type=float, default=80, help="of the GPU")
+    parser.add_argument("--ratio", type=Fraction, default=Fraction(1, 5))
+    parser.add_argument("--n-new", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--chunk", type=int, help="prefill.chunk")
+    asked = parser.parse_args(words)
+    path = CONF / "architecture" / f"{asked.model}.yaml"
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no {path.name} in conf/architecture")
+        config = read_config(asked.model, yaml.safe_load(path.read_text()))
+        shape = shape_of(config, asked.model)
+        layers = layers_of(shape, config)
+        weights = layers.weight_bytes + ELEMENT_BYTES * layers.head_weights  # the embedding is as large as the head
+        show(table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
