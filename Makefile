@@ -21,10 +21,12 @@ help: ## print this list
 
 setup: $(DONE) ## make .venv with the pinned dependencies and the embedded model; only PyPI is needed
 
-setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton and flash attention, compiled by nvcc in minutes
+setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton, and flash attention where nvcc builds it, in minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel packaging psutil ninja
 	@# flash-attn asks for torch while it is built, and is built for the torch that it finds: the one that is here.
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[gpu]'
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[flash]' || \
+		echo "flash-attn was not built, and torch's own attention is used: nothing else needs it"
 
 SERVING := .venv-serving
 SERVING_DONE := $(SERVING)/.setup-done

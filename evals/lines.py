@@ -6,7 +6,7 @@ Not here: how they are written (`results`), means over samples (there, too).
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from engine.books.audit import uncounted_bytes
@@ -80,7 +80,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: Sel
         error=None,
         prefill_s=given.prefill_s,
         decode_s=sum(steps),
-        tpot_s=sum(steps) / len(steps) if steps else None,
+        tpot_s=median(steps) if steps else None,
         batch_rows=len(decoded.answers),
         ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
         fields=own_columns(sample)

@@ -173,7 +173,7 @@ class SampleRow:
     error: str | None
     prefill_s: float | None
     decode_s: float | None
-    tpot_s: float | None  # decode time per output token after the first; null with a single one
+    tpot_s: float | None  # time of the middle decode step; decode_s has all of them; null with a single token
     batch_rows: int  # rows decoded in one batch with this one, itself included: they share its time
     ledger: dict[str, float | bool | None]  # the ledger's summary; {} where it ran out of memory
     fields: dict[str, Any] = field(default_factory=dict[str, Any])  # the task's: length, depth, …

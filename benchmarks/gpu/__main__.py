@@ -7,7 +7,8 @@
     baseline   transformers with a static cache and one CUDA graph
     sweep      twenty variants against full attention alone
 
-Rows go to benchmarks/gpu.csv as they are measured, with device and versions, and to standard error. `--device cpu
+Rows go to benchmarks/gpu.csv as they are measured, with device and versions, and to standard error; parts can be
+commands of their own, and goals are held to all that the file has of this device. `--device cpu
 --small` runs all of it in minutes, in Triton's interpreter (set TRITON_INTERPRET=1), to see that it runs; its times
 mean nothing. So do the tests, on a device that is pretended.
 
@@ -25,7 +26,7 @@ import yaml
 
 from benchmarks.gpu import models
 from benchmarks.gpu.ops import LLAMA, SMALL, copies, kernels
-from benchmarks.gpu.results import Result, collect, show
+from benchmarks.gpu.results import Result, collect, recorded, show
 from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config, torch_device
 from engine.errors import ConfigError
@@ -35,7 +36,7 @@ from evals.studies.hardware import layers_of, method_of, read_hardware
 RESULTS = Path(__file__).parents[1] / "gpu.csv"
 PARTS = ("copies", "kernels", "agreement", "methods", "baseline", "sweep")
 OF_MODELS = {"methods", "baseline", "sweep"}
-REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
+REQUEST = BudgetRequest(None, 2048, Fraction(1, 64))  # tokens: a step of so many need not grow with the prompt
 SMALL_REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))  # of prompts of some hundred tokens
 LENGTHS, SMALL_LENGTHS = (8192, 32768, 131000), (300, 400)
 SMALL_RATIOS = ("1/2", "3/5")
@@ -75,7 +76,8 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
         ratios = SMALL_RATIOS if asked.small else models.SWEEP_RATIOS
         of = models.sweep(model, min(lengths), asked.n_new, request.comm, asked.methods or models.SWEEP, ratios)
         yield from kept(iter([of]))
-    yield from models.goals(found)
+    if not asked.recorded:
+        yield from models.goals(found)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -108,7 +110,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = collect(measured(asked, device), None if asked.small else RESULTS, device)
+    path = None if asked.small else RESULTS
+    asked.recorded = path is not None
+    results = collect(measured(asked, device), path, device)
+    if path is not None and OF_MODELS.intersection(asked.only or PARTS):
+        results += collect(models.goals(recorded(path, device)), path, device)
     show(results)
     wrong = [result.what for result in results if not result.ok]
     if wrong:

@@ -19,6 +19,7 @@ from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select
 from kernels.packed.attend import Packed, Side, attend_packed_ref
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
 from kernels.packed.rows import CodedRows
+from kernels.rows import values
 from kernels.topk import top_stable, top_stable_ref
 
 GROUP = 32  # tokens or channels of packed codes that share a scale
@@ -56,7 +57,10 @@ def seconds_of(call: Callable[[], object], device: torch.device, most: int | Non
             times.append(perf_counter() - start)
         return statistics.median(times)
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    others = torch.empty(10 * cache, dtype=torch.uint8, device=device)
     for start, stop in marks:
+        others.zero_()  # what the cache held is gone, and while this runs the call is asked for
         start.record()
         call()
         stop.record()
@@ -74,6 +78,22 @@ def copies(device: torch.device, n_bytes: int) -> Iterator[Result]:
         pinned = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
         seconds = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device)
         yield Result("copy, host to device", shape, True, ms=seconds * 1e3, gb_s=n_bytes / seconds / 1e9)
+        yield reads(pinned, device)
+
+
+def reads(pinned: Tensor, device: torch.device) -> Result:
+    """A kernel that reads chosen rows of 256 bytes where they lie, in pinned memory of the host."""
+    rows = pinned.view(torch.bfloat16).view(1, 8, -1, 128)
+    n = rows.shape[2]
+    idx = torch.rand(1, 8, n, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., : max(1, n // 10)].to(device)
+    found = values.bring_values_triton(rows, idx)
+    seconds = seconds_of(lambda: values.bring_values_triton(rows, idx), device)
+    expected = rows.gather(2, idx.cpu().unsqueeze(-1).expand(-1, -1, -1, 128))
+    same = torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))  # bits: some are no numbers
+    return Result(
+        "read from pinned memory", f"{idx.shape[2]:,} of {n:,} rows of 256 bytes", same, 0.0, 1e3 * seconds,
+        gb_s=found.nbytes / seconds / 1e9,
+    )  # fmt: skip
 
 
 def worst(found: Tensor, exact: Tensor) -> float:

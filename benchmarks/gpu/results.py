@@ -18,6 +18,8 @@ from benchmarks.paired import commit
 from results import sheet
 from results.sheet import Sheet
 
+TEXTS = {"what", "shape", "ok", "note"}  # of a result; all else are numbers
+
 
 @dataclass
 class Result:
@@ -44,8 +46,7 @@ def collect(found: Iterable[Result], path: Path | None, device: torch.device) ->
     """
     if path is None:
         return [said(result) for result in found]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about: dict[str, Any] = {"device": name, "torch": version("torch"), "commit": commit()}
+    about: dict[str, Any] = {"device": device_name(device), "torch": version("torch"), "commit": commit()}
     about |= {"date": datetime.now(UTC).date().isoformat()}
     for package in ("triton", "transformers"):
         about[package] = version(package)
@@ -62,6 +63,23 @@ def collect(found: Iterable[Result], path: Path | None, device: torch.device) ->
             writer.writerows(lines)
         results.append(said(result))
     return results
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def recorded(path: Path, device: torch.device) -> list[Result]:
+    """What the file has of this device, whichever command measured it."""
+    with path.open(newline="") as handle:
+        lines = [line for line in csv.DictReader(handle) if line["device"] == device_name(device)]
+    found = []
+    for line in lines:
+        known: dict[str, Any] = {field.name: line[field.name] for field in fields(Result)}
+        for name in known.keys() - TEXTS:
+            known[name] = float(known[name]) if known[name] else None
+        found.append(Result(**known | {"ok": known["ok"] == "True"}))
+    return found
 
 
 def said(result: Result) -> Result:

@@ -39,7 +39,7 @@ def table(
     n_new: int, chunk: int | None,
 ) -> Sheet:  # fmt: skip
     """Of each method: gigabytes of a variant, and how many fit at once, at each length."""
-    free, of_length = gb * 1e9 - weights, list[tuple[float, list[float]]]()
+    free, of_length = gb * 1e9 - weights, list[tuple[float, list[int]]]()
     for s in lengths:
         room = SHARE * free - prompt_bytes(shape, s, ELEMENT_BYTES, chunk)
         sizes = [variant_bytes(variant_of(name, shape, s, ratio), shape, n_new, ELEMENT_BYTES) for name in names]
