@@ -24,10 +24,13 @@ def text_part(config: Any) -> Any:
     """The configuration of the text model, where a composite's can stand alone; else the configuration itself."""
     from transformers import AutoModelForCausalLM
 
-    text = config.get_text_config(decoder=True)
-    if text is config or getattr(config, "vision_config", None) is None or hasattr(config, "auto_map"):
+    if getattr(config, "vision_config", None) is None or hasattr(config, "auto_map"):
         return config
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:  # it has several
+        return config
+    if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
         return config
     text = copy.deepcopy(text)
     for name in OUTER:
