@@ -21,6 +21,8 @@ from evals.settings import from_words
 from methods.allocator import Allocator
 from methods.dropping.knorm import Knorm
 from methods.dropping.snapkv import SnapKV
+from methods.quantising.kivi import KIVI
+from methods.rules import Coding
 from tests.tiny import prompt, tiny
 from tests.vectors import Check, built, differs, first, load, request, trace_of
 
@@ -266,3 +268,20 @@ def test_what_a_method_has_is_part_of_its_name() -> None:
         "contiguous, merged values from 0.5, best 0.75"
     )
     assert AS_THEY_ARE.label() == ""
+
+
+def test_what_becomes_codes_are_the_merged_values_and_the_turned_keys() -> None:
+    model, coding = tiny("llama"), Coding(KIVI, KIVI.Params(8, 8, 8, 16))
+    plain, changed = (
+        SnapKV.variant_for(SNAPKV, request(tokens=60), model.shape, 200, partner=coding, keeping=keeping)
+        for keeping in (AS_THEY_ARE, Keeping("contiguous", "merged"))
+    )
+    with model.hooked():
+        trace = prefill(model, prompt(200), plain.observations)
+    exact = built(replace(changed, partner=None).row(trace, 8))
+    rows = [built(each.row(trace, 8)) for each in (plain, changed)]
+    for layer in model.shape.attention_layers:
+        order = exact.store[layer].positions().argsort(-1)[0]
+        k, v = (torch.stack([x[0, a, order[a]] for a in range(2)]) for x in exact.store[layer].tokens())
+        for x, before, after in zip((k, v), *(row.store[layer].codec.rebuilt() for row in rows), strict=True):
+            assert (after[0] - x).abs().max() < 0.05 < (before[0] - x).abs().max()
