@@ -69,19 +69,21 @@ class Finding:
     words: str  # with {one}, {other}, {full} and the two scores {a}, {b}
     place: tuple[str, str, str]
     against: str  # "full", "shown" for the same with the question shown, or another method at the same budget
+    but: str = ""  # another set, of which the opposite must be shown
+    but_words: str = ""  # with its two scores
 
 
 FINDINGS = (
     Finding(
         "docs",
-        "**Who sees the question decides more than the method**: at {share} of the bytes {one} scores {a} with the "
-        "question hidden and {b} with it shown.",
+        "**Hide the question, and a method of last queries loses its answers**: at {share} of the bytes "
+        "{one} scores {a} with the question hidden and {b} with it shown.",
         (HIDDEN, "0.125", "snapkv"),
         "shown",
     ),
     Finding(
         "docs",
-        "**A method that fetches keeps its answers**: with the question hidden, {one} scores {a} at {share} of the "
+        "**A method that fetches loses far less**: with the question hidden, {one} scores {a} at {share} of the "
         "bytes, {other} {b}.",
         (HIDDEN, "0.125", "pqcache"),
         "snapkv",
@@ -95,17 +97,19 @@ FINDINGS = (
     ),
     Finding(
         "docs",
-        "**The same method fails first when bytes are fewest**: with the question shown, {one} scores {a} at {share} "
+        "**The same method fails where bytes are fewest**: with the question shown, {one} scores {a} at {share} "
         "of the bytes, {other} {b}.",
         (SHOWN, "0.0625", "kvzip"),
         "snapkv",
     ),
     Finding(
         "needle",
-        "**A needle puts methods in another order than documents do**: with the question shown, {one} finds {a} of 100 "
-        "at {share} of the bytes, {other} {b}.",
-        (SHOWN, "0.25", "keydiff"),
+        "**Which needle is hidden decides who finds it**: of seven digits {one} finds {a} of 100 at {share} of the "
+        "bytes, {other} {b}, the question shown.",
+        (SHOWN, "0.125", "keydiff"),
         "snapkv",
+        "needle-name",
+        "Of names {one} finds {a}, {other} {b}.",
     ),
     Finding(
         "docs",
@@ -141,23 +145,33 @@ def compared(finding: Finding, scores: Scores) -> Corrected | None:
 
 def shown(finding: Finding, sets: Sequence[Scores]) -> str:
     """The finding with its numbers; "" where it was not asked or the test does not show it."""
-    scores = next((one for one in sets if one.asked.key == finding.asked), None)
+    found = told(finding, finding.asked, finding.words, sets)
+    if found is None or not finding.but:
+        return "" if found is None else found[0]
+    opposite = told(finding, finding.but, finding.but_words, sets)
+    return "" if opposite is None or opposite[1] == found[1] else f"{found[0]} {opposite[0]}"
+
+
+def told(finding: Finding, key: str, words: str, sets: Sequence[Scores]) -> tuple[str, int] | None:
+    """Words with the numbers of a set, and which of the two is better; None where that is not shown."""
+    scores = next((one for one in sets if one.asked.key == key), None)
     found = None if scores is None else compared(finding, scores)
     if scores is None or found is None or not found.sign:
-        return ""
+        return None
     scope, memory, method = finding.place
     beside = {FULL: (scope, "", FULL), "shown": (SHOWN, memory, method)}.get(
         finding.against, (scope, memory, finding.against)
     )
     a, b = (f"{100 * mean(scores.of[place]):.0f}" for place in (finding.place, beside))
-    words = finding.words.format(one=title(method), other=title(finding.against), a=a, b=b, share=f"{Fraction(memory)}")
+    share = f"{Fraction(memory)}"
+    words = words.format(one=title(method), other=title(finding.against), a=a, b=b, share=share)
     spread = found.paired.difference
     assert spread is not None
     ends = f"{100 * spread.low:+.0f} to {100 * spread.high:+.0f}"
-    return (
-        f"{words} Difference {100 * found.paired.mean:+.0f} ({ends}), n = {found.paired.n}, p = {found.p:.2g} "
-        f"after Holm over {found.family} comparisons ({scores.model}, `experiment={scores.asked.experiment}`)."
-    )
+    where = f"{scores.model}, `experiment={scores.asked.experiment}`"
+    tested = f"p = {found.p:.2g} after Holm over {found.family} comparisons ({where})"
+    difference = f"Difference {100 * found.paired.mean:+.0f} ({ends}), n = {found.paired.n}, {tested}."
+    return f"{words} {difference}", found.sign
 
 
 # --- tasks ---------------------------------------------------------------------------------------

@@ -120,3 +120,20 @@ def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: P
     assert main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plots.findings: ") and said.count("\n") == 1
+
+
+def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> None:
+    finding = next(one for one in FINDINGS if one.but)
+    scope, memory, method = finding.place
+
+    def asked(key: str, ours: float, theirs: float) -> list[Line]:
+        levels = {("", FULL): 1.0, (memory, method): ours, (memory, finding.against): theirs}
+        return [
+            Line(key, "m", (scope, share, name), f"{i}", float(i / N < level), 1.0)
+            for (share, name), level in levels.items()
+            for i in range(N)
+        ]
+
+    first, same, other = asked(finding.asked, 0.9, 0.1), asked(finding.but, 0.9, 0.1), asked(finding.but, 0.1, 0.9)
+    assert "Of names" in shown(finding, gathered([*first, *other]))
+    assert not shown(finding, gathered([*first, *same])) and not shown(finding, gathered(first))
