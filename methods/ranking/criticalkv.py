@@ -51,7 +51,7 @@ BLOCK_BYTES = 4 << 20  # of projected values at a time
 
 @dataclass(frozen=True)
 class OutputProjection(ModelFact):
-    """What a layer makes of its heads' outputs: (h, d_v, D), a view of the model's weights."""
+    """What a layer makes of its heads' outputs: (D, h * d_v), the model's own weights."""
 
     def look_up(self, model: Model) -> Known:
         layers = model.shape.attention_layers
@@ -59,7 +59,7 @@ class OutputProjection(ModelFact):
 
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         """Where there is no model: heads' outputs as they are."""
-        return torch.eye(q.shape[-1], device=q.device).expand(q.shape[1], -1, -1)
+        return torch.eye(q.shape[-1], device=q.device).repeat(1, q.shape[1])
 
 
 def projection(attention: Any, model: Model, layer: int) -> Tensor:
@@ -72,7 +72,7 @@ def projection(attention: Any, model: Model, layer: int) -> Tensor:
         if type(part).__name__ == "Conv1D":
             weight = weight.mT
         if weight.shape[0] == width and weight.shape[1] % h == 0 and weight.is_floating_point():
-            return weight.detach().view(width, h, -1).permute(1, 2, 0)
+            return weight
     raise ConfigError(
         f"layer {layer} of the model {model.shape.name!r} has no output projection that could be read, by which "
         "CriticalKV weighs values; use another method with it, such as snapkv"
@@ -150,7 +150,9 @@ class CriticalKV(OverScorer):
 
         def make() -> Tensor:
             _, values = self.trace.of_heads(layer, self.trace.keys(layer), self.trace.values(layer))
-            found = output_norms(values, self.trace.observed(OutputProjection(), layer))
+            with torch.no_grad():  # the weights are the model's own
+                weight = self.trace.observed(OutputProjection(), layer).clone()  # of one layer at a time
+                found = output_norms(values, weight.unflatten(1, (self.trace.shape.h, -1)).permute(1, 2, 0))
             return found.mean(1, keepdim=True) if self.trace.shape.is_latent else found
 
         return self.trace.once(("output norms", layer), make)

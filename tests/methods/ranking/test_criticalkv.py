@@ -64,7 +64,7 @@ def run_vectors(path: Path) -> list[Check]:
     q, k, v, w_o = (torch.from_numpy(x[name]) for name in ("q_window", "k", "v", "w_o"))
     trace = trace_of(k, v, meta["H"])
     trace.observe(0, LastQueries(meta["window"]), q, k, Softmax(k.shape[3] ** -0.5))
-    trace.know(OutputProjection(), Known({0: w_o.view(len(w_o), meta["H"], -1).permute(1, 2, 0)}))
+    trace.know(OutputProjection(), Known({0: w_o}))
     voter = SnapKV.Params(meta["window"], meta["kernel"], "avg", "mean")
     row = row_of(CriticalKV, replace(params, scorer=Scorer(SnapKV, voter)), trace, budget)
     kept = row.store[0].positions().sort(-1).values
