@@ -40,12 +40,11 @@ class Line:
 
     @classmethod
     def read(cls, row: Sequence[Any]) -> Self:
-        id, prompt, tokens, context, (prefix, suffix, postfix), asked = row
-        return cls(id, prompt, tokens, context, Frame(prefix, suffix, tuple(postfix)), asked)
+        id, prompt, tokens, context, frame, asked = row
+        return cls(id, prompt, tokens, context, Frame(**{key: tuples(value) for key, value in frame.items()}), asked)
 
     def row(self) -> list[Any]:
-        frame = [self.frame.n_prefix, self.frame.n_suffix, list(self.frame.postfix_ids)]
-        return [self.id, self.prompt, self.tokens, self.context, frame, self.asked]
+        return [self.id, self.prompt, self.tokens, self.context, asdict(self.frame), self.asked]
 
 
 @dataclass(frozen=True)
