@@ -55,6 +55,7 @@ def test_every_table_and_figure_has_a_file() -> None:
         "turns_shared",
     }  # of docs/decode-time.md, and of docs/turns.md
     others |= {"prefills", "prefills_exact", "kept_as"}  # of docs/prefills.md, and of what is kept
+    others |= {"lengths", "lengths_ruler", "agents"}  # of lengths, and of agent traces
     assert {path.stem for path in FILES} == wanted | others
 
 
