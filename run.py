@@ -179,12 +179,15 @@ def answer(argv: list[str], show: "Show | None") -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from evals.overrides import check_overrides
-    from evals.screen.dry import FLAG, asked
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then, where it would print and exit with 1
     try:
-        words, run = asked(argv) if FLAG in argv else (argv, None)
-        done = compose_and_run(check_overrides(words), run)
+        run = None
+        if "--dry-run" in argv:
+            from evals.screen.dry import asked
+
+            argv, run = asked(argv)
+        done = compose_and_run(check_overrides(argv), run)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         return refuse(error)
     if done:  # nothing was run with --cfg or --info
