@@ -10,7 +10,7 @@ folder are not supported, since nothing could be looked up then.
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import islice, pairwise
 from math import ceil, isfinite, prod
@@ -83,7 +83,20 @@ def check_overrides(argv: list[str]) -> list[str]:
     # Hydra looks a key up before it takes the files that the experiment chooses.
     needed = {key.split(".")[0] for key in named}
     files = [o for o in swept if o.key_or_group in needed - named and o.key_or_group in groups]
-    return [*flags, *(override.input_line or "" for override in [*overrides, *files])]
+    several = {o.key_or_group for o in overrides_and_swept if o.is_sweep_override()} & groups.keys()
+    return [*flags, *(as_one_of(override, several) for override in [*overrides, *files])]
+
+
+def as_one_of(override: Override, several: Collection[str]) -> str:
+    """A word as Hydra wants it: where a sweep goes over `several` groups, their keys are sweeps of one value.
+
+    Hydra looks all other keys up before it takes the files that a sweep goes over.
+    """
+    line, group = override.input_line or "", override.key_or_group.partition(".")[0]
+    key, _, value = line.partition("=")
+    if group not in several or group == override.key_or_group or override.is_sweep_override() or not value:
+        return line
+    return f"{key}=choice({value})"
 
 
 def check_size(argv: list[str]) -> None:

@@ -199,7 +199,7 @@ def test_command_lines_are_prepared_or_refused_in_one_sentence(
 
     from_conf()
     from_letters()
-    assert seen["prepared"] > n // 8, seen
+    assert seen["prepared"] > n // 16, seen  # most tasks that are drawn have no data here
     assert seen["refused"] > n // 4, seen
     assert seen["junk refused"] > n // 8, seen
     assert list(tmp_path.iterdir()) == []

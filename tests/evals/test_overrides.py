@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import evals.settings  # noqa: F401  names that files of conf/ use in ${…}
 from engine.errors import ConfigError
 from evals.overrides import CONF, check_overrides, composition
 
@@ -256,3 +257,11 @@ def test_sweeps_multiply() -> None:
 
 def test_what_is_printed_must_be_there() -> None:
     assert "no key 'mehtod'" in refused("--cfg", "job", "-p", "mehtod")
+
+
+def test_a_key_of_methods_that_a_sweep_goes_over_is_one_of_its_values() -> None:
+    """Hydra looked it up in the default method, which has no such key."""
+    words = check_overrides(["-m", "method=snapkv,adakv", "method.window=16", "ratio=0.1", "task.lengths=[1000,2000]"])
+    assert words == ["-m", "method=snapkv,adakv", "method.window=choice(16)", "ratio=0.1", "task.lengths=[1000,2000]"]
+    words = check_overrides(["-m", "method=snapkv", "method.window=16,32", "task=needle,gsm8k"])
+    assert words == ["-m", "method=snapkv", "method.window=16,32", "task=needle,gsm8k"]
