@@ -255,7 +255,7 @@ def kmeans_native(
 # On a GPU.
 
 POINTS = 64  # that meet centroids at once
-WIDE = 128  # channels at once
+WIDE = 64  # channels at once: of 128 registers spill
 ADDED = 32  # points of a cluster that are added up at once
 
 
