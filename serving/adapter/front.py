@@ -56,12 +56,13 @@ def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any
     return dict(RESTRICTED) | dict(flags) | {"worker_extension_cls": EXTENSION}
 
 
-class Refused(ConfigError, ValueError):
-    """A request that is refused; vLLM's server answers a `ValueError` with status 400."""
-
-
 def guard(engine: Any, order: Order) -> None:
     """Refuse a request at the front end, alone: in a worker the same refusal would end the engine with all others."""
+    from vllm.exceptions import VLLMValidationError
+
+    class Refused(ConfigError, VLLMValidationError):
+        """vLLM's server answers it with status 400."""
+
     inputs = engine.input_processor
 
     def check(made: Any) -> Any:

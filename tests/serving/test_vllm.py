@@ -177,7 +177,9 @@ class TestPressure:
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Engine]:
-        engine = Engine.start(order(FULL, DROPPING), MODEL, **FLAGS, num_gpu_blocks_override=41)
+        engine = Engine.start(
+            order(FULL, DROPPING), MODEL, **FLAGS | {"max_model_len": 512}, num_gpu_blocks_override=41
+        )
         yield engine
         engine.close()
 
