@@ -249,7 +249,7 @@ def test_a_model_in_the_hubs_cache_is_here(monkeypatch: pytest.MonkeyPatch, tmp_
     assert check.where(model) == "here, in the hub's cache"
 
 
-# Numbers of the text models, as their publishers' cards and files say.
+# Billions of weights of the text models, counted from their shapes; as far as cards give digits, they agree.
 BILLIONS = {
     "deepseek-v2-lite-chat": 15.706, "gemma-3-12b-it": 11.766, "gemma-3-27b-it": 27.009, "gemma-3-4b-it": 3.880,
     "glm-4.7-flash": 29.943, "gpt-oss-120b": 116.829, "gpt-oss-20b": 20.915, "llama-3.2-1b-instruct": 1.236,
@@ -260,7 +260,7 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("one", [model for model in shipped() if model.name in BILLIONS], ids=lambda model: model.name)
-def test_a_shipped_model_has_the_weights_that_its_publisher_names(one: Shipped) -> None:
+def test_the_shape_of_a_shipped_model_has_its_number_of_weights(one: Shipped) -> None:
     assert one.n_weights / 1e9 == pytest.approx(BILLIONS[one.name], rel=0.001)
 
 
