@@ -20,6 +20,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from engine.foreign import CsvWriter
 from plots.stats import Corrected, Paired, corrected, paired
 from results import SampleRow, read_config
 from results.names import own_methods
@@ -267,7 +268,7 @@ def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
 def keep(path: Path, lines: Sequence[Line]) -> None:
     """The same lines make the same bytes."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = CsvWriter(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for line in lines:
         numbers = f"{line.score:.4g}", f"{line.device_bytes:.0f}"

@@ -29,7 +29,7 @@ def shell(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 def result_of(cell: Settings, **changes: Any) -> RunResult:
     """What a runner would say of this cell; what is not named was not measured."""
-    named = {"schema_version", "notes", "prefill", "prefill_params", "simulated", "sampling", "n_failed"}
+    named = {"schema_version", "notes", "prefill", "prefill_params", "simulated", "sampling", "n_failed", "adapts"}
     facts: dict[str, Any] = {field.name: None for field in fields(RunResult) if field.name not in named}
     facts |= {"method": cell.method.name, "method_label": cell.method.name.title(), "params": {}}
     facts |= {"task": cell.task.name, "task_version": 1, "dataset": "d", "data_source": "embedded"}

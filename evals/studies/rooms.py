@@ -17,6 +17,7 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import read_config, shape_of
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from engine.terminal import say
 from engine.width import SHARE, prompt_bytes, variant_bytes, waves
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, layers_of, method_of
@@ -80,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
         weights = layers.weight_bytes + ELEMENT_BYTES * layers.head_weights  # the embedding is as large as the head
         show(table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

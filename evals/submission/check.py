@@ -90,15 +90,16 @@ class Check:
                 self.check_facts()
                 self.done.level = self.level()
         except (ValueError, ConfigError, TypeError, RecursionError, OSError, LookupError, ArithmeticError) as error:
-            self.find("damaged", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            words = " ".join(str(error).replace(f"{self.folder}/", "").split())
+            self.find("damaged", f"{type(error).__name__}: {words[:300]}")
         if self.done.findings:
             self.done.level = 0
         return self.done
 
     def read(self) -> None:
         self.result, self.rows = read_run(self.folder)
-        written = (self.folder / "result.json").read_bytes()
-        if not is_sealed(written) or self.result.samples_crc32 is None or self.result.ledger_crc32 is None:
+        content = (self.folder / "result.json").read_bytes()
+        if not is_sealed(content) or self.result.samples_crc32 is None or self.result.ledger_crc32 is None:
             self.find("seal", "its files have no crc32; make the run again with the code of today")
         self.config = read_safely(self.folder)
         result = self.result
@@ -344,7 +345,8 @@ class Check:
                 yield "ledger", f"attends to more tokens than there are at step {entry.step}"
                 return
         ledger = Ledger()
-        ledger.written = list(entries)
+        for entry in entries:
+            ledger.append(entry)
         if why := strip_differs(row, ledger, n_steps, line, shape.h):
             yield "ledger", why
         if self.is_outside:

@@ -4,7 +4,7 @@ The question's tokens vote, each weight times the number of tokens before its qu
 Keys that stay are turned as if only they had been read. The question must be known before anything is dropped, so that
 each question compresses the context anew.
 
-Paper     doi:10.1162/tacl_a_00716, 2024; Corallo, Giulio; FINCH: Prompt-guided Key-Value Cache Compression for Large
+Paper     arXiv:2408.00167, 2024; Corallo, Giulio; FINCH: Prompt-guided Key-Value Cache Compression for Large
           Language Models
 Symbols   kvpress' window_size, normalize_scores, chunk_length = `window`, `normalize`, `chunk`, its rerotate_keys the
           run's key `positions`; the authors' target_token = the budget's tokens.

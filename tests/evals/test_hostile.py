@@ -16,6 +16,7 @@ from evals.runner import run_cells
 from evals.settings import partner
 from run import main
 from tasks.prompt import render, tokenizing
+from tests.tasks.test_needle import STRINGS
 from tests.tiny_run import cell, save_tiny
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -133,7 +134,10 @@ def test_templates_that_fail_are_refused_where_they_are_used(
 ) -> None:
     monkeypatch.setattr("engine.checkpoints.load.check_tokenizer", lambda *_: None)  # to fail is an end, too
     with_template(template)(folder)
-    assert says in said(folder, *CHAT)
+    words = folder.parent / "data" / "needle" / "strings.json"
+    words.parent.mkdir(parents=True)
+    words.write_text(json.dumps(STRINGS))
+    assert says in said(folder, *CHAT, f"data_dir={folder.parent / 'data'}")
 
 
 def test_what_came_to_an_end_is_noted_by_the_files_content_and_not_tried_again(

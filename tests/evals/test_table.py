@@ -24,7 +24,7 @@ FACTS |= {"status": "ok", "n_samples": 40, "n_oom": 0, "n_failed": 0, "score": 0
 def result(**changes: Any) -> RunResult:
     """Nothing measured, unless said otherwise."""
     nothing: dict[str, Any] = {field.name: None for field in fields(RunResult) if field.name not in FACTS}
-    for name in ("schema_version", "notes", "prefill", "prefill_params", "simulated", "sampling"):
+    for name in ("schema_version", "notes", "prefill", "prefill_params", "simulated", "sampling", "adapts"):
         del nothing[name]
     return RunResult(**nothing | FACTS | changes)
 

@@ -82,11 +82,10 @@ def test_texts_are_cut_to_what_fits_and_the_page_says_so(tmp_path: Path) -> None
 
 
 def test_many_runs_are_packed_in_pieces_that_hold_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plots.report.samples.PIECE", 1000)
     for i in range(9):
         write_run(tmp_path, "quest", [i / 10], ratio=f"1/{i + 2}")
     runs = load(tmp_path)
-    found = pack_samples(runs)
+    found = pack_samples(runs, piece=1000)
     assert len(found.pieces) > 2 and found.starts[0] == 0
     assert [answers(found, i)["score"][0] for i in range(9)] == pytest.approx(
         [100 * (run.rows[0].score or 0) for run in runs]

@@ -6,8 +6,8 @@ from benchmarks.prefills import launches
 from benchmarks.pretend.cuda import Machine
 
 LAUNCHES = {  # by a prefill's own parameters, and by a density
-    "minference": (47, 743), "flexprefill_short": (204, 219), "xattention_short": (112, 127), "a_shape_short": (25, 25),
-    "tri_shape_short": (25, 25), "block_sparse_short": (96, 111), "top_cdf_short": (123, 138),
+    "minference": (53, 749), "flexprefill_short": (224, 243), "xattention_short": (119, 138), "a_shape_short": (25, 25),
+    "tri_shape_short": (25, 25), "block_sparse_short": (100, 119), "top_cdf_short": (129, 148),
 }  # fmt: skip
 QUICK = ("a_shape_short", "xattention_short")  # the interpreter takes ten seconds for each of the others
 
