@@ -52,19 +52,22 @@ class Waiting(ModuleType):
 
 
 class Below(MetaPathFinder, Loader):
-    """Finds modules below torch once torch is loaded, which may have imported them."""
+    """Finds modules below torch once torch is loaded. One that torch itself has imported is not run a second time."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith("torch."):
             return None
         load_torch()
-        return ModuleSpec(fullname, self) if fullname in sys.modules else None
+        if (module := sys.modules.pop(fullname, None)) is None:  # left there, its own spec would run it again
+            return None
+        return ModuleSpec(fullname, self, loader_state=(module, module.__spec__))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
+        return spec.loader_state[0]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state[1]
 
 
 def wait_for_torch() -> None:

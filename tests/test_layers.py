@@ -151,11 +151,22 @@ def test_modules_above_the_engine_import_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_waits_while_methods_are_imported() -> None:
+def test_torch_waits_while_methods_and_prefills_are_imported() -> None:
     """A command line is checked by them before anything is computed."""
-    modules = [module_of(file) for file in FILES if file.is_relative_to(ROOT / "methods")]
+    rooms = ROOT / "methods", ROOT / "engine" / "sparse"
+    modules = [module_of(file) for file in FILES if any(map(file.is_relative_to, rooms))]
     code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
     code += "".join(f"import {module}\nassert 'torch._C' not in sys.modules, '{module}'\n" for module in modules)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_torch_itself_imported_is_not_run_again() -> None:
+    """A file of a user's own may take names from modules below torch, one of which can run but once."""
+    code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
+    code += "from torch.fft import rfft\nfrom torch.nn.functional import pad\nimport torch\n"
+    code += "assert rfft is torch.fft.rfft and pad is torch.nn.functional.pad\n"
+    code += "assert sys.modules['torch.fft'] is torch.fft and torch.fft.__spec__.loader is torch.fft.__loader__\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

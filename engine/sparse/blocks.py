@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
@@ -82,7 +81,9 @@ def own(s: int, block: int, block_k: int, device: torch.device) -> Tensor:
 def pairs_of_blocks(s: int, block: int, block_k: int, until: int, device: torch.device) -> Tensor:
     """Causal pairs of the first `until` queries in each block: (n_q, n_k) int64."""
     queries, keys = spans(s, block, block_k, device)
-    queries, keys = (pad(x, (0, 0, 1, 0) if x.ndim == 2 else (1, 0)).clamp(max=until) for x in (queries, keys))
+    queries, keys = (
+        torch.nn.functional.pad(x, (0, 0, 1, 0) if x.ndim == 2 else (1, 0)).clamp(max=until) for x in (queries, keys)
+    )
     fewer = torch.minimum(queries, keys)
     n = fewer * (fewer + 1) // 2 + (queries - fewer) * keys  # of queries and keys before the two
     return n.diff(dim=0).diff(dim=1)
@@ -92,7 +93,7 @@ def means(x: Tensor, block: int, divide_by_block: bool = False) -> Tensor:
     """Means (heads, blocks, d_h) float32 of tokens (1, heads, s, d_h); the last of its length, or of `block`."""
     s = x.shape[2]
     n = -(-s // block)
-    sums = pad(x[0].float(), (0, 0, 0, n * block - s)).unflatten(1, (n, block)).sum(2)
+    sums = torch.nn.functional.pad(x[0].float(), (0, 0, 0, n * block - s)).unflatten(1, (n, block)).sum(2)
     sizes = torch.full((n, 1), block, device=x.device)
     if not divide_by_block:
         sizes[-1] = s - (n - 1) * block

@@ -18,7 +18,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.checks import share, whole_numbers
 from engine.errors import ConfigError
@@ -74,7 +73,9 @@ class FlexPrefill(BlockRule):
         n = -(-s // b)
         vertical, slash = (x / b for x in votes(q[:, :, -b:], k, soft))  # (h, s), the latter by distance
         slash = slash.flip(-1)
-        of_columns, of_distances = (pad(x, (0, n * b - s)).unflatten(-1, (n, b)).sum(-1) for x in (vertical, slash))
+        of_columns, of_distances = (
+            torch.nn.functional.pad(x, (0, n * b - s)).unflatten(-1, (n, b)).sum(-1) for x in (vertical, slash)
+        )
         aware = self.query_aware(q, k, soft, of_columns)
         columns = self.taken(vertical, of_columns, aware)
         distances = self.taken(slash.flip(-1), of_distances.flip(-1), aware)

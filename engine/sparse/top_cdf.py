@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from engine.budget import show
 from engine.checks import share, whole_numbers
@@ -97,4 +96,4 @@ class TopCdf(BlockRule):
 
 def alike(x: Tensor, block: int) -> Tensor:
     """Mean cosine of all pairs of tokens in a block, a token with itself included: (heads, blocks) float32."""
-    return means(normalize(x.float(), dim=-1), block).square().sum(-1)
+    return means(torch.nn.functional.normalize(x.float(), dim=-1), block).square().sum(-1)

@@ -26,8 +26,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.fft import irfft, rfft
-from torch.nn.functional import pad
 
 from engine.budget import show
 from engine.checks import whole_numbers
@@ -135,7 +133,7 @@ def diagonal_sums(weights: Tensor) -> Tensor:
     n, s = weights.shape[-2:]
     # The last query's row first, and rows cut one shorter than they are: each moves one further to the right than the
     # row before it, so that equal distances meet in a column.
-    padded = pad(weights.flip(-2), (0, n)).flatten(-2)
+    padded = torch.nn.functional.pad(weights.flip(-2), (0, n)).flatten(-2)
     moved = padded[..., : n * (s + n - 1)].unflatten(-1, (n, s + n - 1))
     return moved.sum(-2)[..., :s].flip(-1)
 
@@ -154,9 +152,11 @@ def n_pairs(kept: Kept) -> Tensor:
     behind[:, 0] = False  # the block's own columns are counted below
     first = torch.arange(0, kept.dense_from, block, device=device)
     sizes = (kept.dense_from - first).clamp(max=block)
-    both = irfft(rfft(vertical.double(), 2 * s) * rfft(behind.double(), 2 * s), 2 * s)[:, first].round().long()
-    columns = pad(vertical.cumsum(-1), (1, 0))[:, first] + behind.cumsum(-1)[:, first] - both  # before the block
-    own = pad(vertical, (0, len(first) * block))[:, : len(first) * block].unflatten(1, (-1, block))
+    spectra = torch.fft.rfft(torch.stack([vertical.double(), behind.double()]), 2 * s)
+    both = torch.fft.irfft(spectra.prod(0), 2 * s)[:, first].round().long()
+    before = torch.nn.functional.pad(vertical.cumsum(-1), (1, 0))[:, first]
+    columns = before + behind.cumsum(-1)[:, first] - both  # before the block
+    own = torch.nn.functional.pad(vertical, (0, len(first) * block))[:, : len(first) * block].unflatten(1, (-1, block))
     own = own | kept.met[:, None, :block].flip(-1)
     lookers = (sizes.unsqueeze(-1) - torch.arange(block, device=device)).clamp(min=0)  # queries from each column on
     dense = (s * (s + 1) - kept.dense_from * (kept.dense_from + 1)) // 2

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.checks import one_of, share, whole_numbers
 from engine.errors import ConfigError
@@ -139,7 +138,7 @@ class XAttention(BlockRule):
         # In the first chunk two blocks count as marked and one is: each of the others is taken by the sum before the
         # last one, and the best of them by none.
         late = own + first + before
-        early = pad(own + before, (1, -1))
+        early = torch.nn.functional.pad(own + before, (1, -1))
         early[..., 0] = 0
         taken = torch.where(in_first_chunk, early, late) / sums.sum(-1, keepdim=True)
         return taken.gather(-1, places(order.indices)).masked_fill(always, -torch.inf)
@@ -163,11 +162,11 @@ class XAttention(BlockRule):
             logits.masked_fill_(group[:n_seen] > rows, -torch.inf)
             weights = logits.softmax(-1).masked_fill_(rows >= n_real, 0)
             of_blocks = weights.unflatten(1, (-1, per_block)).unflatten(-1, (-1, per_block)).sum((2, 4))
-            sums[:, start:stop] = pad(of_blocks, (0, n - stop))
+            sums[:, start:stop] = torch.nn.functional.pad(of_blocks, (0, n - stop))
         return sums
 
 
 def grouped(x: Tensor, stride: int, n_groups: int, turned: bool = False) -> Tensor:
     """Tokens (heads, s, d_h), zeros behind them, side by side in groups: (heads, n_groups, stride * d_h) float32."""
-    x = pad(x.float(), (0, 0, 0, n_groups * stride - x.shape[1])).unflatten(1, (n_groups, stride))
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, n_groups * stride - x.shape[1])).unflatten(1, (n_groups, stride))
     return (x.flip(2) if turned else x).flatten(2)
