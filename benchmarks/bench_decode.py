@@ -19,7 +19,8 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
 from methods.dropping.streamingllm import StreamingLLM

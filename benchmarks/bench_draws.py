@@ -22,7 +22,7 @@ from engine.sampling.spec import Sampling, draw_seed
 from evals.models import load_model, resolve_hardware
 from evals.settings import from_words, load_class
 from evals.typed import build_params
-from methods.variant import Variant
+from methods.base import Variant
 from tests.vectors import built
 
 METHODS = "full,rkv,rkv_code,triattention,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode"

@@ -15,13 +15,13 @@ from engine.budget import EVERYTHING, BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.turns.talk import Talk
 from evals.settings import from_words, load_class
 from evals.typed import build_params
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.calibration.prose import embedded_prose
-from methods.variant import Variant
 
 TEN = ("full", "snapkv", "pyramidkv", "h2o", "streamingllm", "pqcache", "quest", "sparq", "infllm", "magicpig")
 FEED, N_QUESTIONS, N_ANSWER = 32, 8, 16

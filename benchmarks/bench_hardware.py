@@ -28,7 +28,8 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from evals.studies.hardware import FULL_REQUEST, Hardware, Numbers, count, layers_of, method_of, predict
 from kernels.topk import top_stable

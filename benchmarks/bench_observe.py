@@ -20,7 +20,8 @@ from engine.budget import BudgetRequest
 from engine.checkpoints.load import load
 from engine.model import Model
 from engine.observe import ColumnSums, Observation
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose

@@ -25,7 +25,8 @@ from engine.model import Model
 from engine.observe import QueryStatistics
 from engine.passes.probe import probe
 from engine.passes.repetition import Repetition, largest_weights
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.paired import measure, record
 from engine.attend import attend
+from engine.passes.trace import Trace
 from engine.placement import Kept, Ragged
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.store import Store

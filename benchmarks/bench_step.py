@@ -25,7 +25,8 @@ from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
 from engine.model import Model
 from engine.observe import Observation
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from evals.overrides import CONF

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.checkpoints.load import load
 from engine.observe import LastQueries
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from kernels.kmeans import draw_points, kmeans
 from methods.calibration.prose import embedded_prose
 from methods.retrieving.clusterkv import generator_for

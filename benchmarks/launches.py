@@ -35,7 +35,8 @@ from engine.decode import decode
 from engine.model import Model
 from engine.passes.graphs import WARM
 from engine.passes.probe import probe
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.settings import own_class
 from evals.studies.hardware import FULL_REQUEST, method_of
 from methods.base import SelectiveAttention

@@ -19,7 +19,8 @@ from engine.checkpoints.load import load
 from engine.model import Model
 from engine.observe import ColumnSums, LastQueries, window_scores
 from engine.passes.probe import probe
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.asked import ask
 from evals.cells import ready_cells
 from evals.settings import from_words

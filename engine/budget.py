@@ -11,13 +11,10 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
-from typing import TYPE_CHECKING
 
+from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from engine.caches.token_code import TokenCode
 
 ELEMENT_BYTES = 2  # accounting only: 16-bit elements
 COUNTS = ("target", "mean", "peak")  # what a budget of prompt and answer is: left by a cut, held on average, at most
@@ -117,7 +114,7 @@ class Budget:
     memory: Fraction | None = None  # share of the full cache's bytes on the device, where that is limited
     memory_alone: bool = False  # nothing else was given
     counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
-    host_code: "TokenCode | None" = None  # how tokens of the host are packed; None: not at all
+    host_code: TokenCode | None = None  # how tokens of the host are packed; None: not at all
     most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     def device_bytes(self, shape: ModelShape, t: int = 0) -> int:

@@ -19,8 +19,8 @@ from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
+from engine.passes.trace import Trace
 from engine.placement import Change
-from engine.prefill import Trace
 from engine.readers import Held, Readers, end
 from engine.row import Row
 from engine.sampling.cues import Cue
@@ -30,7 +30,8 @@ from engine.softmax import Softmax
 from engine.step import behind_rows, cut, step_rows
 
 if TYPE_CHECKING:
-    from engine.model import Call, Model
+    from engine.model import Model
+    from engine.passes.session import Call
 
 
 @dataclass

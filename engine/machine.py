@@ -10,10 +10,15 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MULTIPLIES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # instructions by which libraries choose their kernels
 LOAD = Path("/proc/loadavg")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 LOOKS, PAUSE_S = 10, 0.02  # a thread that wakes for a moment is none that runs
 CHOOSES = (  # variables by which they are told to choose others
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
@@ -94,3 +99,68 @@ def arithmetic(dtype: str, device: str) -> dict[str, Any]:
 def said(pattern: str, text: str) -> str | None:
     match = re.search(pattern, text)
     return match[1] if match else None
+
+
+def machine_bytes(device: "torch.device") -> int:
+    """All memory of a device, used or not."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_bytes(device: "torch.device") -> int:
+    """What may still be allocated on a device."""
+    import torch
+
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return min(free_ram_bytes(), free_cgroup_bytes())
+
+
+def free_ram_bytes() -> int:
+    """The machine's available memory; half of all where the system does not say what is available."""
+    if MEMINFO.is_file():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def free_cgroup_bytes() -> int:
+    """What a container's limit leaves; its page cache counts as free. Unlimited without such a limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        text = (CGROUP / limit).read_text().strip() if (CGROUP / limit).is_file() else "max"
+        if text == "max":
+            continue
+        stat = dict(line.split() for line in (CGROUP / cache).read_text().splitlines())
+        freeable = int(stat.get("inactive_file", 0))
+        return int(text) - int((CGROUP / used).read_text()) + freeable
+    return 1 << 62
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whichever device."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
+
+
+def free_memory() -> None:
+    """Give back what the failed attempt holds; its frames are gone once the handler was left."""
+    import gc
+
+    import torch
+
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.cuda.synchronize(i)  # kernels read pinned memory where it lies, of which torch's allocator knows nothing
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

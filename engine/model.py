@@ -9,13 +9,13 @@ Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), whe
 (`engine/checkpoints/load.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,46 +24,15 @@ from engine.causal import Chunk
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
 from engine.errors import ConfigError, first_line
 from engine.latents import ByHeads, Latent
+from engine.machine import is_out_of_memory
 from engine.passes.graphs import StepGraphs
 from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, unmoved
+from engine.passes.session import Call, Session, ThinnedSession
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
-from engine.width import is_out_of_memory
 
-if TYPE_CHECKING:
-    from engine.observe import Known, ModelFact
-
+T = TypeVar("T")
 NAME = "kvbench"  # of our attention function in transformers' registry
-
-
-class Session(Protocol):
-    """Who answers the model's attention calls: the prefill or the batch that decodes."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
-        """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v.
-
-        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk. `soft`
-        makes weights of products; what it caps and its sinks are part of the output.
-        """
-        ...
-
-
-class ThinnedSession(Protocol):
-    """A prefill that tokens leave on their way up."""
-
-    positions: Tensor  # of the tokens that are still in it, (n,)
-
-    def leave(self, hidden: Tensor) -> Tensor:
-        """A layer's output (1, n, D) without the tokens that go no further."""
-        ...
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a layer's attention was called with."""
-
-    x: Tensor  # (n, s_q, D), behind the layer's input norm
-    beside: dict[str, Any]  # positions, rotary embedding and whatever else this architecture passes
 
 
 class _Query(Exception):
@@ -111,7 +80,7 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     digest: str  # of the weights' files: which model this is, whatever its name
-    facts: "dict[ModelFact, Known]" = field(default_factory=dict)  # that were looked up so far
+    facts: dict[Hashable, Any] = field(default_factory=dict)  # that were looked up so far
     layer_devices: tuple[torch.device, ...] = ()  # of each layer, where several GPUs share the model; `device` is first
     allows_graphs: bool = True  # of decode steps on a GPU
     other_digests: tuple[str, ...] = ()  # by which tables and calibrations may know the same files
@@ -145,17 +114,11 @@ class Model:
         """How each compressed layer moves queries by positions; None: not by a rotation that is known."""
         return rotations(self)
 
-    def self_check(self) -> None:
-        """Refuse this model where our attention and transformers' own differ, or ours cannot stand in its place."""
-        from engine.passes.agreement import check
-
-        check(self)
-
-    def known(self, what: "ModelFact") -> "Known":
-        """What is known of this model, looked up once."""
-        if what not in self.facts:
-            self.facts[what] = what.look_up(self)
-        return self.facts[what]
+    def once(self, key: Hashable, look_up: Callable[[], T]) -> T:
+        """`look_up()` for the first who asks under `key`, its result for all others: what is known of the model."""
+        if key not in self.facts:
+            self.facts[key] = look_up()
+        return self.facts[key]
 
     @contextmanager
     def hooked(self) -> Iterator["Model"]:
@@ -213,7 +176,7 @@ class Model:
             self.__dict__.pop("graphs", None)
 
     @contextmanager
-    def thinned(self, session: "ThinnedSession") -> Iterator[None]:
+    def thinned(self, session: ThinnedSession) -> Iterator[None]:
         """Inside, tokens leave the pass between two layers, as `session` says; the others keep their positions."""
 
         def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -10,22 +10,20 @@ Not here: what a method makes of an observation.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.causal import causal
+from engine.model import Model
+from engine.passes.trace import Known, Trace
 from engine.softmax import Softmax
 from kernels.attend_kept import kept_sums
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kernels.rows.rotation import turned_back
-
-if TYPE_CHECKING:
-    from engine.model import Model
-    from engine.prefill import Trace
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,22 @@ class Observation(ABC):
         return self.observe(q, k, soft)
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         """As `observe_pass`, for observations that need what the trace knows: where tokens stand, how queries turn."""
         return self.observe_pass(q, k, soft, lse)
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a model."""
-
-    layers: Mapping[int, Tensor]  # of each compressed layer, on any device
-    origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
 
 
 class ModelFact(Observation):
     """Something that is the same for all prompts of a model, such as what a calibration has found."""
 
     @abstractmethod
-    def look_up(self, model: "Model") -> Known:
+    def look_up(self, model: Model) -> Known:
         """From wherever it is kept, or made now; asked once per model, outside of any pass."""
+
+    def of(self, model: Model) -> Known:
+        """What is known of this model, looked up once."""
+        return model.once(self, lambda: self.look_up(model))
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class SpacedQueries(Observation):
         return q.index_select(2, self.places(q))
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         found = self.observe(q, k, soft)
         if not self.moved or trace.turn is None:
@@ -197,7 +191,7 @@ class ColumnSums(Observation):
         return column_sums(q, k, soft.scale, lse=lse, cap=soft.cap).flatten(0, 1).unsqueeze(0).float()
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
             return self.observe_pass(q, k, soft, lse)
@@ -281,7 +275,7 @@ class BandSums(Observation):
         return band_sums(q, k, soft, self.window, query_lse(q, k, soft) if lse is None else lse)
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
             return self.observe_pass(q, k, soft, lse)
@@ -394,7 +388,7 @@ class QueryStatistics(Observation):
         return moments(block.float() for block in q[0, :, self.n_skip :].split(block_tokens(q), 1))
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.turn is None or not self.is_rotary:
             return self.observe(q, k, soft)

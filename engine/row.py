@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import Budget
+from engine.passes.trace import Trace
 from engine.placement import Change, Placement, Stay
-from engine.prefill import Trace
 from engine.sampling.cues import Interruption
 from engine.selection import FeedSelection, Found
 from engine.shapes import ModelShape

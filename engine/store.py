@@ -30,6 +30,7 @@ from engine.layouts.layer import Layer
 from engine.layouts.memory import Pair
 from engine.layouts.slots import Marked, Slots
 from engine.layouts.whole import DelayedView, RaggedView, View
+from engine.passes.trace import Trace
 from engine.placement import (
     Change,
     Coded,
@@ -45,7 +46,6 @@ from engine.placement import (
     Stay,
     Whole,
 )  # fmt: skip
-from engine.prefill import Trace
 from engine.selection import Cost
 
 Layouts = Mapping[type[Placement], Callable[[Any, Any], Layer]]

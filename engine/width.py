@@ -8,25 +8,19 @@ after the other, from the same prefill.
 Not here: what happens when memory runs out all the same (`evals/answer.py`).
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.budget import ELEMENT_BYTES
 from engine.errors import ConfigError
+from engine.machine import free_bytes
+from engine.row import Variant
 from engine.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from engine.row import Variant
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies
 WHOLE_VALUES = 6  # of those that a pass in chunks has of all tokens: input, queries, K and V, attention, output
-CGROUP = Path("/sys/fs/cgroup")
-MEMINFO = Path("/proc/meminfo")
 
 
 def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[slice]:
@@ -41,7 +35,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
     return [*found, slice(start, len(n_bytes))]
 
 
-def answers_bytes(variants: Sequence["Variant"], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
+def answers_bytes(variants: Sequence[Variant], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
     """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
     token = len(shape.attention_layers) * shape.h_kv * shape.width * element_bytes
     return [0 if variant.budget.counts is not None else token * n_new for variant in variants]
@@ -52,14 +46,7 @@ def most_at_once(n_bytes: Sequence[int], limit: int | None) -> int:
     return sum(sorted(n_bytes, reverse=True)[: limit or 1])
 
 
-def machine_bytes(device: torch.device) -> int:
-    """All memory of a device, used or not."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def variant_bytes(variant: "Variant", shape: ModelShape, n_new: int, element_bytes: int) -> int:
+def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     budget = variant.budget
     of_heads = len(shape.attention_layers) * shape.h_kv * element_bytes
@@ -103,53 +90,3 @@ def prompt_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, chunk: in
     wide = min(s_prompt, chunk or s_prompt)
     passing = d_model * (PASS_VALUES * wide + WHOLE_VALUES * (s_prompt - wide))
     return element_bytes * (s_prompt * token + passing)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What may still be allocated on a device."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return min(free_ram_bytes(), free_cgroup_bytes())
-
-
-def free_ram_bytes() -> int:
-    """The machine's available memory; half of all where the system does not say what is available."""
-    if MEMINFO.is_file():
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def free_cgroup_bytes() -> int:
-    """What a container's limit leaves; its page cache counts as free. Unlimited without such a limit."""
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        text = (CGROUP / limit).read_text().strip() if (CGROUP / limit).is_file() else "max"
-        if text == "max":
-            continue
-        stat = dict(line.split() for line in (CGROUP / cache).read_text().splitlines())
-        freeable = int(stat.get("inactive_file", 0))
-        return int(text) - int((CGROUP / used).read_text()) + freeable
-    return 1 << 62
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whichever device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator on the CPU
-
-
-def free_memory() -> None:
-    """Give back what the failed attempt holds; its frames are gone once the handler was left."""
-    import gc
-
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        torch.cuda.synchronize(i)  # kernels read pinned memory where it lies, of which torch's allocator knows nothing
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

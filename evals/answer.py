@@ -17,13 +17,15 @@ from engine.books.clock import Clock
 from engine.books.spans import Record, recording
 from engine.decode import Answer, Decoded, decode
 from engine.errors import NotFiniteError, one_line
+from engine.machine import free_memory, is_out_of_memory
 from engine.model import Model
 from engine.passes.probe import probe
-from engine.prefill import Thinning, Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import Thinning, prefill
 from engine.sampling.cues import cues_of
 from engine.sampling.draws import Draws
 from engine.sampling.finite import why_lost
-from engine.width import free_memory, is_out_of_memory, room_bytes, variant_bytes, waves
+from engine.width import room_bytes, variant_bytes, waves
 from evals.asked import naming
 from evals.cells import Cell
 from evals.conversation import Asker, Said

@@ -27,7 +27,6 @@ from engine.terminal import say
 from evals import outside
 from evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
 from evals.typed import build, build_params
-from methods.allocator import check_allocator
 from methods.rules import Coding, Rules
 from results.names import own_methods
 from tasks.base import Task
@@ -149,7 +148,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     keeping = keeping_of(settings, rules, params)
     if settings.allocator is not None:
         with naming(settings):
-            check_allocator(rules, params, settings.allocator)
+            rules.check_allocator(params, settings.allocator)
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
     if settings.weights == "random" and not task.is_timed:

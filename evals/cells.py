@@ -19,9 +19,8 @@ from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing
 from evals.models import look_into, look_up, resolve_hardware
 from evals.outside import is_target
 from evals.settings import Settings, load_class
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.rules import Coding, Rules
-from methods.variant import Variant
 from results import run_name
 from tasks.base import Task
 

@@ -16,11 +16,10 @@ from typing import cast
 from engine.books.ledger import Ledger
 from engine.decode import Answer
 from engine.model import Model
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.row import Row
 from engine.turns.talk import Talk
-from methods.base import SelectiveAttention
-from methods.variant import Variant
+from methods.base import SelectiveAttention, Variant
 from tasks.turns.conversation import Asking
 from tasks.turns.encode import TalkPrompt
 

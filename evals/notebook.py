@@ -27,13 +27,13 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.probe import probe
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.models import load_model as load
 from evals.models import resolve_hardware
 from evals.settings import from_words, load_class
 from evals.typed import build_params
-from methods.base import SelectiveAttention
-from methods.variant import Variant
+from methods.base import SelectiveAttention, Variant
 from tasks.base import Sample
 from tasks.fidelity import exact_attention
 from tasks.prompt import encode, newline_ids, stop_ids, uses_chat

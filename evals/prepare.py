@@ -14,13 +14,14 @@ import torch
 from engine.budget import Frame
 from engine.checks import gigabytes
 from engine.errors import ConfigError
+from engine.machine import machine_bytes
 from engine.sampling.spec import draw_id
-from engine.width import answers_bytes, machine_bytes, most_at_once
+from engine.width import answers_bytes, most_at_once
 from evals.asked import leave_out
 from evals.cells import Cell
 from evals.models import image_ids_of, tokenizer_of, vocabulary_of
 from evals.screen.estimate import Load
-from methods.variant import Variant
+from methods.base import Variant
 from results import RunFolder, prompt_hash
 from tasks.base import Sample
 from tasks.prompt import Prompt, check_ids, tokenizing

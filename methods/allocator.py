@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from engine.budget import show
 from engine.errors import ConfigError
-from methods.rules import Rules
 
 ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer share its part
     "uniform": ("uniform", "uniform"),
@@ -75,30 +74,3 @@ class Allocator:
 
 
 UNIFORM = Allocator("uniform")
-
-
-def check_allocator(rules: type[Rules], params: object, allocator: Allocator) -> None:
-    """Raise `ConfigError` where the method's budget cannot be divided so."""
-    asked, name = f"allocator={allocator.name}", allocator.name
-    if not rules.drops:
-        raise ConfigError(f"{asked} divides what a method keeps, and {rules.title} keeps every token; leave it out")
-    if not rules.is_scorer:
-        raise ConfigError(
-            f"{asked} would replace the division that makes {rules.title} what it is; use it with a scorer such as "
-            "method=snapkv"
-        )
-    if name == "uniform":
-        return
-    if reason := rules.evicts(params):
-        raise ConfigError(f"{asked} divides the prompt once, and {reason}")
-    comparable = rules.comparable_over(params)
-    if comparable == "none" and allocator.pools and not allocator.force:
-        raise ConfigError(
-            f"{asked} pools scores of different heads, and those of {rules.title} do not compare; use uniform or "
-            "pyramid, or allocator.force=true all the same"
-        )
-    if comparable == "set" and (allocator.of_heads != "uniform"):
-        raise ConfigError(
-            f"{asked} gives heads of a layer different counts, and {rules.title} keeps one set for all of them; use "
-            "uniform, pyramid or by_need"
-        )

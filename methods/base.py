@@ -20,33 +20,116 @@ Not here: any method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from engine.attend import Part
-from engine.budget import NO_FRAME, BudgetRequest, Frame
+from engine.books.audit import checks_all
+from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
+from engine.caches.rebuilt import RebuiltTrace
 from engine.errors import ConfigError
-from engine.keeping import Keeping
+from engine.keeping import AS_THEY_ARE, Keeping
 from engine.observe import Observation
 from engine.passes.probe import Probe
-from engine.placement import Change, Placement, Whole
-from engine.prefill import Thinning, Trace
-from engine.selection import Found
+from engine.passes.trace import Trace
+from engine.placement import Change, Coder, Placement, Stay, Whole
+from engine.prefill import Thinning
+from engine.sampling.cues import Interruption
+from engine.selection import FeedSelection, Found
 from engine.shapes import ModelShape
 from engine.store import Store
+from engine.turns.at_once import read_at_once
+from engine.turns.feed import Feed
+from engine.turns.state import Mark, fork_of
 from methods.allocator import UNIFORM, Allocator
 from methods.rules import Coding, Rules
-from methods.turns import Turns
-from methods.variant import Partner, Variant
 
-if TYPE_CHECKING:
-    from engine.sampling.cues import Interruption
+HOOKS = ("after_attention", "behind", "resident")
+CLASSWIDE = ("resident_rows", "after_rows")
 
 
-class SelectiveAttention(Rules, Turns, ABC):
+@dataclass(frozen=True)
+class Partner:
+    """A quantising method that another is composed with.
+
+    What a dropping method keeps becomes codes; of a retrieving one it is what lies on the host, token by token.
+    """
+
+    coding: Coding
+    plan: Any
+
+    def coder(self) -> Coder:
+        return self.coding.rules.coder(self.coding.params, self.plan)  # type: ignore[attr-defined]
+
+    def join(self, row: "SelectiveAttention") -> None:
+        """Let the row's store make codes."""
+        if not row.drops:
+            row.store.host_code = self.coding.token_code()
+            return
+        row.store.coder = self.coder()
+        if self.coding.first:
+            exact = row.trace
+            row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.coder()))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method, its parameters, its budget and its integers for prompts of one length."""
+
+    method: type["SelectiveAttention"]
+    params: Any  # method.Params
+    budget: Budget
+    plan: Any  # method.Plan
+    cache: BlockCacheSpec | None = None  # of a method that retrieves
+    allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
+    partner: "Partner | None" = None  # what makes codes of tokens
+    keeping: Keeping = AS_THEY_ARE  # what becomes of keys and values that stay
+    is_checked: bool = (
+        False  # the engine looks at what it selects and counts what it attends to (engine/books/audit.py)
+    )
+
+    @property
+    def is_full(self) -> bool:
+        """Full attention itself: the variant attends to every token, changes none and never evicts one."""
+        budget, method = self.budget, self.method
+        becomes_codes = method.changes or (self.partner is not None and method.drops)
+        is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
+        return budget.attends_all and budget.never_evicts and is_exact and not method.adapts(self.params)
+
+    @property
+    def checked_for(self) -> str:
+        """Whom errors about what it selects name; empty where it is believed."""
+        return self.method.title if self.is_checked or checks_all() else ""
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        own = self.method.observations(self.params, self.plan)
+        if self.partner is None:
+            return own
+        (rules, params, _), plan = self.partner.coding, self.partner.plan
+        return own + rules.observations(params, plan)  # type: ignore[attr-defined]
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        return () if self.is_full else self.method.probes(self.params, self.plan)
+
+    @property
+    def thinning(self) -> Thinning | None:
+        return self.method.thinning(self.plan)
+
+    def row(self, trace: Trace, n_new: int, store: type[Store] = Store) -> "SelectiveAttention":
+        """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow.
+
+        The `store` is an engine's.
+        """
+        return self.method(self, trace, n_new, store)
+
+
+class SelectiveAttention(Rules, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
@@ -198,7 +281,7 @@ class SelectiveAttention(Rules, Turns, ABC):
         """
         return ()
 
-    def interruption(self) -> "Interruption | None":
+    def interruption(self) -> Interruption | None:
         """What an answer is made to say from some token on; None: it speaks for itself."""
         return None
 
@@ -217,3 +300,71 @@ class SelectiveAttention(Rules, Turns, ABC):
         if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}
         return {"n_sink": n_sink}
+
+    # Contexts that are asked many times.
+
+    def mark(self) -> Mark:
+        """This moment, to go back to."""
+        return Mark(self)
+
+    def reset(self, mark: Mark) -> None:
+        """Go back to where the mark was made, as if nothing had been read since; the ledger begins anew."""
+        mark.restore(self)
+
+    def fork(self) -> "SelectiveAttention":
+        """A second row that goes on from here."""
+        return fork_of(self)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether a step only adds its token to what is resident."""
+        kind = type(self)
+        return self.variant.is_full or (
+            all(getattr(kind, name) is getattr(SelectiveAttention, name) for name in HOOKS)
+            and all(getattr(kind, name).__func__ is getattr(SelectiveAttention, name).__func__ for name in CLASSWIDE)
+        )
+
+    def at_once(self, layer: int, m: int) -> int:
+        """How many of the next `m` tokens this layer may read in one call, 1 where they have to come alone."""
+        at = self.store[layer]
+        if not at.takes_feeds:
+            return 1
+        on_gpu = at.device.type == "cuda"
+        if at.can_fetch:
+            takes = not on_gpu and self.selects_feeds(layer)
+        else:
+            takes = self.is_still or layer in self.skipped_layers()
+        # A query sees at least one of the window's tokens before the feed.
+        most = at.capacity - (at.n_window if on_gpu else 1)
+        return max(1, min(m, most)) if takes else 1
+
+    def selects_feeds(self, layer: int) -> bool:
+        """Whether `select_feed` does for many tokens what steps do for each."""
+        return False
+
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
+        """`select` for every token of a feed, of which the host has K and V already."""
+        raise AssertionError(f"{type(self).__name__} selects for one token at a time")
+
+    def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
+        """`after_attention` for all tokens of a feed, once they are taken in: out (1, h, m, d_h), corrected.
+
+        `lse` (1, h, m) are the log-sum-exps of the scaled logits of all that each token attended to.
+        """
+        return out
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
+        """Hold a feed's tokens within the budget of `grown`, the method on prompts as long as the conversation is.
+
+        The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone. Returns which
+        tokens stay, if some leave; what is written for that, and its `cost`, are `rebuilt_bytes` of the ledger.
+        A method that `fetches_more` lets the growth go to what a step fetches, beside sinks and a window of one size.
+        """
+        at = self.store[layer]
+        assert self.fetches_more, f"{type(self).__name__} keeps the budget of the context"
+        if at.can_fetch:
+            self.plan = replace(self.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
+
+    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+        """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h)."""
+        return read_at_once(self, layer, feed)

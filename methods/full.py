@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
 from engine.placement import Whole
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from methods.variant import Variant
+from methods.base import SelectiveAttention, Variant
 
 
 class Full(SelectiveAttention):

@@ -16,9 +16,9 @@ from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.passes.probe import Probe
 from engine.shapes import Checkpoint, ModelShape
+from methods.base import Variant
 from methods.rules import Scorer
 from methods.scoring import ScoringMethod
-from methods.variant import Variant
 
 
 def kind_of(scorer: Scorer) -> type[ScoringMethod]:

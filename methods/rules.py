@@ -8,7 +8,7 @@ Not here: what a method does with tokens (`methods/base.py`).
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from engine.books.footprint import Footprint, far_bytes, largest, too_small
 from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
@@ -17,9 +17,7 @@ from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
 from engine.shapes import Checkpoint, ModelShape
-
-if TYPE_CHECKING:
-    from methods.allocator import Allocator
+from methods.allocator import Allocator
 
 # What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
 COMPARABLE = ("none", "set", "heads", "layers")
@@ -133,6 +131,33 @@ class Rules:
     @classmethod
     def check_cache(cls, params: Any, cache: BlockCacheSpec) -> None:
         """Raise `ConfigError` where the method cannot work with this cache of blocks."""
+
+    @classmethod
+    def check_allocator(cls, params: Any, allocator: Allocator) -> None:
+        """Raise `ConfigError` where the method's budget cannot be divided so."""
+        asked, name = f"allocator={allocator.name}", allocator.name
+        if not cls.drops:
+            raise ConfigError(f"{asked} divides what a method keeps, and {cls.title} keeps every token; leave it out")
+        if not cls.is_scorer:
+            raise ConfigError(
+                f"{asked} would replace the division that makes {cls.title} what it is; use it with a scorer such as "
+                "method=snapkv"
+            )
+        if name == "uniform":
+            return
+        if reason := cls.evicts(params):
+            raise ConfigError(f"{asked} divides the prompt once, and {reason}")
+        comparable = cls.comparable_over(params)
+        if comparable == "none" and allocator.pools and not allocator.force:
+            raise ConfigError(
+                f"{asked} pools scores of different heads, and those of {cls.title} do not compare; use uniform or "
+                "pyramid, or allocator.force=true all the same"
+            )
+        if comparable == "set" and (allocator.of_heads != "uniform"):
+            raise ConfigError(
+                f"{asked} gives heads of a layer different counts, and {cls.title} keeps one set for all of them; use "
+                "uniform, pyramid or by_need"
+            )
 
     @classmethod
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
@@ -346,7 +371,7 @@ class Rules:
         return sum(layer < params.full_layers for layer in shape.attention_layers) if cls.skips else 0
 
     @classmethod
-    def own_allocator(cls, params: Any) -> "Allocator | None":
+    def own_allocator(cls, params: Any) -> Allocator | None:
         """How the method itself divides its budget over layers and heads; None: all alike."""
         return None
 

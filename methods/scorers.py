@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.observe import LastQueries, window_scores
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from kernels.topk import top_stable
 
 

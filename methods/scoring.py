@@ -16,7 +16,7 @@ from engine.budget import key_bytes
 from engine.placement import Kept, Placement, Ragged, Stay
 from engine.selection import Cost
 from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.dropping.allocators import (
     Counts,
     best_share,
@@ -28,7 +28,6 @@ from methods.dropping.allocators import (
     whole_layers,
 )
 from methods.scorers import by_heads, keep_top, layer_vector
-from methods.variant import Variant
 
 
 class ScoringMethod(SelectiveAttention):

@@ -19,7 +19,7 @@ from engine.shapes import ModelShape
 from evals.asked import Asked, Lookups, ask_one, naming
 from evals.models import look_up
 from evals.settings import Settings, from_words, load_class
-from methods.variant import Variant
+from methods.base import Variant
 
 VARIABLE = "KVBENCH_SERVING"
 VISIBLE, PAGES, DROPPING = RUNGS = ("visible", "pages", "dropping")

@@ -20,8 +20,8 @@ from engine.layouts.home import Home
 from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory, Pair
 from engine.layouts.slots import Marked, Slots
+from engine.passes.trace import Trace
 from engine.placement import Kept, Offloaded, Placement, Ragged, Searched, Whole
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.store import Layouts, Store
 from serving.order import DROPPING, PAGES, VISIBLE, Unserved

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.foreign import write_csv
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.base import SelectiveAttention

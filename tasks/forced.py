@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from engine.decode import Watch, decode
 from engine.errors import ConfigError, NotFiniteError
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.sampling.finite import why_lost
 from methods.base import SelectiveAttention
 from methods.full import full_attention

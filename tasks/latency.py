@@ -41,14 +41,14 @@ from engine.decode import Answer, Decoded, decode
 from engine.errors import ConfigError, NotFiniteError
 from engine.model import Model
 from engine.passes.probe import probe
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.sampling.finite import REMEDY
 from engine.shapes import ModelShape
 from engine.sparse.base import SparsePrefill
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.calibration.prose import embedded_prose
 from methods.full import full_attention
-from methods.variant import Variant
 from tasks.base import Sample, Task
 from tasks.forced import Outcome
 

@@ -31,6 +31,7 @@ from engine.checkpoints.load import made, shape_of
 from engine.decode import decode
 from engine.errors import ConfigError, one_line
 from engine.model import Model, register_attention
+from engine.passes.agreement import check_attention
 from engine.prefill import prefill
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
@@ -221,7 +222,7 @@ def loaded(config: Any, hf: Any, name: str) -> Model:
     model = made(hf, None, shape_of(config, name), torch.float32, f"tiny-{name}")
     if not model.shape.attention_layers:
         raise ConfigError(f"the model {name!r} has no layer that methods compress")
-    model.self_check()
+    check_attention(model)
     return model
 
 

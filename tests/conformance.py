@@ -39,16 +39,16 @@ from engine.layouts.fetching import Fetching
 from engine.layouts.layer import Layer
 from engine.model import Model
 from engine.passes.probe import probe
+from engine.passes.trace import Trace
 from engine.placement import Placement, Ragged
-from engine.prefill import Trace, prefill
+from engine.prefill import prefill
 from evals import outside
 from evals.overrides import config_groups
 from evals.settings import from_words, load_class
 from evals.typed import build_params
 from methods.allocator import Allocator
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.full import Full
-from methods.variant import Variant
 from results.names import known
 from tests.tiny import prompt, tiny
 from tests.vectors import built

@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from engine.checkpoints.load import load
 from engine.decode import decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.runner import run_cells
 from evals.settings import Settings, settings
 from methods.base import SelectiveAttention

@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -39,12 +39,12 @@ MAY_IMPORT = {
 LARGEST_SHARE = 0.22  # of the code that a room at the top may hold
 LONGEST_FILE = 600  # lines, of one thing; a longer one says "Long because" in its docstring
 MOST_FILES = 24  # side by side in a folder, as a screen shows them; no file is there because another one was full
-BELOW = ("engine", "methods")  # their files may name each other's types in a circle
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run", "first_look"})
 SCRIPTS = [ROOT / "run.py", ROOT / "first_look.py"]
 FILES = [*SCRIPTS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def module_of(file: Path) -> str:
@@ -61,20 +61,15 @@ WITHOUT_TORCH = (
 )
 
 
-def imports(tree: ast.AST, for_types: bool = False) -> Iterator[tuple[str, bool]]:
-    """Dotted names of modules imported anywhere below, and whether only for type checking."""
-    for node in ast.iter_child_nodes(tree):
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of modules imported anywhere below: at the top, inside functions, for type checking."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, for_types) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative imports hide the room"
             assert node.module
-            yield from ((f"{node.module}.{alias.name}", for_types) for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from imports(ast.Module(node.body, []), for_types=True)
-            yield from imports(ast.Module(node.orelse, []), for_types)
-        else:
-            yield from imports(node, for_types)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def room_of(module: str) -> str:
@@ -85,7 +80,7 @@ def room_of(module: str) -> str:
 def strays(room: str, source: str) -> list[str]:
     """Our modules that `room` imports and may not."""
     found = []
-    for name, _ in imports(ast.parse(source)):
+    for name in imports(ast.parse(source)):
         allowed = MAY_IMPORT[room]
         if name.split(".")[0] in OURS and not any(f"{name}.".startswith(f"{a}.") for a in allowed):
             found.append(name)
@@ -98,27 +93,31 @@ def test_imports_follow_the_arrows(file: Path) -> None:
 
 
 def test_no_import_leads_back_to_where_it_came_from() -> None:
-    """Imports inside functions count: such a circle only shows itself later. So do those for types outside `BELOW`."""
-    files = {module_of(file): file for file in FILES}
-    arrows = {module: targets(file, files) - {module} for module, file in files.items()}
+    """Imports inside functions count, as such a circle only shows itself later, and those for types alone."""
+    files = {module_of(file): file.read_text() for file in [*FILES, *BENCHMARKS, *TESTS]}
+    assert in_circles(files) == []
+
+
+def in_circles(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, and those above one."""
+    arrows = {module: targets(source, sources) - {module} for module, source in sources.items()}
     while free := [module for module, to in arrows.items() if not to & arrows.keys()]:
         for module in free:
             del arrows[module]
-    assert not arrows, f"in a circle, or above one: {sorted(arrows)}"
+    return sorted(arrows)
 
 
-def targets(file: Path, files: Collection[str]) -> set[str]:
-    """Modules of ours that a file imports; of the rooms that name each other's types, not those for types."""
-    names = [
-        name
-        for name, for_types in imports(ast.parse(file.read_text()))
-        if not (for_types and file.relative_to(ROOT).parts[0] in BELOW)
-    ]
-    return {next(at for at in (name, name.rpartition(".")[0]) if at in files) for name in names if is_ours(name, files)}
+def targets(source: str, modules: Collection[str]) -> set[str]:
+    """Those of the modules that a file imports, or a name of which."""
+    names = [*imports(ast.parse(source))]
+    return {at for name in names for at in [name if name in modules else name.rpartition(".")[0]] if at in modules}
 
 
-def is_ours(name: str, files: Collection[str]) -> bool:
-    return name in files or name.rpartition(".")[0] in files
+def test_a_circle_is_seen_wherever_an_import_stands() -> None:
+    below = {"a": "import b.c", "b.c": "x = 1"}
+    assert in_circles(below) == []
+    for back in ("from a import x", "def f():\n    import a", "if TYPE_CHECKING:\n    from a import x"):
+        assert in_circles(below | {"b.c": back}) == ["a", "b.c"]
 
 
 def test_no_room_holds_too_much_of_the_code() -> None:

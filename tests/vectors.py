@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.budget import BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.decode import attend_group
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.base import SelectiveAttention

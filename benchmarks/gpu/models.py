@@ -35,11 +35,11 @@ from engine.errors import ConfigError
 from engine.model import Model
 from engine.passes.capturing import begin, end
 from engine.passes.streams import stream_for
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
-from methods.base import SelectiveAttention
-from methods.variant import Variant
+from methods.base import SelectiveAttention, Variant
 from tasks.base import Sample
 from tasks.latency import Latency, Pass, Timed, run_pass
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.caches.host import Host
 from engine.caches.token_code import TokenCode
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from kernels.packed.codes import Quantised, quantise_tokens, rebuild_tokens
 from kernels.rows.values import bring_values
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from engine.observe import Observation
+from engine.passes.trace import Trace
 from engine.placement import Coder
-from engine.prefill import Trace
 from kernels.gather import move_both
 
 

@@ -9,7 +9,7 @@ Not here: packing and rebuilding (`engine/caches/packed_host.py`).
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.budget import ELEMENT_BYTES
+SCALE_BYTES = 2  # of a scale, and of a zero point
 
 
 class SideBytes(NamedTuple):
@@ -35,7 +35,7 @@ class TokenCode:
     def sides(self, d_h: int, d_v: int) -> tuple[SideBytes, SideBytes]:
         """Of K and of V, counted at 16 bits a scale."""
         key, value = (
-            SideBytes(width * bits // 8, width // self.group * ELEMENT_BYTES)
+            SideBytes(width * bits // 8, width // self.group * SCALE_BYTES)
             for width, bits in ((d_h, self.key_bits), (d_v, self.value_bits))
         )
         return key, value

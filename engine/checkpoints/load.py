@@ -25,6 +25,7 @@ from engine.checkpoints.trial import check_tokenizer
 from engine.errors import ConfigError, first_line
 from engine.machine import cpu_multiplies_bfloat16
 from engine.model import Model, decoder_layers, register_attention
+from engine.passes.agreement import check_attention
 from engine.passes.rotations import rotary_dims
 from engine.shapes import DRAWN, Checkpoint, ModelShape
 from kernels.jit import triton
@@ -98,7 +99,7 @@ def check_once(model: Model, is_local: bool) -> None:
     held = cache_home() / "checked" / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if is_local and is_own(held):
         return
-    model.self_check()
+    check_attention(model)
     if is_local:
         with suppress(OSError):  # a cache that cannot be written to costs the check once more
             write_own(held, "")

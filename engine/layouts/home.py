@@ -17,7 +17,7 @@ from engine.caches.packed_host import host_of
 from engine.caches.token_code import TokenCode
 from engine.layouts.memory import Buffers, Memory, Pair
 from engine.passes.streams import sent_home
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from kernels.gather import gather_tokens, move_both
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.keeping import Keeping, Merging
 from engine.passes.rotations import Turn
+from engine.passes.trace import Trace
 from engine.placement import Kept, Placement, Ragged
-from engine.prefill import Trace
 from kernels.topk import top_stable
 
 TILE = 1 << 22  # similarities at a time

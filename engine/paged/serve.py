@@ -14,7 +14,8 @@ from engine.decode import decode
 from engine.model import Model
 from engine.paged.pool import Pool
 from engine.paged.store import PagedStore, PagedTrace
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 
 MakeRow = Callable[..., Any]  # a variant's row on a trace, for so many new tokens, with a store of this kind
 

@@ -20,8 +20,8 @@ from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory, Pair
 from engine.layouts.slots import Marked, Slots
 from engine.paged.pool import Pages, Pool
+from engine.passes.trace import Trace
 from engine.placement import Kept, Made, Offloaded, Placement, Whole
-from engine.prefill import Trace
 from engine.store import Layouts, Store
 
 

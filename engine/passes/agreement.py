@@ -1,4 +1,4 @@
-"""Whether a loaded model says with our attention what it says with transformers' own: `check`, once per checkpoint.
+"""Whether a loaded model says with our attention what it says with transformers' own: `check_attention`.
 
 A short prompt and a few steps go through both, the steps as two rows of one batch, so that a layer that is left as it
 is has to fork what it holds. Logits are compared, not tokens: a mask, a sink or a cap that is lost shows in them long
@@ -11,7 +11,7 @@ digit of its input changes: a router between experts that are nearly as good fal
 Not here: when it is asked (`engine/checkpoints/load.py`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from engine.attend import Part, attend_own, attend_rows
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of
 from engine.errors import ConfigError, one_line
+from engine.machine import is_out_of_memory
+from engine.model import Model
 from engine.softmax import Softmax
-from engine.width import is_out_of_memory
-
-if TYPE_CHECKING:
-    from engine.model import Model
 
 N_PROMPT, N_STEPS, N_ROWS = 48, 4, 2
 SHARE = 1e-3  # of the logits' range that rounding may move them by in float32
@@ -35,7 +33,7 @@ N_NUDGES = 8  # of the input's last digit
 NEVER = "model.check=never runs it all the same"
 
 
-def check(model: "Model") -> None:
+def check_attention(model: Model) -> None:
     """Raise `ConfigError` for a model that KVBench would answer wrongly with, or could not run at all."""
     name = model.shape.name
     if model.shape.window <= N_STEPS:
@@ -78,7 +76,7 @@ def check(model: "Model") -> None:
         )
 
 
-def prompt_of(model: "Model") -> Tensor:
+def prompt_of(model: Model) -> Tensor:
     """Token ids that are no marks: from the middle of the vocabulary, the same each time, as many as the model reads.
 
     Behind the last position that a model has learned there is none to look up.
@@ -89,7 +87,7 @@ def prompt_of(model: "Model") -> Tensor:
     return ids.to(model.device)
 
 
-def own_logits(model: "Model", ids: Tensor, attention: str | None = None) -> Tensor:
+def own_logits(model: Model, ids: Tensor, attention: str | None = None) -> Tensor:
     """Of transformers' own attention, behind the prompt and each step: (steps + 1, vocabulary) float32."""
     before = model.hf.config._attn_implementation
     if attention is not None:
@@ -104,12 +102,12 @@ def own_logits(model: "Model", ids: Tensor, attention: str | None = None) -> Ten
     return out.logits[0, -N_STEPS - 1 :].float()
 
 
-def own_distance(model: "Model", ids: Tensor, right: Tensor) -> float:
+def own_distance(model: Model, ids: Tensor, right: Tensor) -> float:
     """How far the model's own ways of attending are apart."""
     return max(farthest(own_logits(model, ids, way), right) for way in ("eager", "sdpa") if takes(model, way))
 
 
-def is_rounding(model: "Model", ids: Tensor, found: Tensor, right: Tensor) -> bool:
+def is_rounding(model: Model, ids: Tensor, found: Tensor, right: Tensor) -> bool:
     """Whether in half precision the model's answers to an input rounded another way are apart as much.
 
     Where a router falls to another side, one token's logits are far off; wrong attention moves those of most tokens.
@@ -125,7 +123,7 @@ def usual(found: Tensor, right: Tensor) -> float:
     return (found - right).abs().amax(-1).median(-1).values.max().item()
 
 
-def nudged_logits(model: "Model", ids: Tensor, seed: int) -> Tensor:
+def nudged_logits(model: Model, ids: Tensor, seed: int) -> Tensor:
     """`own_logits` where each number that stands for a token is one digit up or down, as `seed` draws."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -140,11 +138,11 @@ def nudged_logits(model: "Model", ids: Tensor, seed: int) -> Tensor:
         hook.remove()
 
 
-def takes(model: "Model", attention: str) -> bool:
+def takes(model: Model, attention: str) -> bool:
     return attention == "eager" or bool(getattr(model.hf, "_supports_sdpa", False))
 
 
-def our_logits(model: "Model", ids: Tensor, session: "Short") -> Tensor:
+def our_logits(model: Model, ids: Tensor, session: "Short") -> Tensor:
     """Of our attention, (rows, steps + 1, vocabulary) float32."""
     n_prompt = ids.shape[1] - N_STEPS
     with model.hooked():
@@ -166,7 +164,7 @@ def farthest(found: Tensor, right: Tensor) -> float:
 class Short:
     """Stands in the model's attention: all tokens of a short prompt and of the steps behind it, nothing compressed."""
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: Model) -> None:
         self.model, self.position = model, 0
         self.compressed = frozenset(model.shape.attention_layers)
         self.owners = dict(model.shape.readers)  # of layers that attend to another's K and V

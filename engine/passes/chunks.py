@@ -10,17 +10,16 @@ Not here: attention itself, which stores nothing of the size of all pairs (`engi
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from engine.model import Model
+from engine.model import Model
 
 
 @contextmanager
-def in_chunks(model: "Model", n: int | None) -> Iterator[None]:
+def in_chunks(model: Model, n: int | None) -> Iterator[None]:
     """Inside, all parts of a layer but its attention read `n` tokens at a time; None: all at once, as outside."""
     if n is None:
         yield

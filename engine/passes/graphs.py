@@ -16,18 +16,16 @@ Not here: attention, and steps whose hooks on the model change what it computes 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.causal import Chunk
 from engine.passes.capturing import begin, end, without_waiting
+from engine.passes.session import Runner, Session
 from engine.passes.streams import stream_for
 from engine.softmax import Softmax
-
-if TYPE_CHECKING:
-    from engine.model import Model, Session
 
 WARM = 3  # steps with so many rows before they are captured: libraries make their buffers by then
 MOST = 8  # numbers of rows that are kept at once
@@ -56,7 +54,7 @@ class Call:
 class Seen:
     """A session's attention in one step, noted."""
 
-    session: "Session"
+    session: Session
     calls: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v, out
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
@@ -83,7 +81,7 @@ class Different(RuntimeError):
 class Parts:
     """The captured parts of a step with so many rows."""
 
-    def __init__(self, model: "Model", ids: Tensor, positions: Tensor, pool: Any, stream: Any) -> None:
+    def __init__(self, model: Runner, ids: Tensor, positions: Tensor, pool: Any, stream: Any) -> None:
         self.pool, self.calls, self.graphs = pool, list[Call](), list[Any]()
         self.ids, self.positions = ids.clone(), positions.clone()
         stream.wait_stream(torch.cuda.current_stream(model.device))
@@ -150,7 +148,7 @@ class StepGraphs:
         self.stream: Any = None  # that captures; libraries keep buffers for each
 
     @staticmethod
-    def obstacle(model: "Model") -> str | None:
+    def obstacle(model: Runner) -> str | None:
         """What of the model stands against graphs."""
         if model.device.type != "cuda":
             return "the model is on a CPU"
@@ -163,7 +161,7 @@ class StepGraphs:
         return None
 
     def step(
-        self, model: "Model", ids: Tensor, position: int | Tensor, cache: Any, session: "Session"
+        self, model: Runner, ids: Tensor, position: int | Tensor, cache: Any, session: Session
     ) -> Tensor:  # fmt: skip
         """One token per row, (n, 1): logits of the next, (n, vocabulary) float32."""
         n = len(ids)
@@ -191,7 +189,7 @@ class StepGraphs:
         return n in self.parts or self.n_alike > WARM
 
     def capture(
-        self, model: "Model", ids: Tensor, position: int | Tensor, cache: Any, session: "Session"
+        self, model: Runner, ids: Tensor, position: int | Tensor, cache: Any, session: Session
     ) -> Tensor:  # fmt: skip
         """The step without graphs, and the parts for those to come."""
         seen = Seen(session, [])

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import Chunk, over_past, whole
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.softmax import Softmax
 
 if TYPE_CHECKING:

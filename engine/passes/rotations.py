@@ -14,7 +14,7 @@ Not here: a rotation as tables (`kernels/rows/rotation.py`).
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from torch import Tensor
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import backbone
 from engine.errors import ConfigError
+from engine.passes.session import Call, Runner
 from engine.softmax import Softmax
-
-if TYPE_CHECKING:
-    from engine.model import Call, Model
 
 # Moves queries or keys (n, heads, s, d_h) by so many positions, or by (n or 1, s) of them.
 Turn = Callable[[Tensor, int | Tensor], Tensor]
@@ -55,7 +53,7 @@ class _Plain:
         return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], soft, window)[0]
 
 
-def rotations(model: "Model") -> dict[int, Turn] | None:
+def rotations(model: Runner) -> dict[int, Turn] | None:
     """The turn of each compressed layer; None where a layer's is not known, or no layer turns."""
     if model.shape.window < N + BY:  # there are no two such places
         return None
@@ -93,7 +91,7 @@ def behind(turn: Turn, d_c: int) -> Turn:
     return turned
 
 
-def moved_queries(model: "Model") -> dict[int, tuple[Asking, Asking]]:
+def moved_queries(model: Runner) -> dict[int, tuple[Asking, Asking]]:
     """Queries and keys of the same input at two places, of each layer that asks for attention.
 
     Of latents what lies behind them: they have no position, and would hide how small the rest is moved.
@@ -107,7 +105,7 @@ def moved_queries(model: "Model") -> dict[int, tuple[Asking, Asking]]:
             with model.watched(calls):
                 model.forward(ids, position, model.new_cache(), session)
 
-        def asking(layer: int, calls: "dict[int, Call]") -> Asking:
+        def asking(layer: int, calls: dict[int, Call]) -> Asking:
             q, k = model.asking(layer, here[layer].x, calls[layer].beside)
             return q[..., d_c:], k[..., d_c:]
 
@@ -136,7 +134,7 @@ def direction(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x.float(), dim=-1)
 
 
-def candidates(model: "Model", layer: int) -> Iterator[Turn]:
+def candidates(model: Runner, layer: int) -> Iterator[Turn]:
     """What may be the layer's rotation, from the rotary embeddings of the text model and its formula."""
     module = model.attentions[layer]
     file: Any = inspect.getmodule(type(module))
@@ -182,7 +180,7 @@ class Tables:
         return cos, sin
 
 
-def tables_of(model: "Model", layer: int) -> Iterator[Tables]:
+def tables_of(model: Runner, layer: int) -> Iterator[Tables]:
     """The tables of each rotary embedding: one for all layers, or one for each kind of layer."""
     kinds = kinds_of_layers(model.hf)
     for rotary, kind in rotaries(model.hf, kinds[layer : layer + 1]):

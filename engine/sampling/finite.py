@@ -7,15 +7,8 @@ NaN is a token as any other.
 Not here: what happens to such a row (`engine/decode.py`), what is written of it (`evals/lines.py`).
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-from engine.errors import NotFiniteError
-
-if TYPE_CHECKING:
-    from engine.prefill import Trace
 
 REMEDY = "its weights may be damaged, or too large for the dtype; check the checkpoint, or use dtype=float32"
 
@@ -33,16 +26,3 @@ def said(token: float) -> int | None:
 def why_lost(n_said: int) -> str:
     """Why an answer ended behind so many tokens."""
     return f"after {n_said} generated tokens the logits are NaN or infinite, so that no token can be chosen; {REMEDY}"
-
-
-def check_pass(trace: "Trace") -> None:
-    """Raise `NotFiniteError` where a pass over a prompt left logits that choose nothing."""
-    assert trace.logits is not None, "the pass has not ended"
-    if not trace.logits.amax().isfinite().item():
-        raise NotFiniteError(f"the model's logits behind the prompt are NaN or infinite; {REMEDY}")
-
-
-def is_cause(trace: "Trace") -> bool:
-    """Whether a pass that was broken off had keys or values that are no numbers, on which methods fail as they may."""
-    layers = trace.held_layers()
-    return any(not x.isfinite().all() for layer in layers for x in (trace.keys(layer), trace.values(layer)))

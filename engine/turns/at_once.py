@@ -4,7 +4,7 @@ All tokens of the feed see what was resident before it, as long as it is; among 
 fetch is selected for all of them and attended to in one call. The books get an entry for each token, as if it had come
 alone.
 
-Not here: which rows may (`methods/turns.py`), rows of which each token changes what the next one finds
+Not here: which rows may (`methods/base.py`), rows of which each token changes what the next one finds
 (`engine/turns/talk.py`).
 """
 

@@ -21,7 +21,7 @@ from engine.books.spans import span
 from engine.causal import Chunk, weighed
 from engine.decode import Answer, attend_groups
 from engine.errors import ConfigError
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.readers import Readers
 from engine.row import Row, Variant
 from engine.sampling.finite import marked, said
@@ -31,7 +31,8 @@ from engine.turns.dense import read_dense
 from engine.turns.feed import Feed, moments
 
 if TYPE_CHECKING:
-    from engine.model import Call, Model
+    from engine.model import Model
+    from engine.passes.session import Call
 
 
 class Talk:

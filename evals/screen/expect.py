@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from engine.decode import decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from evals.screen.estimate import Bends, Estimate, Load
 from evals.screen.progress import duration
 from methods.full import full_attention

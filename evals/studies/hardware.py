@@ -43,7 +43,7 @@ from engine.decode import attend_group
 from engine.errors import ConfigError, unknown_name
 from engine.foreign import write_csv
 from engine.observe import ColumnSums
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.selection import Found
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

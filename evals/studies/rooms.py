@@ -21,7 +21,7 @@ from engine.terminal import say
 from engine.width import SHARE, prompt_bytes, variant_bytes, waves
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, layers_of, method_of
-from methods.variant import Variant
+from methods.base import Variant
 from results.sheet import Sheet, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()

@@ -20,7 +20,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from engine.model import Model
-from engine.observe import Known, ModelFact
+from engine.observe import ModelFact
+from engine.passes.trace import Known
 from engine.softmax import Softmax
 from engine.terminal import say
 from methods.calibration import files

@@ -41,11 +41,10 @@ from engine.placement import Change, Evict, Kept, Stay
 from engine.selection import Cost
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.evicting import read_evicting
 from methods.scorers import keep_top, lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
-from methods.variant import Variant
 
 SCORE_BYTES = 4
 

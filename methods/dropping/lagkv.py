@@ -39,8 +39,8 @@ from torch import Tensor
 from engine.budget import Budget, BudgetRequest
 from engine.checks import each_one_of, tokens, whole_numbers
 from engine.errors import ConfigError
+from engine.passes.trace import Trace
 from engine.placement import Change, Evict, Kept, Placement
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from kernels.gather import gather_tokens, move_both
 from methods.dropping.allocators import Counts

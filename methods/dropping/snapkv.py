@@ -28,13 +28,13 @@ from engine.budget import Budget, key_bytes
 from engine.checks import each_one_of
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, window_scores
+from engine.passes.trace import Trace
 from engine.placement import Stay
-from engine.prefill import Trace
 from engine.selection import Cost
 from engine.shapes import ModelShape
+from methods.base import Variant
 from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from methods.scoring import ScoringMethod
-from methods.variant import Variant
 
 POOLINGS = ("max", "avg")
 REDUCTIONS = ("mean", "sum", "max", "query_head")

@@ -25,9 +25,8 @@ from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.placement import Kept, Stay
 from engine.shapes import Checkpoint, ModelShape
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.scorers import keep_top
-from methods.variant import Variant
 
 
 class StreamingLLM(SelectiveAttention):

@@ -32,11 +32,10 @@ from engine.observe import MeanWeights, Observation
 from engine.placement import Change, Evict, Kept, Placement, Stay
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.evicting import grown_cache, read_evicting
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
-from methods.variant import Variant
 
 LAST_QUERY = MeanWeights(1)
 

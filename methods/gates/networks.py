@@ -19,7 +19,7 @@ from engine.softmax import Softmax
 from methods.gates.files import AUTO, DRAWN, read
 
 if TYPE_CHECKING:
-    from engine.prefill import Trace
+    from engine.passes.trace import Trace
 
 Weights = Mapping[str, Tensor]  # of a layer, by the names of the file
 RMS_EPS = 1e-6

@@ -25,7 +25,7 @@ from engine.softmax import Softmax
 
 if TYPE_CHECKING:
     from engine.model import Model
-    from engine.prefill import Trace
+    from engine.passes.trace import Trace
 
 N_TOKENS, N_PROMPT = 24_576, 1_024
 HELD_OUT = 8  # of so many prompts one is

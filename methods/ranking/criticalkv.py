@@ -35,7 +35,8 @@ from engine.budget import Budget
 from engine.checks import share
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.observe import Known, ModelFact, Observation, at_once
+from engine.observe import ModelFact, Observation, at_once
+from engine.passes.trace import Known
 from engine.placement import Placement
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

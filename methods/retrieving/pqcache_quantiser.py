@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.passes.beside import Beside
 from engine.passes.streams import stream_for
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from kernels.pq_codes import PackedCodes
 from kernels.pq_fit import pq_fit
 

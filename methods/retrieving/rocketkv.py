@@ -42,8 +42,8 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
+from engine.passes.trace import Trace
 from engine.placement import Searched
-from engine.prefill import Trace
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

@@ -41,8 +41,8 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show,
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
 from engine.passes.streams import sent_home
+from engine.passes.trace import Trace
 from engine.placement import Change, Offloaded
-from engine.prefill import Trace
 from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

@@ -8,7 +8,8 @@ import torch
 
 from engine.decode import Decoded, decode
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from methods.base import SelectiveAttention
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full

@@ -13,8 +13,9 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping, Merging
 from engine.layouts.kept import kept_mask, targets
+from engine.passes.trace import Trace
 from engine.placement import Kept
-from engine.prefill import Trace, prefill
+from engine.prefill import prefill
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from evals.settings import from_words

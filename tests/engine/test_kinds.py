@@ -16,6 +16,7 @@ from engine.checkpoints.kinds import shape_of, survey
 from engine.errors import ConfigError
 from engine.model import register_attention
 from engine.passes import agreement
+from engine.passes.agreement import check_attention
 from engine.passes.rotations import unmoved
 from engine.prefill import prefill
 from engine.softmax import Softmax
@@ -261,11 +262,11 @@ def test_a_model_with_nothing_to_compress_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_answers_differently_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    model.self_check()
+    check_attention(model)
     own = agreement.own_logits
     monkeypatch.setattr(agreement, "own_logits", lambda *args: own(*args) + 0.5)
     with pytest.raises(ConfigError, match=r"logits differ by 0\.5, with a range of \d"):
-        model.self_check()
+        check_attention(model)
 
 
 def test_what_our_attention_cannot_stand_in_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +277,7 @@ def test_what_our_attention_cannot_stand_in_is_a_sentence(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(agreement, "attend_rows", fail)
     with pytest.raises(ConfigError, match="does not run with KVBench's attention"):
-        model.self_check()
+        check_attention(model)
 
 
 def test_a_checkpoint_is_compared_once_and_not_where_it_is_asked_not_to_be(
@@ -284,7 +285,7 @@ def test_a_checkpoint_is_compared_once_and_not_where_it_is_asked_not_to_be(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, seen = str(save_tiny(tmp_path / "checkpoint")), list[str]()
-    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    monkeypatch.setattr(load, "check_attention", lambda model: seen.append(model.shape.name))
     load.load("a", folder, dtype="float32", device="cpu", check=False)
     assert seen == []
     load.load("b", folder, dtype="float32", device="cpu")
@@ -361,7 +362,7 @@ def test_no_right_model_is_refused_in_half_precision(name: str, dtype: torch.dty
     register_attention()
     config = config_of(name)
     made = load.made(model_of(config, 1).to(dtype), None, shape_of(config, name), dtype, f"half-{name}")
-    made.self_check()
+    check_attention(made)
 
 
 def test_a_wrong_model_is_refused_in_half_precision_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +372,7 @@ def test_a_wrong_model_is_refused_in_half_precision_too(monkeypatch: pytest.Monk
     made = load.made(hf, None, shape_of(config, "half"), torch.bfloat16, "half")
     monkeypatch.setattr(agreement, "causal", lambda q, k, v, soft, window: causal(q, k, v.flip(2), soft, window))
     with pytest.raises(ConfigError, match="answers differently"):
-        made.self_check()
+        check_attention(made)
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 14, 15, 16, 51, 52])
@@ -396,7 +397,7 @@ def test_only_a_note_of_ones_own_says_that_a_checkpoint_was_compared(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model, seen = tiny(), list[str]()
-    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    monkeypatch.setattr(load, "check_attention", lambda model: seen.append(model.shape.name))
     load.check_once(model, True)
     load.check_once(model, True)
     assert len(seen) == 1
@@ -418,7 +419,7 @@ def test_a_cache_that_cannot_be_read_costs_the_comparison_once_more(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
     model, seen = tiny(), list[str]()
-    monkeypatch.setattr(agreement, "check", lambda model: seen.append(model.shape.name))
+    monkeypatch.setattr(load, "check_attention", lambda model: seen.append(model.shape.name))
     load.check_once(model, True)
     load.check_once(model, True)
     assert len(seen) == 2

@@ -16,7 +16,8 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.latents import Latent
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from engine.turns.talk import Talk
 from tests import conformance

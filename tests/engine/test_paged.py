@@ -11,7 +11,7 @@ from engine.errors import ConfigError, RunError
 from engine.paged.pool import BLOCK, Pages, Pool
 from engine.paged.serve import Serving
 from engine.prefill import prefill
-from methods.variant import Variant
+from methods.base import Variant
 from tests import conformance
 from tests.conformance import model, ours
 from tests.tiny import prompt

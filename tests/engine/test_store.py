@@ -6,8 +6,8 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.caches.blocks import BlockCacheSpec
+from engine.passes.trace import Trace
 from engine.placement import Kept, Offloaded, Searched, Whole
-from engine.prefill import Trace
 from engine.store import Store
 from kernels.gather import gather_tokens
 from tests.vectors import trace_of

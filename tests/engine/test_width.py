@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import width
+from engine import machine
 from engine.budget import BudgetRequest
 from engine.errors import ConfigError
+from engine.machine import free_bytes, free_cgroup_bytes
 from engine.prefill import prefill
-from engine.width import free_bytes, free_cgroup_bytes, prompt_bytes, variant_bytes, waves
+from engine.width import prompt_bytes, variant_bytes, waves
 from evals.studies.hardware import method_of
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
@@ -103,7 +104,7 @@ def test_a_pass_in_chunks_needs_less() -> None:
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(width, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     assert 0 < free_bytes(torch.device("cpu")) < free_cgroup_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     assert 0 < free_bytes(torch.device("cpu")) < free_cgroup_bytes()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.model import Model
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from evals.runner import run_cells
 from evals.screen import expect as expecting
 from evals.screen.estimate import Bends, Load

@@ -19,8 +19,8 @@ from hydra import compose, initialize_config_dir
 
 from engine.budget import Budget
 from engine.errors import ConfigError
+from engine.passes.trace import Trace
 from engine.placement import Offloaded
-from engine.prefill import Trace
 from evals import answer, models, prepare, runner
 from evals.prepare import SHOWN
 from evals.settings import Settings, settings

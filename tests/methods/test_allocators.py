@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from evals.asked import ask
 from evals.settings import from_words
-from methods.allocator import ALLOCATORS, Allocator, check_allocator
+from methods.allocator import ALLOCATORS, Allocator
 from methods.dropping.allocators import best_of, globally_best, head_mix, head_protect, n_safe, pyramid_within, uniform
 from methods.scoring import ScoringMethod
 from results.names import known
@@ -46,7 +46,7 @@ def pair(scorer: str, allocator: str) -> Subject:
     params = replace(one.params, **changed)
     chosen = Allocator(allocator)
     try:
-        check_allocator(one.kind, params, chosen)
+        one.kind.check_allocator(params, chosen)
     except ConfigError as error:
         assert one.kind.comparable in ("none", "set"), error
         pytest.skip(f"refused: {error}")

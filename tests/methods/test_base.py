@@ -12,8 +12,7 @@ from engine.placement import Made
 from engine.selection import Found, selection
 from engine.shapes import ModelShape
 from methods.alike import select_alike
-from methods.base import SelectiveAttention
-from methods.variant import Variant
+from methods.base import SelectiveAttention, Variant
 from tests.vectors import built, step, trace_of
 
 SHAPE = ModelShape("vectors", 1, 4, 2, 8, 1 << 20, (0,))

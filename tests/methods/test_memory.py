@@ -11,7 +11,7 @@ from engine.budget import BudgetRequest, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from methods.variant import Variant
+from methods.base import Variant
 from results.names import known
 from tests.conformance import METHODS, S, Subject, answers, model, ours
 from tests.conformance import subject as made_of

@@ -24,11 +24,10 @@ from engine.passes.probe import probe
 from engine.prefill import prefill
 from evals.overrides import config_groups
 from kernels.pq_fit import Fit, pq_fit
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.retrieving import pqcache_quantiser
 from methods.retrieving.pqcache import PQCache
 from methods.retrieving.pqcache_quantiser import Quantiser
-from methods.variant import Variant
 from tests import conformance
 from tests.tiny import prompt
 

@@ -13,7 +13,7 @@ import torch
 from engine.decode import decode
 from engine.model import Model
 from engine.prefill import prefill
-from methods.variant import Variant
+from methods.base import Variant
 from serving.order import DROPPING, VISIBLE, Order
 from serving.pages import Pages
 from tests import conformance

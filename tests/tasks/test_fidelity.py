@@ -17,7 +17,8 @@ from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.shapes import ModelShape
 from evals import models, runner
 from evals.screen.table import sheet

@@ -12,6 +12,7 @@ from engine.checkpoints.load import image_ids, made, read_checkpoint, read_confi
 from engine.checkpoints.text import how_to_read, marks, text_part
 from engine.errors import ConfigError
 from engine.model import register_attention
+from engine.passes.agreement import check_attention
 from methods.full import Full
 from tasks.base import Sample
 from tasks.prompt import check_ids
@@ -60,7 +61,7 @@ def test_the_text_model_alone_answers_as_the_whole_model(name: str, tmp_path: Pa
     assert not any("vision" in key for key, _ in hf.named_parameters())
     register_attention()
     model = made(hf.eval(), None, shape_of(hf.config, name), torch.float32, f"text-{name}")
-    model.self_check()
+    check_attention(model)
     assert answers(model, prompt(), [Full]) == [generated(whole, prompt())]
     assert read_checkpoint(name, str(tmp_path)).shape == model.shape
 

@@ -10,7 +10,8 @@ from engine.causal import Chunk, causal
 from engine.model import Model
 from engine.passes.probe import Pass, Probe, joined, probe
 from engine.passes.repetition import Repetition, largest_weights
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from kernels import column_sums
 from tests.tiny import prompt, tiny

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.causal import causal
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, LastQueries
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from engine.sparse import vertical_slash
 from engine.sparse.vertical_slash import VerticalSlash, diagonal_sums, n_pairs, votes

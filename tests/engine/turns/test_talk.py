@@ -10,12 +10,12 @@ import torch
 from engine.budget import BudgetRequest
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.turns.talk import Talk
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
-from methods.variant import Variant
 from tests import architectures, conformance
 from tests.architectures import config_of, loaded, model_of
 from tests.conformance import METHODS, Refused, Subject, read, variant

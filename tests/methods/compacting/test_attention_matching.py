@@ -11,7 +11,7 @@ from engine.attend import attend
 from engine.budget import BudgetRequest, Frame
 from engine.errors import ConfigError
 from engine.observe import SpacedQueries, spaced
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from methods.compacting.attention_matching import AttentionMatching

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.observe import Known
+from engine.passes.trace import Known, Trace
 from engine.placement import Stay
-from engine.prefill import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.step import cut

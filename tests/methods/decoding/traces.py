@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.observe import ColumnSums, LastQueries
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.step import cut
 from methods.decoding.cutting import CuttingMethod
 from methods.decoding.schedule import Schedule

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.observe import QueryStatistics, moments
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from methods.dropping import expected_attention
 from methods.dropping.expected_attention import (

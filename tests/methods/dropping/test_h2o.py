@@ -11,7 +11,7 @@ from engine.budget import resolve
 from engine.causal import causal
 from engine.errors import ConfigError
 from engine.observe import ColumnSums
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from methods.dropping.h2o import H2O, weakest
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full

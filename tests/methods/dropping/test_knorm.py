@@ -9,17 +9,17 @@ from torch import Tensor
 from engine.checkpoints.load import load as load_model
 from engine.decode import decode
 from engine.errors import ConfigError
+from engine.passes.trace import Trace
 from engine.placement import Kept
-from engine.prefill import Trace, prefill
+from engine.prefill import prefill
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
-from methods.allocator import Allocator, check_allocator
-from methods.base import SelectiveAttention
+from methods.allocator import Allocator
+from methods.base import SelectiveAttention, Variant
 from methods.calibration.prose import embedded_prose
 from methods.dropping.knorm import Knorm
 from methods.dropping.snapkv import SnapKV
 from methods.full import Full
-from methods.variant import Variant
 from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Knorm.Params(0, None, 0, "fair")
@@ -164,9 +164,9 @@ def test_the_whole_budget_is_full_attention_while_decoding_too(every: int | None
 
 def test_norms_are_never_compared_over_heads() -> None:
     with pytest.raises(ConfigError, match="those of Knorm do not compare; use uniform or pyramid"):
-        check_allocator(Knorm, PARAMS, Allocator("head_mix"))
+        Knorm.check_allocator(PARAMS, Allocator("head_mix"))
     with pytest.raises(ConfigError, match=r"Knorm prunes again while it decodes; use method\.every=null with it"):
-        check_allocator(Knorm, replace(PARAMS, every=4), Allocator("pyramid"))
+        Knorm.check_allocator(replace(PARAMS, every=4), Allocator("pyramid"))
 
 
 @pytest.mark.parametrize("allocator", [Allocator("pyramid"), Allocator("global", force=True)])

@@ -17,14 +17,14 @@ from engine.errors import ConfigError
 from engine.model import Model, register_attention
 from engine.passes.probe import probe
 from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from methods.allocator import Allocator
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from methods.dropping.allocators import Counts
 from methods.dropping.kvzip import KVzip, above_threshold
 from methods.full import full_attention
-from methods.variant import Variant
 from tests.tiny import prompt, tiny
 from tests.tiny_run import run, save_tiny, sweep
 from tests.tiny_tokenizer import tiny_tokenizer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.budget import resolve
 from engine.errors import ConfigError
-from methods.allocator import Allocator, check_allocator
+from methods.allocator import Allocator
 from methods.dropping.lagkv import LagKV, lag_scores, ranks, spread
 from methods.full import Full
 from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
@@ -290,12 +290,12 @@ def test_without_room_for_partitions_kvpress_keeps_sinks_and_the_latest() -> Non
 def test_what_its_scores_may_be_compared_over_depends_on_the_selection() -> None:
     found = {name: LagKV.comparable_over(replace(PARAMS, selection=name)) for name in ("quota", "ranks", "scores")}
     assert found == {"quota": "none", "ranks": "none", "scores": "heads"}
-    check_allocator(LagKV, replace(PARAMS, selection="scores"), Allocator("global"))
+    LagKV.check_allocator(replace(PARAMS, selection="scores"), Allocator("global"))
     for name in ("quota", "ranks"):
         with pytest.raises(ConfigError, match="those of LagKV do not compare"):
-            check_allocator(LagKV, replace(PARAMS, selection=name), Allocator("global"))
+            LagKV.check_allocator(replace(PARAMS, selection=name), Allocator("global"))
     with pytest.raises(ConfigError, match=r"LagKV goes on while it decodes; use method\.evict=prompt with it"):
-        check_allocator(LagKV, OFFICIAL, Allocator("pyramid"))
+        LagKV.check_allocator(OFFICIAL, Allocator("pyramid"))
     asked = request(ratio="1/5", comm="1/64")
     assert LagKV.label(PARAMS, asked) == "LagKV (C)"
     assert LagKV.label(replace(PARAMS, selection="ranks"), asked) == "LagKV (ranks) (C)"

@@ -11,7 +11,8 @@ from engine.budget import Budget, resolve
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.observe import MeanWeights
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.column_sums import column_sums

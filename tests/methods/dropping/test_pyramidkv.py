@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import LastQueries
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.dropping.pyramidkv import PyramidKV, fit_schedule, pyramid, schedule

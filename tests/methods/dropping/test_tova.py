@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.prefill import Trace
-from methods.allocator import Allocator, check_allocator
+from engine.passes.trace import Trace
+from methods.allocator import Allocator
 from methods.dropping.tova import LAST_QUERY, TOVA
 from methods.full import Full
 from methods.scorers import lowest_slot, lowest_slots
@@ -191,8 +191,8 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
 
 
 def test_layers_may_share_a_budget_unequally_and_heads_may_not() -> None:
-    check_allocator(TOVA, ONE_SHOT, Allocator("pyramid"))
+    TOVA.check_allocator(ONE_SHOT, Allocator("pyramid"))
     with pytest.raises(ConfigError, match="TOVA keeps one set for all of them; use uniform, pyramid or by_need"):
-        check_allocator(TOVA, ONE_SHOT, Allocator("head_mix"))
+        TOVA.check_allocator(ONE_SHOT, Allocator("head_mix"))
     with pytest.raises(ConfigError, match=r"TOVA evicts while it decodes; use method\.evict=prompt with it"):
-        check_allocator(TOVA, ALWAYS, Allocator("pyramid"))
+        TOVA.check_allocator(ALWAYS, Allocator("pyramid"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.budget import resolve
 from engine.errors import ConfigError
 from engine.observe import LastQueries, window_scores
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.dropping import xkv

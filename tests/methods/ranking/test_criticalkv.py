@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.observe import Known, LastQueries
-from engine.prefill import Trace, prefill
+from engine.observe import LastQueries
+from engine.passes.trace import Known, Trace
+from engine.prefill import prefill
 from engine.softmax import Softmax
 from evals.typed import convert
 from methods.allocator import Allocator

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.gates.networks import GateScores, fastkvzip

@@ -11,7 +11,7 @@ from engine.budget import Frame
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE
 from engine.observe import LastQueries
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.softmax import Softmax
 from methods.ranking.finch import Finch
 from methods.scorers import window_votes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.observe import Known
+from engine.passes.trace import Known
 from engine.shapes import Checkpoint
 from methods.calibration import files
 from methods.calibration.qfilters import directions, filters

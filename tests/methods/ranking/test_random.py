@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.prefill import Trace
-from methods.allocator import Allocator, check_allocator
+from engine.passes.trace import Trace
+from methods.allocator import Allocator
 from methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
 from tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
@@ -117,4 +117,4 @@ def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
 
 def test_random_numbers_are_not_pooled() -> None:
     with pytest.raises(ConfigError, match="those of Random tokens do not compare"):
-        check_allocator(Random, PARAMS, Allocator("head_mix"))
+        Random.check_allocator(PARAMS, Allocator("head_mix"))

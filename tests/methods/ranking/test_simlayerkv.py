@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.observe import MeanWeights
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.dropping.allocators import whole_layers

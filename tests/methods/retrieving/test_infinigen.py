@@ -13,9 +13,11 @@ from engine.budget import BudgetRequest, key_bytes
 from engine.causal import Chunk
 from engine.decode import decode
 from engine.errors import ConfigError
-from engine.model import Call, Model
+from engine.model import Model
 from engine.observe import ChannelSums
-from engine.prefill import Trace, prefill
+from engine.passes.session import Call
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.selection import Found
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

@@ -13,7 +13,8 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums
-from engine.prefill import Trace, prefill
+from engine.passes.trace import Trace
+from engine.prefill import prefill
 from methods.full import Full
 from methods.retrieving.infllm import InfLLM, representatives
 from tests.tiny import prompt, tiny

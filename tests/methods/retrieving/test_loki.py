@@ -9,8 +9,7 @@ import torch
 
 from engine.budget import key_bytes
 from engine.errors import ConfigError
-from engine.observe import Known
-from engine.prefill import Trace
+from engine.passes.trace import Known, Trace
 from engine.shapes import ModelShape
 from kernels.labels import label_scores
 from methods.calibration.pca import components, moments

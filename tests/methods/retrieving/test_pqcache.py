@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.budget import key_bytes, resolve
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref

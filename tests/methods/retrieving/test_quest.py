@@ -14,7 +14,7 @@ from engine.budget import resolve
 from engine.caches.blocks import BlockCacheSpec
 from engine.decode import attend_group
 from engine.errors import ConfigError
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.base import SelectiveAttention

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.budget import BudgetRequest
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
-from engine.prefill import Trace
+from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from methods.full import Full

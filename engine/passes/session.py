@@ -1,0 +1,66 @@
+"""Who answers a model's attention calls, what such a call was given, and a model as those see it who run it.
+
+Not here: the model (`engine/model.py`), its sessions (`engine/prefill.py`, `engine/decode.py`).
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.causal import Chunk
+from engine.shapes import ModelShape
+from engine.softmax import Softmax
+
+
+class Session(Protocol):
+    """Who answers the model's attention calls: the prefill or the batch that decodes."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+        """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v.
+
+        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk. `soft`
+        makes weights of products; what it caps and its sinks are part of the output.
+        """
+        ...
+
+
+class ThinnedSession(Protocol):
+    """A prefill that tokens leave on their way up."""
+
+    positions: Tensor  # of the tokens that are still in it, (n,)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """A layer's output (1, n, D) without the tokens that go no further."""
+        ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer's attention was called with."""
+
+    x: Tensor  # (n, s_q, D), behind the layer's input norm
+    beside: dict[str, Any]  # positions, rotary embedding and whatever else this architecture passes
+
+
+class Runner(Protocol):
+    """A loaded model, of which `engine/model.py` says what each of these does."""
+
+    hf: Any
+    shape: ModelShape
+    device: torch.device
+    allows_graphs: bool
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]: ...
+    @cached_property
+    def attentions(self) -> list[Any]: ...
+    def new_cache(self) -> Any: ...
+    def count_token(self, cache: Any) -> None: ...
+    def forward(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor: ...
+    def hooked(self) -> AbstractContextManager[Any]: ...
+    def watched(self, calls: dict[int, Call]) -> AbstractContextManager[None]: ...
+    def asking(self, layer: int, x: Tensor, beside: dict[str, Any]) -> tuple[Tensor, Tensor]: ...

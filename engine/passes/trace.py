@@ -1,0 +1,202 @@
+"""`Trace`: what one pass over a prompt leaves behind for all variants.
+
+Of every layer that methods compress it has K and V as the attention saw them (after rotary embedding, not repeated
+over query heads), and what the variants asked to observe.
+
+Not here: the pass (`engine/prefill.py`), what may be observed (`engine/observe.py`).
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.books.clock import synchronize
+from engine.books.spans import span
+from engine.latents import Latent
+from engine.passes.rotations import Turn
+from engine.passes.session import Call
+from engine.passes.streams import sent_home
+from engine.shapes import ModelShape
+from engine.softmax import Softmax
+from kernels.attend_kept import Kept
+from kernels.gather import move_both
+from kernels.rows.rotation import Rotation, rotation_of
+
+T = TypeVar("T")
+
+
+class Observer(Hashable, Protocol):
+    """What looks at a layer while the prompt is read."""
+
+    def observe_layer(
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model."""
+
+    layers: Mapping[int, Tensor]  # of each compressed layer, on any device
+    origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
+
+
+class Trace:
+    """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
+
+    def __init__(
+        self, shape: ModelShape, s_prompt: int, device: torch.device, layer_devices: Sequence[torch.device] = ()
+    ) -> None:
+        """`layer_devices` are those of the layers, where several GPUs share the model; by default all are `device`."""
+        self.shape = shape
+        self.s_prompt = s_prompt
+        self.device = device  # of the tokens, and of most layers
+        self.layer_devices = layer_devices
+        self.host_device = torch.device("cpu")
+        self.softmax: dict[int, Softmax] = {}  # what a layer makes weights of q·k with
+        self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
+        self.rest: Any = None  # the model's own cache of the layers that nobody compresses
+        self.turn: Mapping[int, Turn] | None = None  # how each layer moves queries and keys by so many positions
+        self.ids: Sequence[int] = ()
+        self.seconds = 0.0
+        self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
+        self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
+        self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
+        self._device: dict[int, tuple[Tensor, Tensor]] = {}
+        self._host: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held: set[int] = set()
+        self._observed: dict[tuple[Hashable, int], Tensor] = {}
+        self._probed: dict[tuple[Hashable, int], Tensor] = {}
+        self.probe_seconds: dict[Hashable, float] = {}  # of each probe
+        self.origins: dict[Hashable, Mapping[str, Any]] = {}  # where what is known of the model comes from
+        self._shared: dict[Hashable, Any] = {}
+        self.latents: dict[int, Latent] = {}  # of layers that cache those
+        self.inputs: dict[int, Call] = {}  # what the attention at work was called with, where somebody observes it
+        self.digests: Sequence[str] = ()  # names of the model's files, its own first; none of one with drawn weights
+
+    def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
+        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
+        n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
+        assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
+        k = k.contiguous()
+        self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
+        self.softmax[layer] = soft
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where a layer's K and V lie, and all that is made of them."""
+        return self.layer_devices[layer] if self.layer_devices else self.device
+
+    def rotation(self, layer: int) -> Rotation | None:
+        """Tables of the layer's rotary embedding; None where it has none, or none that turns pairs of numbers."""
+        if self.turn is None:
+            return None
+        turn, device = self.turn[layer], self.device_of(layer)
+        return self.once(("rotation", device, turn), lambda: rotation_of(turn, self.s_prompt, self.shape.d_h, device))
+
+    def gathered(self, of_layers: Iterable[Tensor]) -> list[Tensor]:
+        """What belongs to several layers, on one device, so that they can be compared."""
+        return [x.to(self.device) for x in of_layers]
+
+    @property
+    def exact(self) -> "Trace":
+        """The trace with K and V as the pass over the prompt had them."""
+        return self
+
+    def of_heads(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as heads attend to them: of latents the keys and values that all heads make of them."""
+        return self.latents[layer].heads(k) if layer in self.latents else (k, v)
+
+    def held_layers(self) -> list[int]:
+        """Those whose K and V are here."""
+        return [*self._device]
+
+    def keys(self, layer: int) -> Tensor:
+        """(1, h_kv, s_prompt, d_h), on the model's device."""
+        return self._device[layer][0]
+
+    def values(self, layer: int) -> Tensor:
+        """(1, h_kv, s_prompt, d_h), on the model's device."""
+        return self._device[layer][1]
+
+    def host(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V on the host tier; where host and device are one memory, the same tensors."""
+        return self._host[layer]
+
+    def offload(self, layer: int) -> None:
+        """Put a copy of the layer onto the host tier, pinned and without waiting where there is an accelerator."""
+        if layer in self._host:
+            return
+        if self.device == self.host_device:
+            self._host[layer] = self._device[layer]
+            return
+        with span("offload", layer):
+            self._copy_to_host(layer)
+
+    def _copy_to_host(self, layer: int) -> None:
+        self._host[layer] = move_both(sent_home, *self._device[layer])
+
+    def hold(self, layer: int) -> None:
+        """Say that a variant goes on reading the layer's device tensors while it decodes."""
+        self._held.add(layer)
+
+    def forget(self, layer: int) -> None:
+        """Let go of a layer's K and V, which lie elsewhere from now on."""
+        del self._device[layer]
+
+    def settle(self) -> None:
+        """After every variant was built: wait for copies, and free device tensors that nobody holds."""
+        if self.device == self.host_device:
+            return
+        synchronize([self.device, *self.layer_devices])
+        for layer in self._host.keys() - self._held:
+            del self._device[layer]
+
+    def observe(
+        self,
+        layer: int,
+        what: Observer,
+        q: Tensor,
+        k: Tensor,
+        soft: Softmax,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Make one observation of one layer."""
+        self._observed[what, layer] = what.observe_layer(self, layer, q, k, soft, lse)
+
+    def know(self, what: Hashable, known: Known) -> None:
+        """Take in what is known of the model."""
+        self.origins[what] = known.origin
+        self._observed |= {(what, layer): x.to(self.device_of(layer)) for layer, x in known.layers.items()}
+
+    def observed(self, what: Hashable, layer: int) -> Tensor:
+        """What was observed of a layer; only what a method declared is there."""
+        return self._observed[what, layer]
+
+    def note(self, what: Hashable, found: Mapping[int, Tensor], seconds: float) -> None:
+        """Take in what a probe found of each layer, and how long it took."""
+        self._probed |= {(what, layer): tensor for layer, tensor in found.items()}
+        self.probe_seconds[what] = seconds
+
+    def probed(self, what: Hashable, layer: int) -> Tensor:
+        """What a probe found of a layer; only what a method declared is there, once the prompt was read."""
+        return self._probed[what, layer]
+
+    def share(self) -> float | None:
+        """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""
+        return torch.stack(self.gathered(self.shares)).mean().item() if self.shares else None
+
+    def layer_shares(self) -> list[float]:
+        """The same of each layer that may be sparse; none where the pass was exact."""
+        return torch.stack(self.gathered(self.shares)).tolist() if self.shares else []
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()` for the first who asks under `key`, its result for all others: codes, clusters.
+
+        The key must hold everything that the result depends on.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
