@@ -1,7 +1,7 @@
 """The comparisons of docs/results.md, which were fixed here before the scores that test them were there.
 
     CONTRASTS   the list; what is added to it later is tested by samples that are answered later
-    tested      each on the samples that nobody had seen when it was chosen, with Holm's correction over the whole list
+    outcomes    each on the samples that nobody had seen when it was chosen, with Holm's correction over the whole list
 
 Whoever looks at scores and then picks what to test finds something in any noise. So a comparison says how many samples
 of its task were known when it was picked, and those do not test it. One picked when all were known is no test: it is
@@ -70,7 +70,7 @@ LOOKED = (
 )
 
 
-def tested(sets: Sequence[Scores], contrasts: Sequence[Contrast] = CONTRASTS) -> dict[Contrast, Corrected]:
+def outcomes(sets: Sequence[Scores], contrasts: Sequence[Contrast] = CONTRASTS) -> dict[Contrast, Corrected]:
     """Those that can be tested so far. The others count in the correction as if their p-values were larger."""
     pairs = {one: less(*found) for one in contrasts if (found := one.fresh(sets)) is not None}
     adjusted = holm([pair.p for pair in pairs.values()], family=len(contrasts)) if pairs else ()

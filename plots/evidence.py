@@ -3,7 +3,8 @@
     read     of a folder of runs; runs that were stopped count with their samples so far
     load     of a compact file, a line per sample and variant, which `keep` writes
 
-Only samples that every variant of a scope answered count, so all comparisons are of the same samples.
+Only samples that every variant of a scope and budget answered count, so all comparisons at a budget are of the same
+samples. Budgets may have more or fewer.
 
 Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 """
@@ -12,7 +13,7 @@ import csv
 import gzip
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -29,7 +30,7 @@ from results.read import parse_samples
 COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
 SHOWN, HIDDEN = "full_prompt", "context_only"
 FULL = "full"
-Place = tuple[str, str, str]  # scope, memory, method; full attention has no memory
+Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
 
 
@@ -45,6 +46,7 @@ class Asked:
     task: str
     style: str = ""  # of needles
     dataset: str = ""  # of several
+    scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
 
     def has(self, config: Mapping[str, Any]) -> bool:
         task = config["task"]
@@ -85,7 +87,7 @@ SETS = (
         "shared", "Eight questions on one context", "evidence_shared",
         "A context is compressed once, before any question is known. A sample is a context, and its score the mean F1 "
         "of its questions.",
-        30, "shared_context",
+        30, "shared_context", scope=HIDDEN,
     ),
     Asked(
         "sums", "Sums behind eight solved ones", "evidence_gsm8k",
@@ -114,7 +116,7 @@ class Scores:
 
     asked: Asked
     model: str
-    of: Mapping[Place, Mapping[str, float]]  # by sample
+    of: Mapping[Place, Mapping[str, float]]  # by sample, in the task's order; full attention at each budget's samples
     device: Mapping[Place, float]  # bytes, mean over samples
 
     @property
@@ -124,35 +126,43 @@ class Scores:
     @property
     def memories(self) -> list[str]:
         """From the largest on."""
-        return sorted({memory for _, memory, method in self.of if method != FULL}, key=float, reverse=True)
+        return sorted({memory for _, memory, _ in self.of}, key=float, reverse=True)
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """Scopes and budgets that were asked."""
+        return [(s, m) for s in self.scopes for m in self.memories if (s, m, FULL) in self.of]
+
+    @property
+    def variants(self) -> list[Place]:
+        return [place for place in self.of if place[2] != FULL]
 
     @cached_property
     def methods(self) -> list[str]:
         """But full attention; the best at the smallest budgets first."""
-        found = dict.fromkeys(method for _, _, method in self.of if method != FULL)
+        found = dict.fromkeys(place[2] for place in self.variants)
         means = {name: [mean(s) for p, s in self.of.items() if p[2] == name] for name in found}
         return sorted(found, key=lambda name: -fsum(means[name]) / len(means[name]))
 
-    def full(self, scope: str) -> Mapping[str, float]:
-        return self.of[scope, "", FULL]
+    def full(self, scope: str, memory: str) -> Mapping[str, float]:
+        return self.of[scope, memory, FULL]
 
-    def n(self, scope: str) -> int:
-        return len(self.full(scope))
+    def n(self, scope: str, memory: str) -> int:
+        return len(self.full(scope, memory))
 
     def share(self, place: Place) -> float:
         """Of full attention's bytes."""
-        return self.device[place] / self.device[place[0], "", FULL]
+        return self.device[place] / self.device[place[0], place[1], FULL]
 
     @cached_property
     def against_full(self) -> dict[Place, Corrected]:
-        """Corrected over all variants that were asked the same samples."""
-        mine = [place for place in self.of if place[2] != FULL]
-        return corrected({p: less(self.of[p], self.full(p[0])) for p in mine}, lambda place: place[0])
+        """Corrected over all variants that were asked with the same scope."""
+        return corrected({p: less(self.of[p], self.full(*p[:2])) for p in self.variants}, lambda place: place[0])
 
     @cached_property
     def hiding(self) -> dict[Place, Corrected]:
         """Of each variant, with the question hidden less with the question shown; corrected over all variants."""
-        mine = [p for p in self.of if p[0] == HIDDEN and (SHOWN, *p[1:]) in self.of]
+        mine = [p for p in self.variants if p[0] == HIDDEN and (SHOWN, *p[1:]) in self.of]
         return corrected({p: less(self.of[p], self.of[SHOWN, p[1], p[2]]) for p in mine})
 
     def between(self, scope: str, memory: str) -> dict[Pair, Corrected]:
@@ -211,7 +221,7 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
     """One for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
     memory = "" if method == FULL else str(config.get("memory") or "")
-    place = config.get("compression_scope") or SHOWN, memory, method
+    place = asked.scope or config.get("compression_scope") or SHOWN, memory, method
     by_sample: dict[str, list[SampleRow]] = {}
     for row in rows:
         if asked.takes(row):
@@ -231,7 +241,7 @@ def held_by(row: SampleRow) -> float:
 
 
 def gathered(lines: Sequence[Line]) -> list[Scores]:
-    """By task, with the samples that all variants of a scope answered; a model with fewer samples is left out."""
+    """By task, with the samples that all variants of a scope and budget answered; a model with fewer is left out."""
     found = []
     for asked in SETS:
         own = [line for line in lines if line.asked == asked.key]
@@ -246,15 +256,18 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
     for line in lines:
         if line.model == model:
             rows.setdefault(line.place, {})[line.sample] = line
-    rows = {p: by for p, by in rows.items() if (p[0], "", FULL) in rows}
-    both = {scope: common([by for p, by in rows.items() if p[0] == scope]) for scope in {p[0] for p in rows}}
-    if not rows or not all(both.values()):
-        return None
-    value: Callable[[Place, Callable[[Line], float]], dict[str, float]] = lambda p, f: {  # noqa: E731
-        sample: f(rows[p][sample]) for sample in both[p[0]]
-    }
-    scores = {p: value(p, lambda line: line.score) for p in rows}
-    return Scores(asked, model, scores, {p: mean(value(p, lambda line: line.device_bytes)) for p in rows})
+    of: dict[Place, dict[str, float]] = {}
+    device: dict[Place, float] = {}
+    for scope, memory in dict.fromkeys(p[:2] for p in rows if p[2] != FULL):
+        if (full := rows.get((scope, "", FULL))) is None:
+            continue
+        column = {FULL: full} | {p[2]: by for p, by in rows.items() if p[:2] == (scope, memory)}
+        both = common([*column.values()])
+        for method, by in column.items() if both else ():
+            place = scope, memory, method
+            of[place] = {sample: by[sample].score for sample in both}
+            device[place] = fsum(by[sample].device_bytes for sample in both) / len(both)
+    return Scores(asked, model, of, device) if of else None
 
 
 def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:

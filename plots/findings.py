@@ -3,8 +3,8 @@
     python -m plots.findings             the page again, from docs/results/scores.csv.gz
     python -m plots.findings RUNS        the scores of the runs of conf/experiment/evidence_*.yaml, and the page
 
-A finding is a comparison that is named here; its numbers come from the samples, and it is left out where the test does
-not show it. What is on the page is made anew by either command, to the byte.
+A finding is a comparison that `plots/contrasts.py` fixed beforehand; its numbers come from the samples, and it is left
+out where the test does not show it. What is on the page is made anew by either command, to the byte.
 
 Not here: statistics (`plots/stats.py`), reading (`plots/evidence.py`), the figures (`plots/figures/evidence.py`).
 """
@@ -21,7 +21,8 @@ import matplotlib
 from engine.foreign import write_csv
 from engine.terminal import say
 from plots import style
-from plots.evidence import FULL, HIDDEN, SHOWN, Scores, gathered, keep, load, mean, read, title
+from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
+from plots.evidence import FULL, HIDDEN, SETS, SHOWN, Scores, gathered, keep, load, mean, read, title
 from plots.figures.evidence import picture
 from plots.figures.results import SVG, save
 from plots.stats import Corrected, rank_ranges
@@ -48,13 +49,26 @@ is compressed before anybody asks ("question hidden").
 {findings}
 
 Scores are 0 to 100. Intervals are 95 % over samples ([one rule for every n](intervals.md)); differences are paired,
-sample by sample, and p is that of the sign-flip test after Holm's correction over all comparisons of the same kind,
-whose number is given. The samples of a task are the same for all methods. Every method has its default settings.
+sample by sample, and p is that of the sign-flip test after Holm's correction. "Fresh": the comparison was fixed before
+anybody saw the samples that test it, and the numbers are of these alone ([what was tested](#what-was-tested)). "Found
+by looking": it was picked when all its scores were known, so p is corrected over all comparisons of its kind, and new
+samples have yet to confirm it. The samples of a task are the same for all methods at a budget. Every method has its
+default settings.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. The
 command of its runs stands with each task; it goes on where it was stopped. Some of these were stopped, as their n says;
 who stopped them looked at the clock and not at the scores. [What the harness shows in an hour](hour.md) has all methods
 at five budgets in tokens, with few samples.
+"""
+REGISTER = """\
+## What was tested
+
+{n} comparisons were fixed in [plots/contrasts.py](../plots/contrasts.py). "Known before" counts the task's first
+samples, whose scores were known when the comparison was picked; only later samples test it, and n counts those. p is
+corrected over all {n}; a comparison that was not asked yet counts as if its p were the largest. Intervals are not
+corrected.
+
+{table}
 """
 GGUF = """\
 `qwen2.5-coder-0.5b` was read from Qwen's own GGUF file (Q4_K_M, `model.id=FILE`), `smollm2-135m` is the embedded model.
@@ -65,113 +79,108 @@ GGUF = """\
 class Finding:
     """A comparison that a reader should remember, if it is shown."""
 
-    asked: str  # a set's key
-    words: str  # with {one}, {other}, {full} and the two scores {a}, {b}
-    place: tuple[str, str, str]
-    against: str  # "full", "shown" for the same with the question shown, or another method at the same budget
-    but: str = ""  # another set, of which the opposite must be shown
-    but_words: str = ""  # with its two scores
+    contrast: Contrast
+    words: str  # with {one}, {other}, {share} and the two scores {a}, {b}
+    but: Contrast | None = None  # of which the opposite must be shown
+    but_words: str = ""
 
 
+DOCS, NEEDLES = CONTRASTS[:6], LOOKED
 FINDINGS = (
     Finding(
-        "docs",
+        DOCS[0],
         "**Hide the question, and a method of last queries loses its answers**: at {share} of the bytes "
         "{one} scores {a} with the question hidden and {b} with it shown.",
-        (HIDDEN, "0.125", "snapkv"),
-        "shown",
     ),
     Finding(
-        "docs",
+        DOCS[1],
         "**A method that fetches loses far less**: with the question hidden, {one} scores {a} at {share} of the "
         "bytes, {other} {b}.",
-        (HIDDEN, "0.125", "pqcache"),
-        "snapkv",
     ),
     Finding(
-        "docs",
+        DOCS[2],
         "**Reading the prompt twice stands in for the question**: with it hidden, {one} scores {a} at {share} of the "
         "bytes, {other} {b}.",
-        (HIDDEN, "0.125", "kvzip"),
-        "snapkv",
     ),
     Finding(
-        "docs",
+        DOCS[3],
         "**The same method fails where bytes are fewest**: with the question shown, {one} scores {a} at {share} "
         "of the bytes, {other} {b}.",
-        (SHOWN, "0.0625", "kvzip"),
-        "snapkv",
     ),
     Finding(
-        "needle",
+        NEEDLES[0],
         "**Which needle is hidden decides who finds it**: of seven digits {one} finds {a} of 100 at {share} of the "
         "bytes, {other} {b}, the question shown.",
-        (SHOWN, "0.125", "keydiff"),
-        "snapkv",
-        "needle-name",
+        NEEDLES[1],
         "Of names {one} finds {a}, {other} {b}.",
     ),
     Finding(
-        "docs",
+        DOCS[4],
         "**Fewer bits are not free**: {one} keeps every token at {share} of the bytes and scores {a}, full attention "
         "{b}.",
-        (SHOWN, "0.25", "kivi"),
-        FULL,
     ),
     Finding(
-        "docs",
+        DOCS[5],
         "**No eviction reaches full attention at {share} of the bytes**: with the question shown, the best of them, "
         "{one}, scores {a}, full attention {b}.",
-        (SHOWN, "0.0625", "tova"),
-        FULL,
     ),
 )
 MOST = 5
 
 
-def compared(finding: Finding, scores: Scores) -> Corrected | None:
-    """With its corrected p-value, among all comparisons of its kind."""
-    scope, memory, method = finding.place
-    if finding.against == FULL:
-        return scores.against_full.get(finding.place)
-    if finding.against == "shown":
-        return scores.hiding.get(finding.place)
-    pairs = scores.between(scope, memory)
-    if (found := pairs.get((method, finding.against))) is not None:
-        return found
-    turned = pairs.get((finding.against, method))
-    return None if turned is None else turned.turned
-
-
 def shown(finding: Finding, sets: Sequence[Scores]) -> str:
     """The finding with its numbers; "" where it was not asked or the test does not show it."""
-    found = told(finding, finding.asked, finding.words, sets)
-    if found is None or not finding.but:
+    found = told(finding.contrast, finding.words, sets)
+    if found is None or finding.but is None:
         return "" if found is None else found[0]
-    opposite = told(finding, finding.but, finding.but_words, sets)
+    opposite = told(finding.but, finding.but_words, sets)
     return "" if opposite is None or opposite[1] == found[1] else f"{found[0]} {opposite[0]}"
 
 
-def told(finding: Finding, key: str, words: str, sets: Sequence[Scores]) -> tuple[str, int] | None:
-    """Words with the numbers of a set, and which of the two is better; None where that is not shown."""
-    scores = next((one for one in sets if one.asked.key == key), None)
-    found = None if scores is None else compared(finding, scores)
-    if scores is None or found is None or not found.sign:
+def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, int] | None:
+    """Words with the numbers of the samples that test it, or of all; and which is better. None where not shown."""
+    scores, fresh = contrast.of(sets), contrast.fresh(sets)
+    if scores is None:
         return None
-    scope, memory, method = finding.place
-    beside = {FULL: (scope, "", FULL), "shown": (SHOWN, memory, method)}.get(
-        finding.against, (scope, memory, finding.against)
-    )
-    a, b = (f"{100 * mean(scores.of[place]):.0f}" for place in (finding.place, beside))
-    share = f"{Fraction(memory)}"
-    words = words.format(one=title(method), other=title(finding.against), a=a, b=b, share=share)
+    found = outcomes(sets).get(contrast) or looked_at(contrast, scores)
+    if found is None or not found.sign:
+        return None
+    ours, theirs = fresh or (scores.of[contrast.place], scores.of[contrast.beside])
+    a, b = (f"{100 * mean(values):.0f}" for values in (ours, theirs))
+    share = f"{Fraction(contrast.place[1])}"
+    words = words.format(one=title(contrast.place[2]), other=title(contrast.against), a=a, b=b, share=share)
+    kind = "fresh, " if fresh else "found by looking, "
+    over = f"after Holm over {found.family} comparisons"
+    where = f"{scores.model}, `experiment={scores.asked.experiment}`"
+    difference = f"Difference {gap(found)}, n = {found.paired.n}, {kind}p = {found.p:.2g} {over} ({where})."
+    return f"{words} {difference}", found.sign
+
+
+def gap(found: Corrected) -> str:
     spread = found.paired.difference
     assert spread is not None
-    ends = f"{100 * spread.low:+.0f} to {100 * spread.high:+.0f}"
-    where = f"{scores.model}, `experiment={scores.asked.experiment}`"
-    tested = f"p = {found.p:.2g} after Holm over {found.family} comparisons ({where})"
-    difference = f"Difference {100 * found.paired.mean:+.0f} ({ends}), n = {found.paired.n}, {tested}."
-    return f"{words} {difference}", found.sign
+    return f"{100 * found.paired.mean:+.0f} ({100 * spread.low:+.0f} to {100 * spread.high:+.0f})"
+
+
+def register(sets: Sequence[Scores]) -> str:
+    """Every comparison that was fixed beforehand, whatever came of it."""
+    found = outcomes(sets)
+    rows = [[words_of(one), *numbers_of(one, found.get(one))] for one in CONTRASTS]
+    return markdown(Sheet(["comparison", "known before", "n", "difference", "p", "p after Holm", "shown"], rows))
+
+
+def words_of(contrast: Contrast) -> str:
+    (scope, memory, method), other = contrast.place, title(contrast.against)
+    pair = "question hidden against shown" if contrast.against == OTHER_SCOPE else f"against {other}, {WORDS[scope]}"
+    task = next(asked.title for asked in SETS if asked.key == contrast.asked)
+    return f"{task}: {title(method)} {pair}, {Fraction(memory)}"
+
+
+def numbers_of(contrast: Contrast, found: Corrected | None) -> list[str]:
+    if found is None:
+        return [str(contrast.seen), *[ABSENT] * 4, "not yet"]
+    p = (f"{value:.2g}" for value in (found.paired.p, found.p))
+    return [str(contrast.seen), str(found.paired.n), gap(found), *p, "yes" if found.sign else "no"]
 
 
 # --- tasks ---------------------------------------------------------------------------------------
@@ -179,20 +188,19 @@ def told(finding: Finding, key: str, words: str, sets: Sequence[Scores]) -> tupl
 
 def section(scores: Scores) -> str:
     asked = scores.asked
-    ns = ", ".join(f"{WORDS[scope]}: n = {asked_so_far(scores, scope)}" for scope in scores.scopes)
+    ns = "; ".join(f"{WORDS[scope]}: {asked_so_far(scores, scope)}" for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
-        f"{asked.about} {scores.model}, {ns}.",
+        f"{asked.about} {scores.model}; {ns}.",
         f"    python run.py -m experiment={asked.experiment}",
     ]
-    low = [scope for scope in scores.scopes if 100 * mean(scores.full(scope)) < LEAST]
-    if low:
-        levels = " and ".join(f"{100 * mean(scores.full(scope)):.0f}" for scope in low)
+    if low := [column for column in scores.columns if 100 * mean(scores.full(*column)) < LEAST]:
+        levels = " and ".join(dict.fromkeys(f"{100 * mean(scores.full(*column)):.0f}" for column in low))
         parts.append(
             f"Full attention scores {levels}: methods have nothing to lose here, and no comparison is possible."
         )
         return "\n\n".join(parts) + "\n"
-    parts += [f"![{asked.title}: methods at three shares of the bytes]({NAME}/{asked.key}.svg)", table(scores)]
+    parts += [f"![{asked.title}: methods by share of the bytes]({NAME}/{asked.key}.svg)", table(scores)]
     parts += ["\n".join(f"- {line}" for line in groups(scores))]
     parts.append(
         f"All figures, with differences, p-values, ranks and bytes held: [{asked.key}.csv]({NAME}/{asked.key}.csv)."
@@ -201,19 +209,21 @@ def section(scores: Scores) -> str:
 
 
 def asked_so_far(scores: Scores, scope: str) -> str:
-    """How many samples there are, and of how many, where the experiment was stopped."""
-    n = scores.n(scope)
-    return f"{n}" if n >= scores.asked.n else f"{n} of the {scores.asked.n} that the experiment asks"
+    """How many samples there are at each budget, and of how many, where the experiment was stopped."""
+    ns: dict[int, list[str]] = {}
+    for each, memory in scores.columns:
+        if each == scope:
+            ns.setdefault(scores.n(scope, memory), []).append(f"{Fraction(memory)}")
+    words = ", ".join(f"n = {n}" + (f" at {' and '.join(at)}" if len(ns) > 1 else "") for n, at in ns.items())
+    return words if min(ns) >= scores.asked.n else f"{words}, of {scores.asked.n} that the experiment asks"
 
 
 def table(scores: Scores) -> str:
     """Methods down; budgets across, within each scope. * marks a shown difference to full attention."""
-    places = [(scope, memory) for scope in scores.scopes for memory in scores.memories]
-    heads = ["method", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in places)]
-    full = [f"{100 * mean(scores.full(scope)):.0f}" for scope, _ in places]
-    rows = [["Full", *full]]
+    heads = ["method", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in scores.columns)]
+    rows = [["Full", *(f"{100 * mean(scores.full(*column)):.0f}" for column in scores.columns)]]
     for method in scores.methods:
-        rows.append([title(method), *(cell(scores, (*place, method)) for place in places)])
+        rows.append([title(method), *(cell(scores, (*place, method)) for place in scores.columns)])
     note = "\\* full attention is shown to be better. In parentheses: the 95 % interval."
     return f"{markdown(Sheet(heads, rows))}\n\n{note}"
 
@@ -230,17 +240,16 @@ def cell(scores: Scores, place: tuple[str, str, str]) -> str:
 def groups(scores: Scores) -> list[str]:
     """Who is ahead at each budget, with all that cannot be told from the best."""
     found = []
-    for scope in scores.scopes:
-        for memory in scores.memories:
-            best, worse = scores.groups(scope, memory)
-            where = f"{WORDS[scope][0].upper()}{WORDS[scope][1:]}, {Fraction(memory)}:"
-            names = ", ".join(map(title, best))
-            if len(best) == 1:
-                found.append(f"{where} {names} is ahead of all others.")
-            elif not worse:
-                found.append(f"{where} no method is shown to be behind {title(best[0])}, the highest mean.")
-            else:
-                found.append(f"{where} {names} cannot be told apart from the best; {others(len(worse))} behind it.")
+    for scope, memory in scores.columns:
+        best, worse = scores.groups(scope, memory)
+        where = f"{WORDS[scope][0].upper()}{WORDS[scope][1:]}, {Fraction(memory)}:"
+        names = ", ".join(map(title, best))
+        if len(best) == 1:
+            found.append(f"{where} {names} is ahead of all others.")
+        elif not worse:
+            found.append(f"{where} no method is shown to be behind {title(best[0])}, the highest mean.")
+        else:
+            found.append(f"{where} {names} cannot be told apart from the best; {others(len(worse))} behind it.")
     return found
 
 
@@ -250,16 +259,15 @@ def others(n: int) -> str:
 
 def full_table(path: Path, scores: Scores) -> None:
     rows = []
-    for scope in scores.scopes:
-        full = [WORDS[scope], 1, "Full", scores.n(scope), *numbers(scores, (scope, "", FULL))]
+    for scope, memory in scores.columns:
+        head, n = [WORDS[scope], memory], scores.n(scope, memory)
+        full = [*head, "Full", n, *numbers(scores, (scope, memory, FULL))]
         rows.append([*full, *[""] * (len(HEADS) - len(full) - 1), 1])
-        for memory in scores.memories:
-            places = {name: (scope, memory, name) for name in scores.methods if (scope, memory, name) in scores.of}
-            ranks = rank_ranges({name: scores.of[place] for name, place in places.items()})
-            for name, place in places.items():
-                beside = [*against(scores, place), *ranks[name], f"{scores.share(place):.3g}"]
-                row = [WORDS[scope], memory, title(name), scores.n(scope), *numbers(scores, place), *beside]
-                rows.append(row)
+        places = {name: (scope, memory, name) for name in scores.methods if (scope, memory, name) in scores.of}
+        ranks = rank_ranges({name: scores.of[place] for name, place in places.items()})
+        for name, place in places.items():
+            beside = [*against(scores, place), *ranks[name], f"{scores.share(place):.3g}"]
+            rows.append([*head, title(name), n, *numbers(scores, place), *beside])
     write_csv(path, [*HEADS], rows)
 
 
@@ -285,7 +293,7 @@ def page(sets: Sequence[Scores]) -> str:
     models = " and ".join(f"`{name}`" for name in dict.fromkeys(one.model for one in sets))
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
     head = HEAD.format(models=models, findings=findings or "No comparison is shown.", kept=KEPT, short=short)
-    return "\n".join([head, *(section(one) for one in sets)])
+    return "\n".join([head, REGISTER.format(n=len(CONTRASTS), table=register(sets)), *(section(one) for one in sets)])
 
 
 def write(out: Path, runs: Path | None) -> list[Path]:

@@ -26,18 +26,19 @@ NOTES = (
 
 def picture(scores: Scores) -> Picture:
     main = scores.scopes[-1]  # with the question hidden, where that was asked
-    ns = " and ".join(dict.fromkeys(str(scores.n(scope)) for scope in scores.scopes))
+    found = sorted({scores.n(*column) for column in scores.columns})
+    ns = f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
     height = 1.0 + ROW * max(len(named(scores, main, memory)) for memory in scores.memories)
-    found = Canvas().new(
+    canvas = Canvas().new(
         scores.asked.title, f"{scores.model} · n = {ns}", (), style.PAGE, height,
         ncols=len(scores.memories), squeeze=False, sharex=True,
     )  # fmt: skip
-    for ax, memory in zip(found.axes[0], scores.memories, strict=True):
+    for ax, memory in zip(canvas.axes[0], scores.memories, strict=True):
         panel(ax, scores, main, memory)
-    found.axes[0][len(scores.memories) // 2].set_xlabel("score, 0 to 100")
+    canvas.axes[0][len(scores.memories) // 2].set_xlabel("score, 0 to 100")
     both = ["Filled: the question hidden while the prompt was compressed; hollow: shown"]
-    found.note(*(both if len(scores.scopes) > 1 else []), NOTES)
-    return found.finish(legend=False)
+    canvas.note(*(both if len(scores.scopes) > 1 else []), NOTES)
+    return canvas.finish(legend=False)
 
 
 def named(scores: Scores, scope: str, memory: str) -> list[str]:
@@ -62,8 +63,10 @@ def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
             face: dict[str, Any] = {} if is_main else {"markerfacecolor": "none"}
             face |= {"linestyle": "", "markersize": 0.9 * look["markersize"]}
             ax.plot([at], [y_at], clip_on=False, **(look | face))
-        if (scope, "", FULL) in scores.of:
-            ax.axvline(100 * mean(scores.full(scope)), color="black", linestyle="--", linewidth=0.9 if is_main else 0.5)
+        if (scope, memory, FULL) in scores.of:
+            ax.axvline(
+                100 * mean(scores.full(scope, memory)), color="black", linestyle="--", linewidth=0.9 if is_main else 0.5
+            )
     across = ax.get_yaxis_transform()
     for y, name in enumerate(names):
         first, last = ranks[name]

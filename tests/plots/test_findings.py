@@ -2,13 +2,15 @@
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
 from plots.evidence import FULL, HIDDEN, SHOWN, Line, gathered, keep, lines_of, load, mean, read, title
-from plots.findings import FINDINGS, LEAST, WORDS, compared, main, section, shown, write
+from plots.findings import FINDINGS, LEAST, WORDS, main, page, section, shown, write
 from plots.stats import paired
 from results import read_config
 from tests.plots import made_runs
@@ -35,15 +37,14 @@ def lines(levels: dict[str, tuple[float, float]] = LEVELS, n: int = N) -> list[L
 def written(tmp_path: Path, made: list[Line]) -> str:
     (tmp_path / "results").mkdir(parents=True, exist_ok=True)
     keep(tmp_path / "results" / "scores.csv.gz", made)
-    (page, *_) = write(tmp_path, None)
-    return page.read_text()
+    (path, *_) = write(tmp_path, None)
+    return path.read_text()
 
 
 def test_the_page_is_what_its_scores_make_and_its_files_are_there() -> None:
     sets = gathered(load(DOCS / "results" / "scores.csv.gz"))
     text = (DOCS / "results.md").read_text()
-    for scores in sets:
-        assert section(scores) in text, f"python -m plots.findings was not run after {scores.asked.key} changed"
+    assert page(sets) == text, "python -m plots.findings was not run after the scores or the words changed"
     for link in re.findall(r"\]\((results/[^)]+)\)", text):
         assert (DOCS / link).is_file()
     assert (DOCS / "results" / "scores.csv.gz").stat().st_size < 500_000
@@ -51,19 +52,18 @@ def test_the_page_is_what_its_scores_make_and_its_files_are_there() -> None:
 
 def test_a_finding_is_left_out_unless_the_test_shows_it(tmp_path: Path) -> None:
     (strong,), (weak,) = gathered(lines()), gathered([line for line in lines() if int(line.sample) % 6 == 0])
-    wanted = {(f.place, f.against) for f in FINDINGS if f.asked == "docs" and shown(f, [strong])}
+    wanted = {(f.contrast.place, f.contrast.against) for f in FINDINGS if shown(f, [strong])}
     assert ((HIDDEN, "0.125", "snapkv"), "shown") in wanted
     assert ((HIDDEN, "0.125", "pqcache"), "snapkv") in wanted
     assert not any(shown(finding, [weak]) for finding in FINDINGS), "four samples show nothing"
     text = written(tmp_path, lines())
-    assert f"n = {N}, p = " in text and "experiment=evidence_docs" in text
+    assert f"n = {N}, found by looking, p = " in text and "experiment=evidence_docs" in text
     assert "No comparison is shown." in written(tmp_path / "weak", [one for one in lines() if one.sample in "012"])
 
 
 def test_a_findings_difference_is_that_of_its_samples_and_turns_with_its_direction() -> None:
     (scores,) = gathered(lines())
-    finding = next(f for f in FINDINGS if f.against == "snapkv" and f.place == (HIDDEN, "0.125", "pqcache"))
-    found = compared(finding, scores)
+    found = looked_at(Contrast("docs", (HIDDEN, "0.125", "pqcache"), "snapkv", N), scores)
     ours, theirs = ([*scores.of[HIDDEN, "0.125", name].values()] for name in ("pqcache", "snapkv"))
     alone, turned = paired(ours, theirs), paired(theirs, ours)
     assert found is not None and found.sign == 1 and found.family == 6, "four methods make six pairs"
@@ -72,11 +72,13 @@ def test_a_findings_difference_is_that_of_its_samples_and_turns_with_its_directi
 
 
 def test_only_samples_that_all_variants_answered_count(tmp_path: Path) -> None:
-    """A sweep that was stopped has answered its last sample for some of its methods."""
-    made = [one for one in lines() if one.place[2] != "kivi" or int(one.sample) < 20]
+    """A sweep that was stopped has answered its last sample for some methods; this leaves other budgets as they are."""
+    made = [one for one in lines() if one.place[1:] != ("0.25", "kivi") or int(one.sample) < 20]
     (scores,) = gathered(made)
-    assert {len(values) for values in scores.of.values()} == {20}
-    assert mean(scores.full(SHOWN)) == 1.0
+    assert {len(values) for place, values in scores.of.items() if place[1] == "0.25"} == {20}
+    assert {len(values) for place, values in scores.of.items() if place[1] == "0.125"} == {N}
+    assert mean(scores.full(SHOWN, "0.25")) == 1.0
+    assert f"question hidden: n = 20 at 1/4, n = {N} at 1/8, of 100" in section(scores)
 
 
 def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
 def test_where_full_attention_is_at_chance_nothing_is_compared(tmp_path: Path) -> None:
     low = dict.fromkeys(LEVELS, (LEAST / 100 - 0.1, LEAST / 100 - 0.1))
     text = written(tmp_path, lines(low))
-    assert "no comparison is possible" in text and "|" not in text.split("## ")[1]
+    assert "no comparison is possible" in text and "|" not in text.split("\n## ")[2]
 
 
 def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: Path) -> None:
@@ -124,16 +126,55 @@ def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: P
 
 def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> None:
     finding = next(one for one in FINDINGS if one.but)
-    scope, memory, method = finding.place
+    first_of, second_of = LOOKED
+    assert (finding.contrast, finding.but) == (first_of, second_of)
+    scope, memory, method = first_of.place
 
     def asked(key: str, ours: float, theirs: float) -> list[Line]:
-        levels = {("", FULL): 1.0, (memory, method): ours, (memory, finding.against): theirs}
+        levels = {("", FULL): 1.0, (memory, method): ours, (memory, first_of.against): theirs}
         return [
             Line(key, "m", (scope, share, name), f"{i}", float(i / N < level), 1.0)
             for (share, name), level in levels.items()
             for i in range(N)
         ]
 
-    first, same, other = asked(finding.asked, 0.9, 0.1), asked(finding.but, 0.9, 0.1), asked(finding.but, 0.1, 0.9)
+    first, same, other = (
+        asked(one.asked, *levels)
+        for one, levels in ((first_of, (0.9, 0.1)), (second_of, (0.9, 0.1)), (second_of, (0.1, 0.9)))
+    )
     assert "Of names" in shown(finding, gathered([*first, *other]))
     assert not shown(finding, gathered([*first, *same])) and not shown(finding, gathered(first))
+
+
+def test_samples_that_were_known_when_a_comparison_was_picked_do_not_test_it() -> None:
+    """The known half would show a difference; the other half has none."""
+    made = [
+        line for line in lines({FULL: (1, 1), "pqcache": (1, 1), "snapkv": (0, 0)}, 2 * N) if line.place[1] != "0.25"
+    ]
+    made = [replace(line, score=1.0) if int(line.sample) >= N else line for line in made]
+    picked = Contrast("docs", (HIDDEN, "0.125", "pqcache"), "snapkv", N)
+    (scores,) = gathered(made)
+    found = outcomes([scores], [picked])[picked]
+    assert (found.paired.n, found.paired.mean, found.p) == (N, 0, 1)
+    assert (everything := looked_at(picked, scores)) is not None and everything.sign == 1
+    assert not outcomes([scores], [replace(picked, seen=2 * N)]), "nothing is left that could test it"
+
+
+def test_the_correction_is_over_the_whole_list_whatever_was_asked_so_far() -> None:
+    (scores,) = gathered(lines(n=60))
+    one, other = (Contrast("docs", (HIDDEN, "0.125", "pqcache"), against, 0) for against in ("snapkv", OTHER_SCOPE))
+    unasked = Contrast("sums", (SHOWN, "0.25", "pqcache"), "snapkv", 0)
+    few, all_three = outcomes([scores], [one, other]), outcomes([scores], [one, other, unasked])
+    assert [*all_three] == [one, other] and all_three[one].family == 3
+    assert few[one].p == pytest.approx(2 * few[one].paired.p)
+    assert all_three[one].p == pytest.approx(3 * few[one].paired.p)
+    assert len({*CONTRASTS, *LOOKED}) == len(CONTRASTS) + len(LOOKED)
+
+
+def test_the_page_lists_every_fixed_comparison_and_what_came_of_it(tmp_path: Path) -> None:
+    text = written(tmp_path, lines(n=100)).split("## What was tested")[1].split("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "comparison" not in line]
+    assert len(rows) == len(CONTRASTS)
+    (one,) = [row for row in rows if "PQCache against SnapKV, question hidden, 1/8" in row and "documents" in row]
+    assert "| 41 | 59 | +" in one and one.endswith("| yes |")
+    assert sum(row.endswith("| not yet |") for row in rows) == len(CONTRASTS) - 4
