@@ -8,6 +8,7 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,11 +80,17 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
     """Check every cell as far as that goes without torch."""
     look = Lookups()
     asked: list[Asked] = []
+    left_out: Counter[str] = Counter()
     for settings in cells:
         try:
             asked.append(ask_one(settings, look))
         except ConfigError as error:
-            leave_out(settings, error, lambda one: ask_one(one, look), (one for one in cells if one is not settings))
+            if settings.skips_refused:
+                left_out[str(error)] += 1
+            else:
+                leave_out(settings, error, lambda one: ask_one(one, look), (x for x in cells if x is not settings))
+    for why, n in left_out.items():
+        say(f"left out{f', {n} cells' * (n > 1)}: {why}", file=sys.stderr)
     refuse_nothing_left(asked)
     return asked
 

@@ -173,7 +173,7 @@ def ends(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     if code == 0:
         return "printed"
     assert code == 2, said
-    left_out = r"(left out: [^\n]+\n)*"  # of sweeps with sweep.refused=skip
+    left_out = r"(left out(, \d+ cells)?: [^\n]+\n)*"  # of sweeps with sweep.refused=skip
     assert re.fullmatch(rf"{left_out}run\.py: [^\n]+\n", said.split("UserWarning")[-1]), said
     assert len(said) < 8_000
     return "refused"

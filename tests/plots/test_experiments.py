@@ -60,17 +60,18 @@ def test_every_table_and_figure_has_a_file() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_opens_with_its_command_and_composes_at_smoke_scale(path: Path) -> None:
+def test_it_opens_with_its_command_and_composes_at_both_scales(path: Path) -> None:
     head = path.read_text().splitlines()
     assert head[0] == "# @package _global_"
     assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
     assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
-    made = cells(f"experiment={path.stem}", "scale=smoke")
-    for cell in {tuple(made[0]), tuple(made[-1])}:
-        ready = composed(list(cell))
-        assert ready.model.name == "smollm2-135m" and ready.data_dir is None
-        for part in (ready.task, ready.method):
-            build_params(load_class(part), part.params, part.group)
+    for scale in (["scale=smoke"], []):
+        made = cells(f"experiment={path.stem}", *scale)
+        for cell in {tuple(made[0]), tuple(made[-1])}:
+            ready = composed(list(cell))
+            assert not scale or (ready.model.name == "smollm2-135m" and ready.data_dir is None)
+            for part in (ready.task, ready.method):
+                build_params(load_class(part), part.params, part.group)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if "task: latency" in path.read_text()])
