@@ -7,8 +7,11 @@ Answers     those of the piece and 32 more
 Licence     MIT
 
 Sources     mrcr/2needle.jsonl, 4needle.jsonl, 8needle.jsonl of the data folder, or what is fetched: the hub's parquet
-            files as JSON lines. With `source=embedded` dialogues are drawn (`made.py`) from Python's help topics.
+            files as JSON lines. With `source=embedded` dialogues are drawn (`made.py`) from Python's help topics, with
+            pieces of `task.words` words, one of a kind (`task.needles=[1]`) or several.
 Prompts     the dialogue as chat turns by the model's template; `task.template=plain` writes `User: ` and `Assistant: `.
+Questions   a published row has one. A drawn dialogue may have several (`task.questions`), each with a piece of its own:
+            `task.mode=independent` asks them on one prefill, `query_aware` each in a prompt of its own.
 Length      of prompt and answer. A row that does not fit is left out and counted, never cut.
 Answers     may have the piece's tokens and 32 more, which tells its length, to all methods alike.
 Score       0 unless the answer begins with the row's ten characters, at its first one; then the ratio of difflib, whose
@@ -21,7 +24,7 @@ Not here: the dialogues that are drawn (`made.py`).
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -35,12 +38,16 @@ from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_numbers, check_some
 from tasks.download import Piece
 from tasks.lazy import LazySamples, in_turns, most_units
-from tasks.mrcr.made import Dialogue, Plan
+from tasks.mrcr.made import WORDS, Dialogue, Plan
 from tasks.prompt import first_ids, rendered
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from tasks.texts import digest, sentences
+from tasks.turns.conversation import Asking, Conversation, Turn
+from tasks.turns.questions import QueryAware, QuestionParams
 
-NEEDLES = (2, 4, 8)
+NEEDLES = (1, 2, 4, 8)  # 1: of drawn dialogues alone
+MODES = (None, "independent", "query_aware")
+MOST_QUESTIONS = 32
 REVISION = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
 UPSTREAM = "hub dataset openai/mrcr (python -m evals.fetch mrcr)"
 PARTS = 2  # files of each number of needles
@@ -50,11 +57,12 @@ CHARACTERS = 8  # of a token at most, by which rows are left out before they are
 BINS = tuple(4096 << i for i in range(9))
 
 
-@dataclass(frozen=True)
-class Params:
+@dataclass(frozen=True, kw_only=True)
+class Params(QuestionParams):
     source: str  # auto: the files; embedded: drawn dialogues
     needles: tuple[int, ...]  # pieces that are alike
     lengths: tuple[int, ...]  # tokens of drawn dialogues, answer included
+    words: tuple[int, ...]  # of a drawn piece, from and to
     rows: int | None  # of each number of needles and length; None: all, or 30 drawn ones
     template: str
     answer_part: str
@@ -69,7 +77,22 @@ class Params:
         )  # fmt: skip
         check_counts(self, "rows", "max_prompt_tokens")
         check_some(self, needles=NEEDLES)
-        check_numbers(self, lengths=500)
+        check_numbers(self, lengths=500, words=5)
+        if len(self.words) != 2 or self.words[0] > self.words[1]:
+            raise ConfigError(f"task.words={list(self.words)} is no range; give the fewest and the most, as [40,200]")
+        if self.questions > MOST_QUESTIONS:
+            raise ConfigError(f"task.questions={self.questions} is too many on one dialogue; {MOST_QUESTIONS} at most")
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"task.mode={self.mode} would show earlier pieces in later questions; use independent or query_aware"
+            )
+        super().__post_init__()
+        drawn = {"needles": 1 in self.needles, "questions": self.questions > 1, "words": self.words != WORDS}
+        if self.source != "embedded" and (key := next((key for key, is_so in drawn.items() if is_so), None)):
+            raise ConfigError(
+                f"task.{key} of drawn dialogues is asked of published rows, which have one question on 2, 4 or 8 alike "
+                "pieces; give task.source=embedded with it"
+            )
 
 
 def ratio(prediction: str, reference: str, start: str, strip_start: bool = False) -> float:
@@ -89,13 +112,14 @@ def bin_of(n_tokens: int) -> str:
 def pieces() -> tuple[Piece, ...]:
     return tuple(
         Piece("openai/mrcr", REVISION, f"{n}needle/{n}needle_{part}.parquet", f"mrcr/{n}needle_{part}.jsonl")
-        for n in NEEDLES for part in range(PARTS)
+        for n in NEEDLES[1:] for part in range(PARTS)
     )  # fmt: skip
 
 
 class MRCR(Task):
     """The dialogues of each number of needles, in turns."""
 
+    params: Params
     name = "mrcr"
     version = 1
     Params = Params
@@ -105,11 +129,12 @@ class MRCR(Task):
     )  # fmt: skip
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
+        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
         self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
         size = f"{'+'.join(map(str, params.lengths))}-tokens/" if params.source == "embedded" else ""
         words = "" if params.template == "chat" else "/plain"
-        self.dataset = f"{size}{'+'.join(map(str, params.needles))}needle{words}"
+        asked = f"/{params.questions}-questions" if params.questions > 1 else ""
+        self.dataset = f"{size}{'+'.join(map(str, params.needles))}needle{words}{asked}"
         self.rows: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
         self.notes: list[str] = []
 
@@ -147,7 +172,9 @@ class MRCR(Task):
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.is_embedded:
-            return Drawn(self, tokenizer)
+            drawn = Drawn(self, tokenizer)
+            is_apart = self.asking is not None and self.asking.mode == "query_aware"
+            return QueryAware(drawn, [self.params.questions] * len(drawn)) if is_apart else drawn
         by_needles = [self.fitting(tokenizer, n) for n in self.params.needles]
         found = in_turns(by_needles)
         if not found:
@@ -182,25 +209,28 @@ class MRCR(Task):
         self, tokenizer: Any, turns: Sequence[Mapping[str, str]], answer: str, start: str, id: str,
         fields: Mapping[str, Any],
     ) -> Sample:  # fmt: skip
-        asks = turns[-1]["content"]
-        if self.params.template == "plain":
-            text = "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns) + "Assistant:"
-        else:
-            text = rendered(tokenizer, turns)
-        cut = text.rindex(asks.strip())
+        context, question, n_tokens = self.written(tokenizer, turns)
         n_answer = len(tokenizer.encode(answer, add_special_tokens=False))
-        n_tokens = len(first_ids(tokenizer, text)) + n_answer
         return Sample(
             id=id,
-            context=text[:cut],
-            question=text[cut:],
+            context=context,
+            question=question,
             references=(answer,),
             max_new_tokens=n_answer + EXTRA,
             evidence=(answer.removeprefix(start),),
             is_rendered=self.params.template == "chat",
             use_chat=False,
-            fields={"start": start, "tokens": n_tokens, "bin": bin_of(n_tokens), **fields},
+            fields={"start": start, "tokens": n_tokens + n_answer, "bin": bin_of(n_tokens + n_answer), **fields},
         )
+
+    def written(self, tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, str, int]:
+        """The prompt before its last question, that question, and the tokens of both."""
+        if self.params.template == "plain":
+            text = "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns) + "Assistant:"
+        else:
+            text = rendered(tokenizer, turns)
+        cut = text.rindex(turns[-1]["content"].strip())
+        return text[:cut], text[cut:], len(first_ids(tokenizer, text))
 
     def score(self, sample: Sample, prediction: str) -> float:
         return self.verdict(sample, prediction)[0]
@@ -240,10 +270,11 @@ class Drawn(LazySamples):
         needles, length, number = self.places[i]
         for again in range(20):  # some draws have long pieces
             rng = random.Random(f"mrcr {self.task.seed} {needles} {length} {number} {again}")
-            plan = Plan(rng, needles, sentences())
+            low, high = self.task.params.words
+            plan = Plan(rng, needles, sentences(), self.task.params.questions, (low, high))
 
             def made(words: int, plan: Plan = plan) -> Sample:
-                return self.made(plan.of(words), needles, length, number)
+                return self.made(plan.of(words), f"{needles}needle-{length}-{number}", length)
 
             guess = self.words.get(length) or length // 2
             words = most_units(lambda words: self.used(made(words)), length, plan.fewest, guess)
@@ -254,22 +285,42 @@ class Drawn(LazySamples):
                     )
                 self.words[length] = words
                 return made(words)
-        raise ConfigError(f"task.lengths={length} is too short for {needles} alike pieces; give more tokens")
+        asked = f" and {n} questions" if (n := self.task.params.questions) > 1 else ""
+        raise ConfigError(
+            f"task.lengths={length} is too short for {needles} alike pieces{asked}; give more tokens or less task.words"
+        )
 
     @staticmethod
     def used(sample: Sample) -> int:
         return sample.fields["tokens"] + EXTRA
 
-    def made(self, dialogue: Dialogue, needles: int, length: int, number: int) -> Sample:
-        fields = {"dataset": f"{needles}needle", "length": length, "wanted": dialogue.wanted}
-        return self.task.sample(
-            self.tokenizer,
-            dialogue.messages,
-            dialogue.answer,
-            dialogue.start,
-            f"{needles}needle-{length}-{number}",
-            fields,
-        )
+    def made(self, dialogues: Sequence[Dialogue], id: str, length: int) -> Sample:
+        """A dialogue with its question, or with all of them one by one."""
+        each = [
+            self.task.sample(self.tokenizer, one.messages, one.answer, one.start, id, {
+                "dataset": f"{one.n_alike}needle", "length": length, "wanted": one.wanted,
+            }) for one in dialogues
+        ]  # fmt: skip
+        return each[0] if self.task.asking is None else together(each, self.task.asking)
+
+
+def together(each: Sequence[Sample], asking: Asking) -> Sample:
+    """Samples of one context as the turns of one."""
+    turns = [
+        Turn(question=one.question, references=one.references, max_new_tokens=one.max_new_tokens, fields=one.fields)
+        for one in each
+    ]
+    assert all(one.context == each[0].context for one in each), each[0].id
+    longest = max(each, key=lambda one: one.fields["tokens"])
+    return replace(
+        longest,
+        question="",
+        references=(),
+        evidence=(),
+        max_new_tokens=max(one.max_new_tokens for one in each),
+        conversation=Conversation(tuple(turns), asking, is_rendered=True),
+        fields={key: longest.fields[key] for key in ("dataset", "length", "tokens")},
+    )
 
 
 def check_row(row: Mapping[str, Any]) -> None:

@@ -312,6 +312,10 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     ),
     "babilong ": ({"datasets": "first", "lengths": ["2k"], "rows": 12}, babilong, babilong_wrong, 0.3),
     "mrcr": ({"needles": [2, 4], "lengths": [8000], "rows": 4}, mrcr, mrcr_wrong, 0.4),
+    "mrcr ": (
+        {"needles": [2], "lengths": [3000], "words": [10, 30], "questions": 5, "mode": "query_aware", "rows": 3},
+        mrcr, mrcr_wrong, 0.5,
+    ),
     "graphwalks": ({"lengths": [3000], "rows": 8}, graphwalks, graphwalks_wrong, 0.2),
     "agent_traces": (
         {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
@@ -321,6 +325,7 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
 }  # fmt: skip
 LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr": {"needles": [2], "lengths": [2000, 6000]},
+    "mrcr ": {"needles": [1], "lengths": [2500], "words": [10, 20], "questions": 6},
     "graphwalks": {"lengths": [2000, 5000]},
     "agent_traces": {"lengths": [7000], "output_tokens": 60, "turns": 3},
     "oolong": {"lengths": [12000]},
@@ -355,11 +360,15 @@ def test_a_seed_makes_the_same_samples_and_another_one_others(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_length_is_filled_to_two_per_cent(name: str, tmp_path: Path) -> None:
-    _, samples = made(name, tmp_path, **LENGTHS[name] | {"rows": 2})
+    _, samples = made(name.strip(), tmp_path, **LENGTHS[name] | {"rows": 2})
     for sample in samples:
         talk = sample.conversation
         if talk is not None and talk.asking.mode == "independent":  # one question at a time
-            used = max(len(TOKENIZER.encode(sample.context + turn.question)) for turn in talk.turns)
+            room = name.strip() == "mrcr"
+            used = max(
+                len(TOKENIZER.encode(sample.context + turn.question)) + room * turn.max_new_tokens
+                for turn in talk.turns
+            )
         else:
             prompt = prompt_of(TOKENIZER, sample, chat="auto", system_prompt="", scope="full_prompt")
             used = len(prompt) + (talk.turns[-1].max_new_tokens if talk else 0)

@@ -44,6 +44,16 @@ def test_an_answer_begins_with_its_ten_characters_or_is_worth_nothing() -> None:
     assert ratio("<think></think>abcRain", "abcRain", "abc") == 0.0
 
 
+def test_questions_on_one_dialogue_ask_for_pieces_of_their_own(tmp_path: Path) -> None:
+    given = {"source": "embedded", "needles": [2], "lengths": [1500], "words": [10, 20], "questions": 5, "rows": 1}
+    (sample,) = task(tmp_path, **given).samples(tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False))
+    assert sample.conversation is not None and sample.conversation.asking.mode == "independent"
+    turns = sample.conversation.turns
+    pieces = {turn.references[0].removeprefix(turn.fields["start"]) for turn in turns}
+    assert len(pieces) == 5 and all(piece in sample.context for piece in pieces)
+    assert len({turn.question for turn in turns}) == 5 and len({turn.fields["start"] for turn in turns}) == 5
+
+
 def test_bins_are_open_below_and_closed_above() -> None:
     assert [bin_of(n) for n in (4096, 4097, 8192, 8193, 1 << 20)] == ["0k-4k", "4k-8k", "4k-8k", "8k-16k", "512k-1024k"]
 
@@ -91,6 +101,11 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, change, said: str) -
     [
         ({"needles": [3]}, "task.needles"),
         ({"lengths": [10]}, "task.lengths"),
+        ({"needles": [1]}, "task.needles of drawn dialogues"),
+        ({"questions": 4}, "task.questions of drawn dialogues"),
+        ({"source": "embedded", "questions": 4, "mode": "golden"}, "would show earlier pieces"),
+        ({"source": "embedded", "questions": 40}, "too many on one dialogue"),
+        ({"source": "embedded", "words": [40, 20]}, "is no range"),
         ({"source": "embedded", "lengths": [9000]}, "more than the 4096 tokens"),
         ({}, "2needle_0.jsonl is missing"),
     ],
