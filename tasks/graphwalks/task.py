@@ -10,8 +10,10 @@ Sources     graphwalks/short.jsonl and long.jsonl of the data folder, or what is
             JSON lines. With `source=embedded` graphs are drawn (`graphs.py`) and asked about in words of our own.
 Truth       `task.truth=recomputed` from the edges; `file` as published, where some rows count a node among its own
             parents. The result says how many rows differ.
-Score       F1 of the nodes, both empty is 1. `task.extraction=harness` reads the list from its bracket, `card` as the
-            published code does, with which the first node never counts. `exact` and `no_answer` stand beside. With
+Score       F1 of the nodes, both empty is 1. `task.extraction=card` reads an answer as the published code does, with
+            which the first node never counts; `harness`, ours, reads the list from its bracket. `auto` is the card's
+            for published rows, and ours for drawn ones, which nothing published is compared with. `exact` and
+            `no_answer` stand beside, and the F1 by the other reading (`f1_card` or `f1_harness`). With
             `task.strip_end=true` blank lines behind an answer are forgiven, which the card does not.
 Rows        that do not fit are left out and counted, never cut.
 
@@ -46,6 +48,10 @@ PIECES = tuple(
     Piece("openai/graphwalks", REVISION, f"{name}.parquet", f"graphwalks/{part}.jsonl") for part, name in PARTS.items()
 )
 NEW_TOKENS, THINKING_TOKENS = 512, 8192
+READINGS = {
+    "card": "card, as published: the first node of an answer never counts (task.extraction=harness counts it)",
+    "harness": "harness: every node of an answer counts (the card's first one never does)",
+}
 CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
 HEAD = f"""\
 Below is a directed graph as a list of its edges, and behind it an operation to carry out on it. A breadth-first \
@@ -82,7 +88,7 @@ class Params:
     lengths: tuple[int, ...]  # tokens of drawn prompts
     rows: int | None  # of each problem and length; None: all, or 30 drawn ones
     truth: str
-    extraction: str
+    extraction: str  # auto: the card's of published rows, the harness's of drawn ones
     strip_end: bool
     thinking: bool
     max_new_tokens: int | None  # None: 512, or 8192 with thinking
@@ -91,7 +97,7 @@ class Params:
     def __post_init__(self) -> None:
         check_choices(
             self, source=("auto", "local", "hub", "embedded"), truth=("recomputed", "file"),
-            extraction=("harness", "card"), on_bad_row=ON_BAD_ROW,
+            extraction=("auto", "harness", "card"), on_bad_row=ON_BAD_ROW,
         )  # fmt: skip
         check_counts(self, "rows", "max_new_tokens", "out_degree")
         check_some(self, parts=tuple(PARTS), problems=KINDS)
@@ -125,9 +131,15 @@ class GraphWalks(Task):
     def is_embedded(self) -> bool:
         return self.data_source == "embedded"
 
+    @property
+    def extraction(self) -> str:
+        """How answers are read."""
+        usual = "harness" if self.is_embedded else "card"
+        return usual if self.params.extraction == "auto" else self.params.extraction
+
     def check(self, shape: ModelShape) -> None:
         params, self.room = self.params, shape.window - self.params.n_new - SLACK
-        self.notes = [f"extraction: {params.extraction}", f"blank lines behind an answer: {params.strip_end}"]
+        self.notes = [f"extraction: {READINGS[self.extraction]}", f"blank lines behind an answer: {params.strip_end}"]
         longest = max(params.lengths) if self.is_embedded else 0
         if self.room < max(longest, SLACK):
             raise ConfigError(
@@ -193,8 +205,9 @@ class GraphWalks(Task):
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         text = prediction.rstrip() if self.params.strip_end else prediction
-        found = verdict(text, sample.references, self.params.extraction)
-        return found.f1, {"exact": found.exact, "no_answer": float(found.failed)}
+        (other,) = set(READINGS) - {self.extraction}
+        found, beside = (verdict(text, sample.references, one) for one in (self.extraction, other))
+        return found.f1, {"exact": found.exact, "no_answer": float(found.failed), f"f1_{other}": beside.f1}
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """graphwalks.csv: by problem and depth."""

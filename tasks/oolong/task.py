@@ -44,6 +44,7 @@ OPENING = "You are a helpful assistant."
 HEAD = "The list below has a line for each instance, with its date, its user, its text and its label.\n\n"
 CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
 FEWEST = 12  # lines
+DRAWN_QUESTIONS = 5  # on a list, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Params:
     form: str  # of files: synth | real
     with_labels: bool  # of synth's files: whether each line shows its label
     lengths: tuple[int, ...]  # tokens of a drawn context with its longest question
-    questions: int  # on each context, at most
+    questions: int | None  # on each context, at most; None: all, or 5 on a drawn list
     rows: int | None  # contexts; None: all, or 10 drawn ones of each length
     scoring: str
     max_new_tokens: int
@@ -111,6 +112,11 @@ class Oolong(Task):
         return self.data_source == "embedded"
 
     @property
+    def n_drawn(self) -> int:
+        """Questions on a drawn list."""
+        return self.params.questions or DRAWN_QUESTIONS
+
+    @property
     def is_real(self) -> bool:
         return self.params.form == "real" and not self.is_embedded
 
@@ -143,7 +149,7 @@ class Oolong(Task):
         if self.asking.mode != "query_aware":
             return samples
         if isinstance(samples, Drawn):
-            return QueryAware(samples, [self.params.questions] * len(samples))
+            return QueryAware(samples, [self.n_drawn] * len(samples))
         return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
 
     def published(self, tokenizer: Any) -> list[Sample]:
@@ -259,7 +265,7 @@ class Drawn(LazySamples):
     def made(self, length: int, number: int, n: int) -> Sample:
         rng = random.Random(f"oolong {self.task.seed} {length} {number}")
         lines = made.draw_lines(rng, n, sentences())
-        kinds = [made.KINDS[(number + i) % len(made.KINDS)] for i in range(self.task.params.questions)]
+        kinds = [made.KINDS[(number + i) % len(made.KINDS)] for i in range(self.task.n_drawn)]
         asked = list[Asked]()
         for kind in kinds:
             question, right = made.draw(random.Random(f"{number} {kind} {len(asked)} {n}"), lines, kind)

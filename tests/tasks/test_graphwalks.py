@@ -60,8 +60,11 @@ def test_published_answers_are_made_again_from_the_edges(tmp_path: Path) -> None
     assert (parents.references, bfs.references) == (("a1",), ("c1",))
     assert parents.question.startswith("Operation:\nFind") and parents.context.endswith("c1 -> a1\n\n")
     assert "truth: recomputed; 1 of 2 published answers differ from the edges'" in made.notes
-    assert made.verdict(bfs, "Final Answer: [c1]\n\n") == (1.0, {"exact": 1.0, "no_answer": 0.0})
-    as_published = task(tmp_path, truth="file", strip_end=False)
+    assert made.verdict(bfs, "Final Answer: [c1]\n\n") == (0.0, {"exact": 0.0, "no_answer": 0.0, "f1_harness": 1.0})
+    assert "extraction: card, as published" in made.notes[0]
+    ours = task(tmp_path, extraction="harness")
+    assert ours.verdict(bfs, "Final Answer: [c1]\n\n") == (1.0, {"exact": 1.0, "no_answer": 0.0, "f1_card": 0.0})
+    as_published = task(tmp_path, truth="file", strip_end=False, extraction="harness")
     assert as_published.samples(tokenizer)[0].references == ("a1", "b1")
     assert as_published.score(bfs, "Final Answer: [c1]\n") == 0.0
 
@@ -98,6 +101,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(tmp_path: Path, given, sa
 def test_some_drawn_parents_are_none_and_searches_have_one_to_twenty_nodes(tmp_path: Path) -> None:
     made = task(tmp_path, source="embedded", lengths=[1500], rows=40)
     samples = made.samples(tiny_tokenizer(None, adds_bos=False))
+    assert "extraction: harness" in made.notes[0]
     sizes = [(sample.fields["dataset"], len(sample.references)) for sample in samples]
     assert 1 <= sum(size == ("parents", 0) for size in sizes) <= 12
     assert all(1 <= n <= 20 for kind, n in sizes if kind == "bfs")
