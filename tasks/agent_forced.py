@@ -21,17 +21,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 from tasks.agent_traces.actions import action_of, values
 from tasks.agent_traces.task import AgentTraces
 from tasks.base import Sample
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome
-from tasks.lazy import LazySamples
-from tasks.prompt import first_ids
+from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch
+from tasks.forced_answers import PLACES, Agreed, Fed, places_of
 
 
 class AgentForced(ForcedTask, AgentTraces):
@@ -43,94 +39,27 @@ class AgentForced(ForcedTask, AgentTraces):
 
     def __init__(self, params: Any, data_dir: str | None, seed: int) -> None:
         AgentTraces.__init__(self, replace(params, mode="query_aware"), data_dir, seed)
-        self.turns, self.asking = self.asking, None
+        self.asking = None
 
     def check(self, shape: ModelShape) -> None:
         AgentTraces.check(self, shape)
         self.notes[0] = "a score says how often a token is the recorded one, not whether the job is done"
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        self.asking = self.turns
-        try:
-            return Fed(AgentTraces.samples(self, tokenizer), tokenizer, self)
-        finally:
-            self.asking = None
+        return Fed(AgentTraces.samples(self, tokenizer), tokenizer, value_places)
 
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
         assert continuation.forced is not None
-        return Agreed(continuation.forced, len(rows), sample.fields["value_tokens"])
+        return Agreed(continuation.forced, len(rows), sample.fields[PLACES], "value")
 
 
-class Fed(LazySamples):
-    """Decisions as prompts of tokens, with the recorded action behind them."""
-
-    def __init__(self, samples: Sequence[Sample], tokenizer: Any, task: AgentForced) -> None:
-        self.samples, self.tokenizer, self.task = samples, tokenizer, task
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def sample(self, i: int) -> Sample:
-        self.task.asking = self.task.turns  # drawn samples are made when they are asked for
-        try:
-            one = self.samples[i]
-        finally:
-            self.task.asking = None
-        ids = first_ids(self.tokenizer, one.context + one.question)
-        forced = fed(self.tokenizer, one.references[0])
-        places = value_places(self.tokenizer, one.references[0])
-        fields = {**one.fields, "value_tokens": [at for at in places if at < len(forced)]}
-        return replace(
-            one, context="", question="", ids=ids, forced=forced, max_new_tokens=len(forced), is_rendered=False,
-            fields=fields,
-        )  # fmt: skip
-
-
-def fed(tokenizer: Any, reference: str) -> tuple[int, ...]:
-    """The recorded action's tokens and the end behind them: two at least."""
-    ids: list[int] = tokenizer.encode(reference, add_special_tokens=False)
-    end: int | None = tokenizer.eos_token_id
-    return (*ids, ids[-1] if end is None else end)
-
-
-def value_places(tokenizer: Any, reference: str) -> list[int]:
+def value_places(tokenizer: Any, sample: Sample) -> Sequence[int]:
     """Which tokens of an action hold argument values; all of them where a value is the whole answer."""
-    action, n = action_of(reference), len(tokenizer.encode(reference, add_special_tokens=False))
+    (reference,) = sample.references
+    action = action_of(reference)
     if action["kind"] != "call":
-        return list(range(n))
+        return range(len(tokenizer.encode(reference, add_special_tokens=False)))
     spans = [(at, at + len(value)) for value in values(action["arguments"]) if (at := reference.rfind(value)) >= 0]
-    offsets = tokenizer(reference, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return [i for i, (a, b) in enumerate(offsets) if any(a < end and start < b for start, end in spans)]
-
-
-class Agreed:
-    """Whether each next token is the recorded one, and its loss, for all rows."""
-
-    def __init__(self, forced: Sequence[int], n_rows: int, value_tokens: Sequence[int]) -> None:
-        self.targets = list(forced[1:])
-        self.of_values = torch.tensor([i - 1 for i in value_tokens if i > 0], dtype=torch.long)
-        self.losses = torch.zeros(n_rows, len(self.targets), dtype=torch.float64)
-        self.hits = torch.zeros_like(self.losses)
-        self.step = 0
-
-    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Only what comes out at the top counts."""
-
-    def predicted(self, order: Sequence[int], logits: Tensor) -> None:
-        target, rows = self.targets[self.step], list(order)
-        self.losses[rows, self.step] = (logits.logsumexp(-1) - logits[:, target]).double().cpu()
-        self.hits[rows, self.step] = (logits.argmax(-1) == target).double().cpu()
-        self.step += 1
-
-    def outcomes(self) -> list[Outcome]:
-        assert self.step == len(self.targets), f"{self.step} steps for {len(self.targets)} targets"
-        return [self.outcome(hits, losses) for hits, losses in zip(self.hits, self.losses, strict=True)]
-
-    def outcome(self, hits: Tensor, losses: Tensor) -> Outcome:
-        measures: dict[str, float | None] = {"nll": losses.mean().item()}
-        if len(self.of_values):
-            measures["value_agreement"] = hits[self.of_values].mean().item()
-            measures["value_nll"] = losses[self.of_values].mean().item()
-        return Outcome(hits.mean().item(), {"measures": measures, "n_targets": len(self.targets)})
+    return places_of(tokenizer, reference, spans)

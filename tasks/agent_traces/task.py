@@ -167,7 +167,7 @@ class AgentTraces(Task):
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         samples = Drawn(self, tokenizer) if self.is_embedded else self.recorded(tokenizer)
-        if self.asking.mode != "query_aware":
+        if self.params.asking.mode != "query_aware":
             return samples
         if isinstance(samples, Drawn):
             return QueryAware(samples, [self.params.turns] * len(samples))
@@ -226,7 +226,7 @@ class AgentTraces(Task):
         self.notes = self.notes if note in self.notes else [*self.notes, note]
         texts = renderer.steps([decision.index for decision in trace.decisions])
         context = self.context(renderer, trace, texts[0])
-        keeps = self.asking.mode == "golden"
+        keeps = self.params.asking.mode == "golden"
         before, turns = context, list[Turn]()
         for text, decision in zip(texts, trace.decisions, strict=True):
             ids = tokenizer.encode(decision.reference, add_special_tokens=False)
@@ -247,7 +247,7 @@ class AgentTraces(Task):
             max_new_tokens=max(turn.max_new_tokens for turn in turns),
             is_rendered=bool(tokenizer.chat_template),
             use_chat=False,
-            conversation=Conversation(tuple(turns), self.asking, is_rendered=True),
+            conversation=Conversation(tuple(turns), self.params.asking, is_rendered=True),
             fields={"dataset": self.params.domain if not self.is_embedded else "drawn", "tokens": used, **trace.fields},
         )
 

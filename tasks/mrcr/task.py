@@ -173,7 +173,7 @@ class MRCR(Task):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.is_embedded:
             drawn = Drawn(self, tokenizer)
-            is_apart = self.asking is not None and self.asking.mode == "query_aware"
+            is_apart = self.params.asking is not None and self.params.asking.mode == "query_aware"
             return QueryAware(drawn, [self.params.questions] * len(drawn)) if is_apart else drawn
         by_needles = [self.fitting(tokenizer, n) for n in self.params.needles]
         found = in_turns(by_needles)
@@ -301,7 +301,7 @@ class Drawn(LazySamples):
                 "dataset": f"{one.n_alike}needle", "length": length, "wanted": one.wanted,
             }) for one in dialogues
         ]  # fmt: skip
-        return each[0] if self.task.asking is None else together(each, self.task.asking)
+        return each[0] if (asking := self.task.params.asking) is None else together(each, asking)
 
 
 def together(each: Sequence[Sample], asking: Asking) -> Sample:

@@ -10,6 +10,7 @@ from tests.tiny_run import save_tiny, sweep
 TASKS = {
     "babilong": ["task.datasets=[qa1]", "task.lengths=[1k]", "task.max_new_tokens=4"],
     "mrcr": ["task.lengths=[2500]", "task.template=plain"],
+    "mrcr_forced": ["task.lengths=[2500]", "task.template=plain", "task.words=[10,20]", "task.questions=2"],
     "graphwalks": ["task.lengths=[2200]", "task.problems=[parents]", "task.max_new_tokens=4"],
     "agent_traces": ["task.lengths=[5000]", "task.turns=2", "task.output_tokens=40", "task.max_new_tokens=4"],
     "agent_forced": ["task.lengths=[4000]", "task.turns=2", "task.output_tokens=40"],

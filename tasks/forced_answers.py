@@ -1,0 +1,86 @@
+"""Known answers, token by token: what is right is fed, and how often the next token would have been the right one.
+
+Nothing is parsed and nothing diverges within an answer, so that small models can be told apart by the paired difference
+to full attention. The first token of an answer is predicted by the prefill, without compression, and does not count.
+
+Not here: which answers (`agent_forced.py`, `mrcr_forced.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.base import Sample
+from tasks.forced import Outcome
+from tasks.lazy import LazySamples
+from tasks.prompt import first_ids
+
+PLACES = "part_tokens"  # field of a sample: which tokens of its answer are averaged apart
+
+
+class Fed(LazySamples):
+    """Samples as prompts of tokens, with the right answer behind them."""
+
+    def __init__(self, samples: Sequence[Sample], tokenizer: Any, part: Callable[[Any, Sample], Sequence[int]]) -> None:
+        """`part` says which tokens of a sample's answer are averaged apart."""
+        self.samples, self.tokenizer, self.part = samples, tokenizer, part
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, i: int) -> Sample:
+        one = self.samples[i]
+        forced = fed(self.tokenizer, one.references[0])
+        places = [at for at in self.part(self.tokenizer, one) if at < len(forced)]
+        return replace(
+            one, context="", question="", ids=first_ids(self.tokenizer, one.context + one.question), forced=forced,
+            max_new_tokens=len(forced), is_rendered=False, fields={**one.fields, PLACES: places},
+        )  # fmt: skip
+
+
+def fed(tokenizer: Any, reference: str) -> tuple[int, ...]:
+    """An answer's tokens and the end behind them: two at least."""
+    ids: list[int] = tokenizer.encode(reference, add_special_tokens=False)
+    end: int | None = tokenizer.eos_token_id
+    return (*ids, ids[-1] if end is None else end)
+
+
+def places_of(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Which tokens of a text hold some of these characters."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [i for i, (a, b) in enumerate(offsets) if any(a < end and start < b for start, end in spans)]
+
+
+class Agreed:
+    """Whether each next token is the right one, and its loss, for all rows."""
+
+    def __init__(self, forced: Sequence[int], n_rows: int, places: Sequence[int], part: str) -> None:
+        """`places` are those of the tokens that are averaged apart, under the name `part`."""
+        self.targets, self.part = list(forced[1:]), part
+        self.apart = torch.tensor([i - 1 for i in places if i > 0], dtype=torch.long)
+        self.losses = torch.zeros(n_rows, len(self.targets), dtype=torch.float64)
+        self.hits = torch.zeros_like(self.losses)
+        self.step = 0
+
+    def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Only what comes out at the top counts."""
+
+    def predicted(self, order: Sequence[int], logits: Tensor) -> None:
+        target, rows = self.targets[self.step], list(order)
+        self.losses[rows, self.step] = (logits.logsumexp(-1) - logits[:, target]).double().cpu()
+        self.hits[rows, self.step] = (logits.argmax(-1) == target).double().cpu()
+        self.step += 1
+
+    def outcomes(self) -> list[Outcome]:
+        assert self.step == len(self.targets), f"{self.step} steps for {len(self.targets)} targets"
+        return [self.outcome(hits, losses) for hits, losses in zip(self.hits, self.losses, strict=True)]
+
+    def outcome(self, hits: Tensor, losses: Tensor) -> Outcome:
+        measures: dict[str, float | None] = {"nll": losses.mean().item()}
+        if len(self.apart):
+            measures[f"{self.part}_agreement"] = hits[self.apart].mean().item()
+            measures[f"{self.part}_nll"] = losses[self.apart].mean().item()
+        return Outcome(hits.mean().item(), {"measures": measures, "n_targets": len(self.targets)})
