@@ -23,6 +23,7 @@ PAPERS = {
     "results": "longbench needle fidelity",  # docs/hour.md
     **dict.fromkeys(("snapkv", "adakv", "kvzip", "rkv"), "table"),
     "evidence": "docs needle ruler shared gsm8k",  # docs/results.md
+    "cited": "agents airline helmet mrcr",  # docs/cited.md
 }
 
 
