@@ -41,6 +41,7 @@ DATASETS = {
     "retrpasskey": "passkey",
     "retrnumber": "numberstring",
     "retrkv": "kvretrieval",
+    "plain": "math500",  # its runs are named by their prompt's template
 }
 CLUSTERKV_DATASETS = (
     *("2WikiMQA", "TriviaQA", "HotpotQA", "MultiFieldQA"),
@@ -163,6 +164,20 @@ PAPER_TABLES = (
             "XKV": Column("xkv", compensated=False),
         },
         tokens={"1.6%": "128", "1.2%": "96"},
+    ),
+    # R-KV's authors print curves as pictures; these are TriAttention's authors' runs of it, one answer a question.
+    PaperTable(
+        "rkv_table",
+        "R-KV as TriAttention's authors ran it: MATH-500",
+        "math500_rkv",
+        ("DeepSeek-R1-Distill-Llama-8B", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
+        "",
+        {
+            "Full": Column("full"),
+            "SnapKV": Column("snapkv_decode"),
+            "R-KV": Column("rkv"),
+            "TriAttention": Column("triattention"),
+        },
     ),
 )
 EFFICIENCY = PaperTable(

@@ -21,7 +21,7 @@ PAPERS = {
     "clusterkv": "table1 figure9 figure10 figure11a figure11b figure12 figure13a figure13b",
     "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
     "results": "longbench needle fidelity",  # docs/hour.md
-    **dict.fromkeys(("snapkv", "adakv", "kvzip", "rkv"), "table"),
+    **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
     "evidence": "docs needle ruler shared gsm8k",  # docs/results.md
     "cited": "agents airline helmet mrcr",  # docs/cited.md
 }

@@ -167,6 +167,17 @@ def test_each_table_has_its_published_figures_and_experiment(paper_table: PaperT
         assert len({canonical(name) for name in paper.datasets}) == len(paper.datasets)
 
 
+def test_what_is_published_of_methods_that_cut_an_answer_stands_beside_runs_on_its_model(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"model": "DeepSeek-R1-Distill-Llama-8B", "source": "local", "comm": "0"}
+    rows = [{"score": score, "fields": {"dataset": "math500/plain"}} for score in (1.0, 1.0, 0.0, 1.0)]
+    make_run(tmp_path, "full", "math500_rkv", rows, ratio="1", **where)
+    make_run(tmp_path, "rkv_code", "math500_rkv", rows, budget=512, ratio=None, label="R-KV", **where)
+    table = one(tmp_path, next(paper for paper in PAPER_TABLES if paper.name == "rkv_table"))
+    cell = table.cells["MATH-500", "R-KV", "512"]
+    assert (cell.score, cell.published, cell.n) == (75.0, "76.9", 4)
+    assert table.is_paper_setting and table.cells["MATH-500", "TriAttention", "512"].published == "80.6"
+
+
 def test_without_runs_the_commands_are_said(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
