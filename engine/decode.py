@@ -19,6 +19,7 @@ from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
+from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
 from engine.placement import Change
 from engine.readers import Held, Readers, end
@@ -146,7 +147,7 @@ def decode(
     return Decoded(answers, clock.seconds(), graphs.n_replayed - n_replayed, graphs.why_not)
 
 
-class _Batch:
+class _Batch(HearsChoices):
     """The rows that still generate; stands in the model's attention during decoding."""
 
     def __init__(
@@ -167,6 +168,7 @@ class _Batch:
         self.compressed = frozenset(trace.shape.attention_layers)
         self.readers = Readers(trace.shape)
         self.position = trace.s_prompt
+        self.choices = Choices()
         self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
         self.group()
 
@@ -196,6 +198,7 @@ class _Batch:
                 logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         else:
             logits = self.model.step(ids.unsqueeze(1), self.position, self.cache, self)
+        self.choices.enter(self.cache, self.rows, [self.position] * len(self.rows), self.trace.s_prompt)
         self.position += 1
         if self.compressing:
             with span("compress"):

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from engine.causal import Chunk
+from engine.checkpoints.choosing import CHOICES
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
 from engine.errors import ConfigError, first_line
 from engine.latents import ByHeads, Latent
 from engine.machine import is_out_of_memory
+from engine.passes.chosen import HearsChoices, attend_seen, seen_by
 from engine.passes.graphs import StepGraphs
 from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, unmoved
 from engine.passes.session import Call, Session, ThinnedSession
@@ -33,6 +35,7 @@ from engine.softmax import Softmax
 
 T = TypeVar("T")
 NAME = "kvbench"  # of our attention function in transformers' registry
+NAME_MASKED = "kvbench-masked"  # of the same for models that choose what they attend to, some of them by a mask
 
 
 class _Query(Exception):
@@ -124,7 +127,7 @@ class Model:
     def hooked(self) -> Iterator["Model"]:
         """Our attention inside, the model's own again outside."""
         before = self.hf.config._attn_implementation
-        self.hf.set_attn_implementation(NAME)
+        self.hf.set_attn_implementation(NAME_MASKED if self.shape.choosing_layers else NAME)
         try:
             with torch.inference_mode():
                 yield self
@@ -418,11 +421,13 @@ def _attention(
     running = _RUNNING.get(None)
     assert running is not None, "our attention was called without a session: use Model.forward"
     others = [name for name, value in kwargs.items() if changes(name, value)]
-    if others or attention_mask is not None:
-        name = others[0] if others else "attention_mask"
+    others += [] if attention_mask is None else ["attention_mask"]
+    if running.shape.choosing_layers:
+        others = [name for name in others if name not in CHOICES]
+    if others:
         raise ConfigError(
-            f"the model {running.shape.name!r} {SAID.get(name, f'hands {name} to its attention')}, which KVBench "
-            f"cannot; {INSTEAD}"
+            f"the model {running.shape.name!r} {SAID.get(others[0], f'hands {others[0]} to its attention')}, which "
+            f"KVBench cannot; {INSTEAD}"
         )
     layer = number_of(module)
     if layer < 0:
@@ -435,13 +440,30 @@ def _attention(
         soft = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
         running.softmaxes[layer] = soft
     is_compressed = layer in running.shape.attention_layers
-    if is_compressed and running.shape.is_latent:
+    if running.shape.choosing_layers:
+        assert attention_mask is not None, f"layer {layer} of a model that chooses has no mask"
+        out = _attend_chosen(running, layer, q, k, v, soft, seen_by(k, attention_mask, kwargs, block_of(module)))
+    elif is_compressed and running.shape.is_latent:
         out = _attend_latents(running, module, layer, q, k, v, soft, window)
     elif is_compressed and k.shape[1] != running.shape.h_kv and running.has_cached(layer):
         out = _attend_repeated(running, layer, q, k, soft, window)
     else:
         out = running.session.attend(layer, q, k, v, soft, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
+
+
+def block_of(module: Any) -> int:
+    """Tokens of a block that an attention module chooses by number; 1: it chooses none."""
+    return getattr(getattr(module, "indexer", None), "block_size", 1)
+
+
+def _attend_chosen(
+    running: _Running, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, seen: Tensor
+) -> Tensor:
+    """Attention of a layer to what its model chose."""
+    if layer in running.shape.choosing_layers and isinstance(running.session, HearsChoices):
+        running.session.choices.seen[layer] = seen
+    return attend_seen(q, k, v, soft, seen)
 
 
 def _attend_repeated(
@@ -487,7 +509,10 @@ def _attend_latents(
 
 
 def register_attention() -> None:
-    """Make our attention known to transformers under `NAME`."""
-    from transformers import AttentionInterface
+    """Make our attention known to transformers, without masks and with those of its own eager attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
 
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME_MASKED, _attention)
+    AttentionMaskInterface.register(NAME_MASKED, eager_mask)

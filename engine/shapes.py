@@ -20,6 +20,7 @@ class ModelShape:
     d_h: int  # dimensions of a key as it is cached, and of the queries that meet it
     window: int  # longest sequence the model was made for, prompt and answer together
     attention_layers: tuple[int, ...]  # with full softmax attention: the ones that methods compress
+    choosing_layers: tuple[int, ...] = ()  # of a model that chooses its tokens itself; none is compressed
     d_model: int = 0  # values of a token between two layers; 0: not known
     chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
     chunk: int = 0  # tokens of such a chunk
@@ -63,6 +64,11 @@ class ModelShape:
     def left_bytes(self, s: int) -> int:
         """What no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
         return self.state_bytes + sum(2 * numbers * min(s, most) for numbers, most in self.left)
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Those that keep something of every token: methods' own, or those of a model that chooses by itself."""
+        return self.attention_layers or self.choosing_layers
 
     @property
     def n_own(self) -> int:

@@ -37,7 +37,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
 
 def answers_bytes(variants: Sequence[Variant], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
     """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
-    token = len(shape.attention_layers) * shape.h_kv * shape.width * element_bytes
+    token = len(shape.kept_layers) * shape.h_kv * shape.width * element_bytes
     return [0 if variant.budget.counts is not None else token * n_new for variant in variants]
 
 
@@ -49,7 +49,7 @@ def most_at_once(n_bytes: Sequence[int], limit: int | None) -> int:
 def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes: int) -> int:
     """Bound of what a variant allocates on its device beside the prompt's own K and V."""
     budget = variant.budget
-    of_heads = len(shape.attention_layers) * shape.h_kv * element_bytes
+    of_heads = len(shape.kept_layers) * shape.h_kv * element_bytes
     token, key = of_heads * shape.width, of_heads * shape.d_h
     if variant.is_full:
         return token * n_new
@@ -85,7 +85,7 @@ def prompt_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, chunk: in
 
     In chunks of tokens that is for these alone, and a layer's input, output and queries are whole.
     """
-    token = len(shape.attention_layers) * shape.h_kv * shape.width
+    token = len(shape.kept_layers) * shape.h_kv * shape.width
     d_model = shape.d_model or shape.h * shape.d_h
     wide = min(s_prompt, chunk or s_prompt)
     passing = d_model * (PASS_VALUES * wide + WHOLE_VALUES * (s_prompt - wide))

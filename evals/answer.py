@@ -146,6 +146,8 @@ class Answering:
             trace = prefill(
                 self.model, one.prompt.context_ids, observations, build, variants[0].thinning, sparsity, chunk
             )
+            if not rows:  # the model chooses by itself, and no layer was taken over
+                rows.extend(begin(one, cell, trace, n_new) for cell in first)
             prefill_s = trace.seconds - sum(clock.seconds())
             for cell, variant in zip(cells, variants, strict=True):
                 if variant.probes:

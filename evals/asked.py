@@ -200,8 +200,8 @@ def check(asked: Asked, shape: ModelShape) -> None:
     refuse_counts(settings, rules)
     refuse_many(settings, shape)
     with naming(settings):
-        rules.check(asked.params, settings.budget, shape)
         rules.check_kinds(asked.params, shape, asked.coding)
+        rules.check(asked.params, settings.budget, shape)
         refuse_heads(settings, shape)
         rules.check_cache(asked.params, settings.cache)
         asked.keeping.check(shape)
@@ -210,6 +210,11 @@ def check(asked: Asked, shape: ModelShape) -> None:
         checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
     if asked.sparsity is not None:
+        if shape.choosing_layers:
+            raise ConfigError(
+                f"a sparse prefill has no meaning for the model {shape.name!r}, which chooses by itself "
+                "what it attends to; leave it away"
+            )
         asked.sparsity.check(shape)
         checks.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
     task.check(shape)
@@ -249,7 +254,7 @@ def refuse_many(settings: Settings, shape: ModelShape) -> None:
     """Raise `ConfigError` for more answers to a prompt than anybody waits for."""
     n = settings.sampling.n_answers
     if n > MOST_ANSWERS:
-        token = len(shape.attention_layers) * shape.h_kv * shape.width * (4 if settings.dtype == "float32" else 2)
+        token = len(shape.kept_layers) * shape.h_kv * shape.width * (4 if settings.dtype == "float32" else 2)
         raise ConfigError(
             f"n_answers={n} is out of range; it is at most {MOST_ANSWERS}: with model {shape.name!r} each generated "
             f"token of so many answers takes {checks.gigabytes(n * token)} of keys and values"

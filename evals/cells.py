@@ -56,6 +56,8 @@ class Cell:
     @property
     def label(self) -> str:
         label = self.rules.label(self.params, self.request)
+        if self.shape.choosing_layers:
+            label += " (the model's choice)"
         if self.rules.is_question_free and self.settings.scope == "full_prompt":
             label += ", whole prompt"
         if self.settings.allocator is not None:

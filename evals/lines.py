@@ -205,13 +205,19 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
             f"it holds up to {max(uncounted) / 1e6:.1f} MB in tensors of its own, far more than it counts: its budget "
             "does not hold"
         )
-    others = cell.shape.n_layers - len(cell.shape.attention_layers)
+    others = cell.shape.n_layers - len(cell.shape.kept_layers)
+    if n_choosing := len(cell.shape.choosing_layers):
+        notes.append(
+            f"the model itself chooses what {n_choosing} of its {cell.shape.n_layers} layers attend to: this is the "
+            "model as it is, and what its index reads is counted as such"
+        )
     if others:
         notes.append(f"{others} of {cell.shape.n_layers} layers are no full attention and were left as they are")
     if cell.shape.hybrid_layers:
         notes.append(f"{len(cell.shape.hybrid_layers)} layers have a state beside attention, which was left as it was")
     n_read = [row.prompt_tokens + row.generated_tokens for row in rows if row.prompt_tokens]
     compressed = cell.shape.compressed_share(round(fmean(n_read))) if n_read else 1.0
+    compressed = 1.0 if cell.shape.choosing_layers else compressed
     if compressed < 1:
         notes.append(
             f"compressed layers hold {compressed:.0%} of the cache's bytes at {fmean(n_read):,.0f} tokens: budgets and "

@@ -207,6 +207,12 @@ class Rules:
     @classmethod
     def check_kinds(cls, params: Any, shape: ModelShape, partner: Coding | None = None) -> None:
         """Raise `ConfigError` where a method makes no sense of what layers of this model keep, or who reads it."""
+        if shape.choosing_layers and cls.has_budget:
+            raise ConfigError(
+                f"the model {shape.name!r} chooses by itself what {len(shape.choosing_layers)} of its {shape.n_layers} "
+                f"layers attend to, and {cls.title} is not defined on top of that; use method=full, which runs and "
+                "counts the model as it is, or a model with full attention"
+            )
         if shape.width != 2 * shape.d_h:
             cls.check_widths(shape, partner)
         both = ((cls, params), *(((partner.rules, partner.params),) if partner else ()))

@@ -61,6 +61,7 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 6, "first_k_dense_replace": 1,
 }  # fmt: skip
+INDEXED = LATENT | {"index_topk": 12, "index_head_dim": 8, "index_n_heads": 2}
 SAME_HEADS = {"num_key_value_heads": 6}
 # What an architecture needs beside the common values, or so that it has a layer of every kind.
 VALUES: dict[str, dict[str, Any]] = {
@@ -69,10 +70,23 @@ VALUES: dict[str, dict[str, Any]] = {
     "biogpt": SAME_HEADS,
     "cohere2": LOCAL_TOO,
     "axk1": LATENT,
+    "axk2": INDEXED | {"gated_norm_rank": 4},
     "bailing_hybrid": LATENT | STATE_TOO | {"layer_group_size": 2, "qk_head_dim": 16},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "q_lora_rank": 20, "o_groups": 2, "o_lora_rank": 12, "index_n_heads": 2,
+        "index_head_dim": 8, "index_topk": 3, "sliding_window": WINDOW, "hc_mult": 2,
+        "layer_types": [
+            "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "compress_rates": {"heavily_compressed_attention": 16, "compressed_sparse_attention": 4},
+    },
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": INDEXED,
+    "hy_v4": INDEXED | {"head_dim": 16},
     "kimi_linear": LATENT | STATE_TOO | {"linear_head_dim": 8, "linear_num_heads": 6},
     "longcat_flash": LATENT | {
         "num_layers": 2, "ffn_hidden_size": 56, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 24,
@@ -108,6 +122,11 @@ VALUES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1, 0], "attn_scale": 0.5,
     },
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16},
+    "minimax_m3_vl_text": {
+        "dense_intermediate_size": 56, "shared_intermediate_size": 24, "rotary_dim": 8, "index_n_heads": 2,
+        "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 3,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+    },
     "ministral": LOCAL_TOO,
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
@@ -127,6 +146,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA_RULE,
     "qwen3_5_text": DELTA_RULE,
     "qwen3_next": DELTA_RULE,
+    "qwen4_exp_text": DELTA_RULE | {
+        "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+        "indexer_budget": 12, "indexer_compress_ratio": 4, "ngram_vocab_size_base": 200, "heads_per_ngram": 2,
+        "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
+    },
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "starcoder2": {"sliding_window": None},
     "zamba2": {
@@ -220,7 +244,7 @@ def loaded(config: Any, hf: Any, name: str) -> Model:
     """As a run loads it; `ConfigError` where it refuses."""
     register_attention()
     model = made(hf, None, shape_of(config, name), torch.float32, f"tiny-{name}")
-    if not model.shape.attention_layers:
+    if not model.shape.kept_layers:
         raise ConfigError(f"the model {name!r} has no layer that methods compress")
     check_attention(model)
     return model
@@ -264,11 +288,11 @@ def look(model_type: str) -> Found:
     try:
         model = loaded(config, hf, model_type)
         layers = f"{len(model.shape.attention_layers)} of {model.shape.n_layers}"
-        apart = [
-            what
-            for what, kinds in (("one row", [Full]), ("three rows", [Full] * 3), ("whole budget", [Full, Oracle]))
-            if any(said != want for said in answers(model, ids, kinds))
-        ]
+        asked = {"one row": [Full], "three rows": [Full] * 3, "whole budget": [Full, Oracle]}
+        if model.shape.choosing_layers:
+            layers += f"; {len(model.shape.choosing_layers)} choose"
+            del asked["whole budget"]
+        apart = [what for what, kinds in asked.items() if any(said != want for said in answers(model, ids, kinds))]
     except ConfigError as error:
         return Found(model_type, "refused", str(error))
     except Exception as error:

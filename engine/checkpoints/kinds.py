@@ -14,7 +14,7 @@ Not here: reading a configuration (`engine/checkpoints/load.py`), whether output
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.checkpoints.choosing import CHOICES, CHOOSING, is_choosing, more_of_a_token, unhiding_mask
 from engine.checkpoints.header import MAX_LAYERS, is_positive
 from engine.errors import ConfigError, one_line
 from engine.shapes import ModelShape
@@ -31,11 +32,8 @@ HYBRID = "hybrid"  # full attention and a state beside it, in one layer
 COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
-KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, "dummy")  # dummy: a layer without attention, such as an MLP of its own
-CHOOSING = {  # layers that attend to tokens of their own choice, and how many they choose
-    "indexed_attention": ("index_topk", "tokens"),
-    "minimax_m3_sparse": ("index_topk_blocks", "blocks"),
-}
+# dummy: a layer without attention, such as an MLP of its own
+KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, *CHOOSING, "dummy")
 # What an attention call may carry beside q, k, v, scale and window; everything else changes its result unseen.
 UNDERSTOOD = frozenset(
     {
@@ -51,6 +49,7 @@ SAID = {  # in the sentence that refuses it
 }
 INSTEAD = "use a model with plain softmax attention, such as Llama, Qwen or SmolLM"
 SURVEY = "kvbench-survey"  # of our noting function in transformers' registry
+SURVEY_MASKED = "kvbench-survey-masked"  # of the same for models whose layers choose by a mask
 N_SURVEYED = 8  # tokens of the pass without numbers
 MOST_MODULES = 200_000  # of a skeleton, more than the largest mixtures of experts have; made in a minute
 AGAIN = "copy or download its config.json again"
@@ -120,12 +119,6 @@ def kinds_of(config: Any, name: str) -> list[str]:
     strange = Counter(kind for kind in kinds if kind not in KNOWN)
     if strange:
         kind, n = strange.most_common(1)[0]
-        key, what = CHOOSING.get(kind, ("", ""))
-        if most := getattr(text_config(config), key, None) if key else None:
-            raise ConfigError(
-                f"the model {name!r} chooses {most} {what} of its own at every step ({kind} in {n} of its {len(kinds)} "
-                "layers), and KVBench compares no method with that yet; use a model with full attention"
-            )
         raise ConfigError(
             f"the model {name!r} has {n} of {len(kinds)} layers of the kind {kind!r}, with which KVBench compares no "
             f"method yet (it knows {', '.join(KNOWN)}); {INSTEAD}"
@@ -175,6 +168,8 @@ class Cached(NamedTuple):
     heads: int
     d_k: int
     d_v: int
+    is_one: bool = False  # both are the same numbers
+    more: int = 0  # numbers beside them of every token, by which the layer chooses
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,7 @@ class Hashed:
 
 @lru_cache(maxsize=64)
 def _surveyed(hashed: Hashed) -> Survey:
-    from transformers import AttentionInterface, DynamicCache
+    from transformers import DynamicCache
 
     calls: list[Asked] = []
 
@@ -223,16 +218,18 @@ def _surveyed(hashed: Hashed) -> Survey:
         calls.append(asked(module, q, k, v, attention_mask, sliding_window, others))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
-    AttentionInterface.register(SURVEY, note)
+    register_survey(note)
     has_own_code, why_not, hf = False, None, None
     ids = torch.zeros(1, N_SURVEYED, dtype=torch.long, device="meta")
+    is_masked = chooses(hashed.config)
+    given = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if is_masked else {})
     try:
         hf = skeleton(hashed.config)
         file = sys.modules[type(backbone(hf)).__module__]
         has_own_code = not hasattr(file, "ALL_ATTENTION_FUNCTIONS")
-        hf.set_attn_implementation(SURVEY)
+        hf.set_attn_implementation(SURVEY_MASKED if is_masked else SURVEY)
         with torch.inference_mode():
-            hf(input_ids=ids, use_cache=False)
+            hf(**given, use_cache=False)
     except ConfigError:
         raise
     except Exception as error:  # whatever a model's code does with tensors that have no numbers
@@ -244,7 +241,7 @@ def _surveyed(hashed: Hashed) -> Survey:
     try:
         with torch.inference_mode():
             cache = DynamicCache(config=hashed.config)
-            hf(input_ids=ids, use_cache=True, past_key_values=cache)
+            hf(**given, use_cache=True, past_key_values=cache)
     except ValueError as error:
         if why_not is None:  # what ran without a cache refuses this one
             cache = own_cache(hf, ids)
@@ -253,8 +250,23 @@ def _surveyed(hashed: Hashed) -> Survey:
         pass
     if cache is None:
         return found
-    states = {i: bytes_in(states_of(layer)) for i, layer in enumerate(cache.layers)}
+    with_states = [(i, layer) for i, layer in enumerate(cache.layers) if not more_of_a_token(layer, N_SURVEYED)]
+    states = {i: bytes_in(states_of(layer)) for i, layer in with_states}
     return replace(found, cached=cached_by(cache), state_bytes={i: n for i, n in states.items() if n})
+
+
+def register_survey(note: Callable[..., Any]) -> None:
+    """Make the noting function known to transformers, without masks and with them."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SURVEY, note)
+    AttentionInterface.register(SURVEY_MASKED, note)
+    AttentionMaskInterface.register(SURVEY_MASKED, unhiding_mask)
+
+
+def chooses(config: Any) -> bool:
+    """Whether layers attend to tokens of their own choice."""
+    return is_choosing(getattr(text_config(config), "layer_types", None) or ())
 
 
 def states_of(layer: Any) -> list[Any]:
@@ -287,7 +299,7 @@ def cached_by(cache: Any) -> dict[int, Cached]:
     for i, layer in enumerate(cache.layers):
         k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
         if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 4:
-            found[i] = Cached(k.shape[1], k.shape[3], v.shape[3])
+            found[i] = Cached(k.shape[1], k.shape[3], v.shape[3], v is k, more_of_a_token(layer, N_SURVEYED))
     return found
 
 
@@ -349,10 +361,12 @@ def has_layers(decoder: Any) -> bool:
 def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None:
     """Refuse what an attention call asks for that KVBench does not do; `calls` are those of one pass."""
     kinds, seen = list(kinds), Counter[int]()
+    choosing = choosing_layers(kinds)
     for call in calls:
         seen[call.layer] += 1
-        if call.others:
-            what = SAID.get(call.others[0], f"hands {call.others[0]} to its attention")
+        others = [other for other in call.others if not choosing or other not in CHOICES]
+        if others:
+            what = SAID.get(others[0], f"hands {others[0]} to its attention")
             raise ConfigError(f"the model {name!r} {what} in layer {call.layer}, which KVBench cannot; {INSTEAD}")
         if call.window is not None:
             check_counts(name, {"sliding_window": call.window})
@@ -363,7 +377,7 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
             f"the model {name!r} attends {seen[twice[0]]} times in layer {twice[0]} for one token, and KVBench only "
             f"compresses layers that attend once; {INSTEAD}"
         )
-    missing = [layer for layer in compressed if not seen[layer]]
+    missing = [layer for layer in (*compressed, *choosing) if not seen[layer]]
     if missing and not seen[-1]:  # -1: modules that serve several layers do not say which
         raise own_code(name, missing[0])
     shapes = {(call.h, call.h_kv, call.d_k, call.d_v, call.expands) for call in calls if call.layer in compressed}
@@ -383,13 +397,20 @@ def own_code(name: str, layer: int) -> ConfigError:
     )
 
 
-def compressed_layers(kinds: Iterable[str]) -> tuple[int, ...]:
-    return tuple(i for i, kind in enumerate(kinds) if kind in COMPRESSED)
+def compressed_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Those of methods: none where the model itself chooses in some."""
+    return () if choosing_layers(kinds) else tuple(i for i, kind in enumerate(kinds) if kind in COMPRESSED)
+
+
+def choosing_layers(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Of a model that chooses by itself, those that choose and those that attend to everything."""
+    mine = (*CHOOSING, *COMPRESSED) if is_choosing(kinds) else ()
+    return tuple(i for i, kind in enumerate(kinds) if kind in mine)
 
 
 def check_compresses(shape: ModelShape) -> None:
-    """Refuse a model that leaves methods nothing to do."""
-    if not shape.attention_layers:
+    """Refuse a model that leaves methods nothing to do, and does not choose by itself."""
+    if not shape.attention_layers and not shape.choosing_layers:
         raise ConfigError(
             f"the model {shape.name!r} has {shape.n_layers} layers and none of them with full attention, so that "
             f"nothing is left to compress; {INSTEAD}"
@@ -402,9 +423,9 @@ def shape_of(config: Any, name: str) -> ModelShape:
     kinds = kinds_of(config, name)
     check_values(config, name)
     found = survey(config)
-    layers = compressed_layers(kinds)
-    if found.has_own_code and layers:
-        raise own_code(name, layers[0])
+    layers, choosing = compressed_layers(kinds), choosing_layers(kinds)
+    if found.has_own_code and (layers or choosing):
+        raise own_code(name, (*layers, *choosing)[0])
     if found.no_cache is not None:
         raise ConfigError(
             f"the model {name!r} only takes a cache of its own kind ({found.no_cache}), and KVBench cannot take that "
@@ -412,7 +433,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         )
     if found.why_not is None:
         check_calls(found.calls, kinds, name)
-    h, h_kv, d_h, d_v, is_latent = heads(text, found, layers, name)
+    h, h_kv, d_h, d_v, is_latent = heads(text, found, layers or choosing, name)
     d_model = getattr(text, "hidden_size", 0)
     chunked = tuple(i for i, kind in enumerate(kinds) if kind == "chunked_attention")
     chunk = getattr(text, "attention_chunk_size", None) if chunked else 0
@@ -431,6 +452,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         d_h=d_h,
         window=longest(text),
         attention_layers=layers,
+        choosing_layers=choosing,
         d_model=d_model or 0,
         chunked_layers=chunked,
         chunk=chunk or 0,
@@ -449,7 +471,9 @@ def left_to_the_model(found: Survey, compressed: Iterable[int], most: int) -> It
     for call in found.calls:
         cached = found.cached.get(call.layer)
         if call.layer not in compressed and cached is not None:
-            yield cached.heads * (cached.d_k + cached.d_v), call.window or most
+            yield cached.heads * (cached.d_k + (0 if cached.is_one else cached.d_v)), call.window or most
+            if cached.more:
+                yield cached.more, most
 
 
 def check_counts(name: str, counts: Mapping[str, Any]) -> None:
@@ -477,7 +501,7 @@ def heads(text: Any, found: Survey, layers: tuple[int, ...], name: str) -> tuple
         if call.layer in layers or (call.layer == -1 and layers):
             cached = found.cached.get(call.layer)
             h_kv = cached.heads if cached is not None and call.h_kv % cached.heads == 0 else call.h_kv
-            return call.h, h_kv, call.d_k, call.d_v, False
+            return call.h, h_kv, call.d_k, call.d_v, cached is not None and cached.is_one and h_kv == 1
     of = of_layer(text, layers[0] if layers else 0)
     h = getattr(of, "num_attention_heads", None) or 1  # a model without attention has none
     d_model = getattr(of, "hidden_size", None) or h

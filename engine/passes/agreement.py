@@ -18,10 +18,11 @@ from torch import Tensor
 
 from engine.attend import Part, attend_own, attend_rows
 from engine.causal import Chunk, causal
-from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of
+from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of, own_code
 from engine.errors import ConfigError, one_line
 from engine.machine import is_out_of_memory
 from engine.model import Model
+from engine.passes.chosen import Choices, HearsChoices
 from engine.softmax import Softmax
 
 N_PROMPT, N_STEPS, N_ROWS = 48, 4, 2
@@ -54,7 +55,7 @@ def check_attention(model: Model) -> None:
     except Exception as error:  # whatever an architecture does that this harness has not met
         if is_out_of_memory(error):
             raise
-        if session.calls:
+        if session.calls or session.choices.seen:
             session.refuse_shapes()
         raise ConfigError(
             f"the model {name!r} does not run with KVBench's attention ({type(error).__name__}: {one_line(error)}); "
@@ -95,11 +96,24 @@ def own_logits(model: Model, ids: Tensor, attention: str | None = None) -> Tenso
     model.forget_text()
     try:
         with torch.inference_mode():
+            if model.shape.choosing_layers:
+                return own_steps(model.hf, ids)
             out = model.hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     finally:
         if attention is not None:
             model.hf.set_attn_implementation(before)
     return out.logits[0, -N_STEPS - 1 :].float()
+
+
+def own_steps(hf: Any, ids: Tensor) -> Tensor:
+    """The same, read as it is generated: a model that chooses chooses otherwise among equals of another number."""
+    cache, found, before = None, list[Tensor](), 0
+    for end in range(ids.shape[1] - N_STEPS, ids.shape[1] + 1):
+        seen = torch.ones_like(ids[:, :end])
+        out = hf(input_ids=ids[:, before:end], attention_mask=seen, past_key_values=cache, use_cache=True)
+        found.append(out.logits[0, -1].float())
+        cache, before = out.past_key_values, end
+    return torch.stack(found)
 
 
 def own_distance(model: Model, ids: Tensor, right: Tensor) -> float:
@@ -161,7 +175,7 @@ def farthest(found: Tensor, right: Tensor) -> float:
     return (found - right).abs().max().item()
 
 
-class Short:
+class Short(HearsChoices):
     """Stands in the model's attention: all tokens of a short prompt and of the steps behind it, nothing compressed."""
 
     def __init__(self, model: Model) -> None:
@@ -170,6 +184,7 @@ class Short:
         self.owners = dict(model.shape.readers)  # of layers that attend to another's K and V
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[Asked] = []  # of the prompt
+        self.choices = Choices()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         if self.position == 0:
@@ -192,6 +207,10 @@ class Short:
     def refuse_shapes(self) -> None:
         """Refuse layers whose calls are not of the shape that the configuration told."""
         shape = self.model.shape
+        if unheard := [layer for layer in shape.choosing_layers if layer not in self.choices.seen]:
+            raise own_code(shape.name, unheard[0])
+        if shape.choosing_layers:
+            return
         check_calls(self.calls, kinds_of(self.model.hf.config, shape.name), shape.name)
         for call in self.calls:
             sizes = call.h, call.h_kv, call.d_k, call.d_v

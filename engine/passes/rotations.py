@@ -55,6 +55,8 @@ class _Plain:
 
 def rotations(model: Runner) -> dict[int, Turn] | None:
     """The turn of each compressed layer; None where a layer's is not known, or no layer turns."""
+    if model.shape.choosing_layers:  # nobody turns what such a model attends to
+        return None
     if model.shape.window < N + BY:  # there are no two such places
         return None
     try:

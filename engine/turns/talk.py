@@ -21,6 +21,7 @@ from engine.books.spans import span
 from engine.causal import Chunk, weighed
 from engine.decode import Answer, attend_groups
 from engine.errors import ConfigError
+from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
 from engine.readers import Readers
 from engine.row import Row, Variant
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from engine.passes.session import Call
 
 
-class Talk:
+class Talk(HearsChoices):
     """Rows on one trace, each at a position of its own; stands in the model's attention while they read.
 
     Layers that the model keeps to itself want rows of equal feeds and answers: `has_own_layers` says so.
@@ -53,6 +54,7 @@ class Talk:
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.clock, self.readers = Clock(), Readers(trace.shape)
         self.is_dense = False  # while a feed is read that attends to all that rows hold
+        self.choices = Choices()
         self.calls: dict[int, Call] = {}
         self.growing: dict[int, Variant] = {}  # rows that hold a feed within a budget of this length once it is read
         self.asked: dict[tuple[int, int], list[Tensor]] = {}  # by row and layer the feed's queries, of those rows
@@ -174,6 +176,7 @@ class Talk:
         with self.clock.running(self.model.device), span("step"), watching, torch.inference_mode():
             read = self.model.step if m == 1 and not looks_ahead and not self.hears else self.model.forward
             logits = read(ids[which], places, self.cache, self)
+        self.choices.enter(self.cache, self.active, self.starts, self.trace.s_prompt)
         for i in which:
             self.positions[i] += m - pads[i]
             if self.rows[i].of_answers:

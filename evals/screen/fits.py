@@ -28,7 +28,7 @@ FORMULA = (
 
 def token_values(shape: ModelShape, pass_values: int) -> int:
     """Numbers that a token of the prompt takes at the widest point of the pass."""
-    return len(shape.attention_layers) * shape.h_kv * shape.width + pass_values * shape.d_model
+    return len(shape.kept_layers) * shape.h_kv * shape.width + pass_values * shape.d_model
 
 
 def longest(

@@ -62,7 +62,10 @@ def main(words: Sequence[str]) -> int:
     verdicts = {name: refusal(name, budget, known, words) for name, budget in known_methods().items()}
     runs = [name for name, why in verdicts.items() if why is None]
     console.print(check.grid([("run on it", f"{len(runs)} methods: {', '.join(runs)}")]))
-    if refused := [(name, why) for name, why in verdicts.items() if why is not None]:
+    refused = [(name, why) for name, why in verdicts.items() if why is not None]
+    if refused and known.shape.choosing_layers:
+        console.print(check.grid([("all others", refused[0][1])], "refused"))
+    elif refused:
         console.print(check.grid(refused, "refused"))
     return 0
 
@@ -105,9 +108,12 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
     yield "weights", f"{n_weights / 1e9:,.2f} billion numbers of its text model, {check.gb(2 * n_weights)} in 16 bits"
     yield "window", f"{shape.window:,} tokens; longest prompt here, in 16 bits: {check.tokens(n, shape.window)}"
     yield "layers", layers(known)
-    yield "compressed", of_a_token(shape)
+    yield "a token" if shape.choosing_layers else "compressed", of_a_token(shape)
     if extras := [*particulars(known)]:
         yield "and", "; ".join(extras)
+    if shape.choosing_layers:
+        yield "cache", f"{check.gb(shape.left_bytes(shape.window))} at {shape.window:,} tokens, with what it chooses by"
+        return
     each = token_bytes(shape) * len(shape.attention_layers)
     yield "K and V", f"{each:,} bytes a token in 16 bits, {check.gb(each * shape.window)} at {shape.window:,} tokens"
     if left := shape.left_bytes(shape.window):
@@ -120,13 +126,18 @@ def layers(known: Known) -> str:
     """How many there are of each kind."""
     names = Counter(known.kinds)
     n, of = len(known.shape.attention_layers), known.shape.n_layers
+    if known.shape.choosing_layers:
+        every = ", ".join(f"{n} {kind}" for kind, n in names.items())
+        return f"{every}: the model chooses by itself what it attends to, and methods compress nothing of it"
     left = [f"{names[kind]} {kind}" for kind in names if kind not in ("full_attention", "hybrid")]
     rest = f"; left as they are: {', '.join(left)}" if left else ""
     return f"{n} of {of} are compressed{rest}"
 
 
 def of_a_token(shape: ModelShape) -> str:
-    """What a compressed layer keeps of a token."""
+    """What a layer keeps of a token that no window forgets."""
+    if shape.is_latent and shape.d_h == shape.d_v:
+        return f"one row of {shape.d_h} numbers that is key and value, for {shape.h} query heads"
     if shape.is_latent:
         return (
             f"one latent of {shape.d_v} numbers and a rotary key of {shape.d_h - shape.d_v} a token, for "
@@ -164,6 +175,7 @@ def refusal(name: str, budget: str, known: Known, words: Sequence[str]) -> str |
     shape = known.shape
     try:
         rules, params = rules_and_params(settings.method)
+        rules.check_kinds(params, shape)
         rules.check(params, settings.budget, shape)
         rules.planned(params, settings.budget, shape, min(PROMPT, shape.window // 2))
         rules.check_model(params, known.checkpoint)

@@ -279,7 +279,7 @@ class Check:
             self.done.why.append("budgets of conversations are not computed again")
             return False
         steps = {row.id: row.generated_tokens - 1 + asked[row.id].tokens - asked[row.id].context for row in self.rows}
-        entries = self.entries(path, steps, len(benchmark.shape.attention_layers))
+        entries = self.entries(path, steps, len(benchmark.shape.kept_layers))
         if entries is None:
             return False
         if (version := self.config.get("method_version")) != (None if self.is_outside else self.cell.rules.version):
@@ -330,8 +330,8 @@ class Check:
         if [(e.step, e.layer) for e in entries] != [(i + 1, layer) for i in range(n_steps) for layer in layers]:
             yield "ledger", f"has not {n_steps} steps of the same layers in ledger.parquet"
             return
-        if entries and set(layers) != set(shape.attention_layers) - {reader for reader, _ in shape.readers}:
-            if set(layers) != set(shape.attention_layers):
+        if entries and set(layers) != set(shape.kept_layers) - {reader for reader, _ in shape.readers}:
+            if set(layers) != set(shape.kept_layers):
                 yield "ledger", f"has {len(layers)} layers in ledger.parquet, and {shape.name} {shape.n_layers}"
                 return
         for entry in entries:

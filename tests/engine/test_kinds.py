@@ -31,17 +31,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about s
 EXACT = (
     *("cohere2", "deepseek_v3", "exaone4", "falcon_h1", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode"),
     *("gpt_oss", "granitemoehybrid", "hunyuan_v1_dense", "jetmoe", "minimax"),
+    *("deepseek_v32", "deepseek_v4", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text"),
     *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
     *("smollm3", "stablelm", "zamba2"),
 )
 REFUSED = {
     "bert": "answers differently",
     "bloom": "code of its own",
-    "deepseek_v4": "layers of the kind 'heavily_compressed_attention'",
     "diffllama": "attends 2 times in layer 0",
     "doge": "hides tokens by a mask",
     "hrm_text": "attends 8 times in layer 0",
-    "hy_v4": "tokens of its own at every step (indexed_attention in 4 of its 4 layers)",
     "inkling_text": "layers of the kind 'hybrid_sliding'",
     "mamba": "no layer that methods compress",
     "mpt": "code of its own",
