@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
     console.print(check.grid(facts(known)))
     verdicts = {name: refusal(name, budget, known, words) for name, budget in known_methods().items()}
     runs = [name for name, why in verdicts.items() if why is None]
-    console.print(check.grid([("run on it", f"{len(runs)} methods: {', '.join(runs)}")]))
+    console.print(check.grid([("run on it", f"{len(runs)} method{'s' * (len(runs) != 1)}: {', '.join(runs)}")]))
     refused = [(name, why) for name, why in verdicts.items() if why is not None]
     if refused and known.shape.choosing_layers:
         console.print(check.grid([("all others", refused[0][1])], "refused"))

@@ -9,6 +9,7 @@ import run
 from evals.screen import check
 from evals.screen.model import BUDGETS, facts, known_methods, look, refusal
 from tests.architectures import config_of
+from tests.engine.passes.test_chosen import saved
 
 MODELS = Path(run.CONF) / "model"
 
@@ -85,3 +86,13 @@ def test_a_model_of_today_has_its_revision() -> None:
     pinned = {name: spec["revision"] for name, spec in specs.items() if spec.get("revision")}
     assert len(pinned) >= 22 and all(len(revision) == 40 for revision in pinned.values())
     assert check.WIDTH == 100
+
+
+def test_a_model_that_chooses_by_itself_is_for_full_attention_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("deepseek_v32", tmp_path)
+    assert run.main(["--check", f"model={tmp_path}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 indexed_attention: the model chooses by itself what it attends to" in said
+    assert "1 method: full" in said and "all others" in said
