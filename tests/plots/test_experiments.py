@@ -1,16 +1,21 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from engine.errors import ConfigError
 from engine.shapes import ModelShape
+from evals.asked import ask_one
 from evals.overrides import CONF, check_overrides
-from evals.settings import Settings, load_class, methods_for, settings
+from evals.settings import Choice, Settings, load_class, methods_for, settings
 from evals.typed import build_params
 from results.names import known
 
@@ -27,6 +32,10 @@ PAPERS = {
 }
 
 
+NO_FILE: Any = lambda of, settings: None  # noqa: E731  what is looked up of a model
+
+
+@cache
 def cells(*words: str) -> list[list[str]]:
     """What Hydra's sweeper makes of a command line."""
     checked = [word for word in check_overrides(["-m", *words]) if word != "-m"]
@@ -73,6 +82,23 @@ def test_it_opens_with_its_command_and_composes_at_both_scales(path: Path) -> No
             assert not scale or (ready.model.name == "smollm2-135m" and ready.data_dir is None)
             for part in (ready.task, ready.method):
                 build_params(load_class(part), part.params, part.group)
+
+
+@cache
+def choice_of(method: str) -> Choice:
+    return composed([f"method={method}"]).method
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_method_that_it_sweeps_is_accepted_at_its_published_scale(path: Path) -> None:
+    """With the first value of all other keys that are swept, as far as no file of the model is asked."""
+    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={path.stem}")]
+    first = composed([f"{key}={value}" for key, value in made[0].items()])
+    for name in dict.fromkeys(cell.get("method", first.method.name) for cell in made):
+        try:
+            ask_one(replace(first, method=choice_of(name)), NO_FILE)
+        except ConfigError as error:
+            assert " is missing (looked in " in str(error), "it is refused for more than a benchmark's data"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if "task: latency" in path.read_text()])
