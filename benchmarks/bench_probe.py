@@ -72,7 +72,7 @@ def read_and_choose(model: Model, ids: list[int]) -> None:
 
 
 def repeat(model: Model, trace: Trace, what: Repetition) -> None:
-    trace.probe_seconds.clear()
+    trace.probes.clear()
     probe(model, trace, [what])
 
 

@@ -108,6 +108,8 @@ def decode(
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, stops))
     fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
     while batch.rows:
+        if fed and doubt is not None:  # a feed is read, of which nothing is read back
+            doubt = marked(doubt, logits)
         if fed < len(feed):
             ids = given[fed].expand(len(batch.rows))
             fed += 1
@@ -136,8 +138,6 @@ def decode(
         n_steps += 1
         if watch is not None:
             watch.predicted(batch.order, logits)
-        if doubt is not None:  # a feed is read, of which nothing is read back
-            doubt = marked(doubt, logits)
         if on_step is not None:
             on_step(n_steps, len(batch.rows))
     for row, mark in zip(batch.order, [] if doubt is None else doubt.tolist(), strict=False):
@@ -164,13 +164,13 @@ class _Batch(HearsChoices):
             key=lambda i: f"{type(rows[i]).__module__}.{type(rows[i]).__qualname__}",
         )
         self.rows = [rows[i] for i in self.order]
+        self.group()
         self.cache = model.fork_cache(trace.rest, len(rows))
         self.compressed = frozenset(trace.shape.attention_layers)
         self.readers = Readers(trace.shape)
         self.position = trace.s_prompt
         self.choices = Choices()
         self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
-        self.group()
 
     def group(self) -> None:
         """Runs of rows of one class, as slices of the batch."""

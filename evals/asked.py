@@ -9,8 +9,7 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +24,7 @@ from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping, Merging
 from engine.shapes import ModelShape
 from engine.terminal import say
-from evals import outside
+from evals.refusals import leave_out, naming, refuse_nothing_left
 from evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
 from evals.typed import build, build_params
 from methods.rules import Coding, Rules
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # imports torch
     from engine.sparse.base import SparsePrefill
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
-S = TypeVar("S")
 T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts
 MOST_ANSWERS = 1_024  # to one prompt; papers draw up to 64, and a line of samples.jsonl is written for each
@@ -93,54 +91,6 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
         say(f"left out{f', {n} cells' * (n > 1)}: {why}", file=sys.stderr)
     refuse_nothing_left(asked)
     return asked
-
-
-def leave_out(settings: Settings, error: ConfigError, check: Callable[[S], object], others: Iterable[S]) -> None:
-    """Say which cell a sweep goes on without; raise what refuses it where the sweep stops at such a cell.
-
-    Where the same `check` does not refuse all others, what is raised says how to run these.
-    """
-    if settings.skips_refused:
-        say(f"left out: {error}", file=sys.stderr)
-    elif settings.is_sweep and any(passes(check, one) for one in others):
-        raise ConfigError(f"{error}; sweep.refused=skip runs the other cells without this one") from None
-    else:
-        raise error
-
-
-def passes(check: Callable[[S], object], one: S) -> bool:
-    try:
-        check(one)
-    except ConfigError:
-        return False
-    return True
-
-
-def refuse_nothing_left(left: Collection[Any]) -> None:
-    if not left:
-        raise ConfigError("every cell of this sweep is left out; the sentences above say why")
-
-
-@contextmanager
-def naming(settings: Settings) -> Iterator[None]:
-    """Name the method and its budget in what is refused."""
-    try:
-        with outside.staying([settings.method.target]):
-            yield
-    except ConfigError as error:
-        raise CellRefused(settings, error) from None
-
-
-class CellRefused(ConfigError):
-    """What refuses one cell, which may be one of several."""
-
-    def __init__(self, settings: Settings, error: ConfigError) -> None:
-        super().__init__(f"method={settings.method.name} {settings.budget.label()}: {error}")
-        self.settings = settings
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str]]:
-        """Sent from a worker it is a sentence."""
-        return ConfigError, (str(self),)
 
 
 def ask_one(given: Settings, look: Lookups) -> Asked:

@@ -12,12 +12,13 @@ from typing import Any
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
-from engine.sampling.spec import draw_id, draw_seed
+from engine.sampling.spec import draw_id
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
-from evals.asked import Asked, Lookups, check, leave_out, naming, refuse_nothing_left
+from evals.asked import Asked, Lookups, check
 from evals.models import look_into, look_up, resolve_hardware
 from evals.outside import is_target
+from evals.refusals import leave_out, naming, refuse_nothing_left
 from evals.settings import Settings, load_class
 from methods.base import SelectiveAttention, Variant
 from methods.rules import Coding, Rules
@@ -84,13 +85,10 @@ class Cell:
         """The cell once for each answer to a prompt."""
         return [replace(self, draw=draw) for draw in self.settings.sampling.draws()]
 
-    def line_id(self, sample_id: str) -> str:
-        """What the line of the cell's answer is called."""
-        return draw_id(sample_id, self.draw)
-
-    def seed(self, sample_id: str) -> int:
-        """Of the draw, the same for every method."""
-        return draw_seed(self.settings.seed, sample_id, self.draw or 0)
+    def line_ids(self, ids: Iterable[str]) -> list[str]:
+        """What the lines of the cell's answers are called: each of `ids` once for each draw."""
+        draws = self.settings.sampling.draws() if self.draw is None else [self.draw]
+        return [draw_id(id, draw) for id in ids for draw in draws]
 
     @property
     def partner(self) -> Coding | None:

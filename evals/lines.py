@@ -13,9 +13,9 @@ from engine.books.audit import uncounted_bytes
 from engine.books.ledger import Entry
 from engine.books.strip import attended_bins
 from engine.budget import exact, show
-from evals.answer import Given
+from engine.sampling.spec import draw_id
+from evals.batch.reply import Reply, TurnReply
 from evals.cells import Cell
-from evals.conversation import Said
 from evals.prepare import PreparedSample
 from evals.screen.progress import Standing
 from methods.base import SelectiveAttention
@@ -34,28 +34,28 @@ from tasks.prompt import Prompt
 from tasks.turns.questions import one_question
 
 
-def line_of(one: PreparedSample, given: Given) -> tuple[SampleRow, dict[str, list[int]] | None]:
+def line_of(one: PreparedSample, reply: Reply) -> tuple[SampleRow, dict[str, list[int]] | None]:
     """The line of what a cell gave to a sample or to one of its turns, and its ledger as columns."""
-    said, sample, prompt = given.said, one.sample, one.prompt
-    if said is not None:
-        sample = one_question(sample, said.turn)
-    if given.lost is not None:
-        return lost_line(sample, prompt, one.sha, *given.lost, given.cell), None
-    assert given.row is not None, f"{given.cell.label} has neither an answer nor a reason"
-    if said is None:
-        line = answer_line(sample, prompt, one.sha, given, given.row)
+    turn, sample, prompt = reply.turn, one.sample, one.prompt
+    if turn is not None:
+        sample = one_question(sample, turn.index)
+    if reply.lost is not None:
+        return lost_line(sample, prompt, one.sha, *reply.lost, reply.cell), None
+    assert reply.row is not None, f"{reply.cell.label} has neither an answer nor a reason"
+    if turn is None:
+        line = answer_line(sample, prompt, one.sha, reply, reply.row)
     else:
-        asked = Prompt(prompt.context_ids, said.feed_ids, prompt.frame)
-        line = answer_line(sample, asked, one.sha, given, given.row)
-        columns = turn_columns(one.sample, given, said, line.score)
+        read = Prompt(prompt.context_ids, turn.feed_ids, prompt.frame)
+        line = answer_line(sample, read, one.sha, reply, reply.row)
+        columns = turn_columns(one.sample, reply.row, turn, line.score)
         columns["measures"] |= line.fields.get("measures", {})
         line = replace(line, fields=line.fields | columns)
-    return line, given.row.store.ledger.columns()
+    return line, reply.row.store.ledger.columns()
 
 
-def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: SelectiveAttention) -> SampleRow:
+def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: SelectiveAttention) -> SampleRow:
     """The line of a sample that was answered."""
-    cell, answer, decoded, outcome = given.cell, given.answer, given.decoded, given.outcome
+    cell, answer, decoded, outcome = reply.cell, reply.answer, reply.decoded, reply.outcome
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
     in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
@@ -64,21 +64,21 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, given: Given, row: Sel
     if uncounted:
         ledger["within_budget"] = False
     probes = row.variant.probes
-    probe_s = sum(row.trace.probe_seconds[what] for what in probes) if probes else None
+    probe_s = sum(row.trace.probes[what].seconds for what in probes) if probes else None
     report = row.shortened() | row.report()
-    score, measures = cell.task.verdict_now(sample, given.text) if outcome is None else (outcome.score, {})
+    score, measures = cell.task.verdict_now(sample, reply.text) if outcome is None else (outcome.score, {})
     return SampleRow(
-        id=cell.line_id(sample.id),
+        id=draw_id(sample.id, cell.draw),
         prompt_sha256=sha,
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
         generated_tokens=len(answer.ids),
-        prediction=given.text,
+        prediction=reply.text,
         references=list(sample.references),
         score=score,
         status="ok",
         error=None,
-        prefill_s=given.prefill_s,
+        prefill_s=reply.prefill_s,
         decode_s=sum(steps),
         tpot_s=median(steps) if steps else None,
         batch_rows=len(decoded.answers),
@@ -114,7 +114,7 @@ def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
 def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str, cell: Cell) -> SampleRow:
     """The line of a sample without an answer: one that did not fit ("oom"), or whose logits were NaN ("failed")."""
     return SampleRow(
-        id=cell.line_id(sample.id),
+        id=draw_id(sample.id, cell.draw),
         prompt_sha256=sha,
         prompt_tokens=len(prompt),
         original_prompt_tokens=int(sample.fields.get("original_prompt_tokens", len(prompt))),
@@ -133,23 +133,23 @@ def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str
     )
 
 
-def turn_columns(sample: Sample, given: Given, said: Said, score: float | None) -> dict[str, Any]:
+def turn_columns(sample: Sample, row: SelectiveAttention, turn: TurnReply, score: float | None) -> dict[str, Any]:
     """What a turn's line says beside every line: how it was asked, and what its feed and its answer attended to.
 
     `measures` has the score under the turn's name, so that a run has a mean for every turn.
     """
     assert sample.conversation is not None, sample.id
-    asking, store, h = sample.conversation.asking, said.row.store, given.cell.shape.h
-    n_fed = len(said.feed_ids) * len(store.layers)
+    asking, store, h = sample.conversation.asking, row.store, row.trace.shape.h
+    n_fed = len(turn.feed_ids) * len(store.layers)
     return {
         "feed": asking.feed,
         "budget_base": asking.budget_base,
-        "feed_tokens": len(said.feed_ids),
+        "feed_tokens": len(turn.feed_ids),
         "bytes_rebuilt": store.ledger.rebuilt_bytes,
-        "feed_s": said.feed_s,
+        "feed_s": turn.feed_s,
         "attended_by_feed": attended(store.ledger.entries[:n_fed], h),
         "attended_by_answer": attended(store.ledger.entries[n_fed:], h),
-        "measures": {f"turn_{said.turn + 1}": score},
+        "measures": {f"turn_{turn.index + 1}": score},
     }
 
 

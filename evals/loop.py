@@ -16,11 +16,10 @@ from types import MappingProxyType
 
 from engine.model import Model
 from evals.answer import Answering
-from evals.asked import CellRefused, leave_out
 from evals.cells import Cell, check_loaded, is_finished
 from evals.models import Models
-from evals.outside import staying
 from evals.prepare import PreparedSample, prepared
+from evals.refusals import CellRefused, leave_out, staying
 from evals.screen.estimate import Estimate, bends_of
 from evals.screen.expect import expect, is_worth_while, words
 from evals.screen.progress import Progress, say
@@ -84,17 +83,22 @@ class Group:
 
     def ask(self, one: PreparedSample, answering: Answering) -> None:
         """Let all cells answer; one that is refused on the way is left out of its sweep, and the others answer."""
+        while (refusal := self.attempt(one, answering)) is not None:
+            refused = next(cell for cell in self.cells if cell.settings is refusal.settings)
+            self.without([refused])
+            leave_out(refusal.settings, refusal, lambda cell: cell, self.cells)
+            self.writer.folders.pop(refused.path).discard()
+        answering.progress.sample_done(one.sample.id, self.writer.standings(self.cells))
+
+    def attempt(self, one: PreparedSample, answering: Answering) -> CellRefused | None:
+        """Write what the cells answer that have not yet; what refuses one of them on the way."""
         draws = [draw for cell in self.cells for draw in cell.draws()]
         try:
-            for given in answering.answer(one, [draw for draw in draws if self.writer.missing_lines(one, draw)]):
-                self.writer.write(one, given)
+            for reply in answering.answer(one, [draw for draw in draws if self.writer.missing_lines(one, draw)]):
+                self.writer.write(one, reply)
         except CellRefused as error:
-            refused = next(cell for cell in self.cells if cell.settings is error.settings)
-            self.without([refused])
-            leave_out(error.settings, error, lambda cell: cell, self.cells)
-            self.writer.folders.pop(refused.path).discard()
-            return self.ask(one, answering)
-        answering.progress.sample_done(one.sample.id, self.writer.standings(self.cells))
+            return error
+        return None
 
     def finish(self) -> None:
         """Write each cell's result."""

@@ -35,8 +35,9 @@ from evals.settings import from_words, load_class
 from evals.typed import build_params
 from methods.base import SelectiveAttention, Variant
 from tasks.base import Sample
+from tasks.ending import Ending
 from tasks.fidelity import exact_attention
-from tasks.prompt import encode, newline_ids, stop_ids, uses_chat
+from tasks.prompt import encode, uses_chat
 
 
 def load_model(name: str = "smollm2-135m", **keys: Any) -> Model:
@@ -96,8 +97,7 @@ def question(model: Model, task: str, number: int = 0, **params: Any) -> Questio
     if ids is None:
         ids = encode(model.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt").context_ids
     chat = uses_chat(model.tokenizer, sample, "auto")
-    newlines = newline_ids(model.tokenizer) if sample.stop_at_newline else None
-    return Question(sample, ids, stop_ids(model.tokenizer, model.hf.generation_config, sample, chat, newlines))
+    return Question(sample, ids, Ending(model.tokenizer, model.hf.generation_config).stop_ids(sample, chat))
 
 
 @dataclass(frozen=True)

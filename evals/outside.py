@@ -13,8 +13,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +21,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ConfigError, RunError
+from engine.errors import ConfigError
 from engine.lazy import load_torch
 from evals.typed import build_params
 
@@ -137,26 +136,6 @@ def said(error: BaseException, path: Path) -> str:
         lines, error = [error.lineno], type(error)(error.msg)
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
-@contextmanager
-def staying(targets: Iterable[str]) -> Iterator[None]:
-    """Where methods run, nothing ends the process: run.py would say that all is done."""
-    try:
-        yield
-    except SystemExit as error:
-        raise who_left(error, targets) from error
-
-
-def who_left(error: SystemExit, targets: Iterable[str]) -> RunError:
-    """A method that ends the process: the files among `targets` that the way there led through, else a guess."""
-    files = dict.fromkeys(match["path"] for target in targets if (match := TARGET.fullmatch(target)))
-    frames = {frame.filename for frame in extract_tb(error.__traceback__)}
-    way = [f"{file}, {said(error, Path(file))}" for file in files if file in frames]
-    return RunError(
-        f"{' and '.join(way) or 'something that was called raised SystemExit'}: a method must not end the process; "
-        "raise an exception that says what is wrong"
-    )
 
 
 def methods_of(module: ModuleType) -> dict[str, Any]:

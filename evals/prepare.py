@@ -15,16 +15,15 @@ from engine.budget import Frame
 from engine.checks import gigabytes
 from engine.errors import ConfigError
 from engine.machine import machine_bytes
-from engine.sampling.spec import draw_id
 from engine.width import answers_bytes, most_at_once
-from evals.asked import leave_out
 from evals.cells import Cell
 from evals.models import image_ids_of, tokenizer_of, vocabulary_of
+from evals.refusals import leave_out
 from evals.screen.estimate import Load
 from methods.base import Variant
 from results import RunFolder, prompt_hash
 from tasks.base import Sample
-from tasks.prompt import Prompt, check_ids, tokenizing
+from tasks.prompt import Prompt, check_ids, tokenizing, uses_chat
 from tasks.turns.conversation import line_ids
 from tasks.turns.encode import TalkPrompt, prompt_of
 
@@ -43,8 +42,10 @@ class PreparedSample:
 
     place: int  # in the task's order
     sample: Sample
+    ids: tuple[str, ...]  # of an answer's lines: the sample's own, or one for each turn
     sha: str  # of the prompt
     packed: Prompt  # arrays in place of tuples
+    by_chat: bool  # the model's chat template ends its turns
     variants: Mapping[Path, Variant]  # what each cell is on this prompt, by the cell's folder
 
     @property
@@ -54,20 +55,11 @@ class PreparedSample:
     @property
     def n_lines(self) -> int:
         """Lines of each answer: one, or one for each turn."""
-        return max(1, self.n_turns)
-
-    @property
-    def n_turns(self) -> int:
-        return 0 if self.sample.conversation is None else len(self.sample.conversation.turns)
+        return len(self.ids)
 
     @property
     def load(self) -> Load:
         return Load(len(self.packed.context_ids), self.packed.n_behind(self.sample))
-
-    def line_ids(self, cell: Cell) -> list[str]:
-        """What the lines of a cell are called: one for each turn, for each draw."""
-        draws = cell.settings.sampling.draws() if cell.draw is None else [cell.draw]
-        return [draw_id(id, draw) for id in line_ids(self.sample.id, self.n_turns) for draw in draws]
 
 
 class Preparation:
@@ -95,7 +87,10 @@ class Preparation:
         variants = self.variants_of(prompt)
         check_memory(self.cells, [*variants.values()], sample, prompt)
         packed = with_ids(prompt, lambda ids: array("i", ids))
-        return PreparedSample(place, shortened(sample, prompt, self.tokenizer), prompt_hash(ids), packed, variants)
+        by_chat = sample.is_rendered or uses_chat(self.tokenizer, sample, model.chat)
+        short = shortened(sample, prompt, self.tokenizer)
+        names = line_ids(sample.id, 0 if sample.conversation is None else len(sample.conversation.turns))
+        return PreparedSample(place, short, tuple(names), prompt_hash(ids), packed, by_chat, variants)
 
     def variants_of(self, prompt: Prompt) -> dict[Path, Variant]:
         """What each cell is on a prompt; one that cannot be is refused, or left out of its sweep."""
@@ -196,5 +191,5 @@ def refuse_folders(asked: Iterable[tuple[Sequence[Cell], Sequence[PreparedSample
     """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
     for cells, samples in asked:
         for cell in cells:
-            shas = {id: one.sha for one in samples for id in one.line_ids(cell)}
+            shas = {id: one.sha for one in samples for id in cell.line_ids(one.ids)}
             RunFolder.refuse(cell.path, cell.config, shas)

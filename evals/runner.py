@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from engine.lazy import load_torch
 from engine.machine import leave_busy_cores
 from engine.terminal import say
-from evals.asked import ask, refuse_nothing_left
+from evals.asked import ask
+from evals.refusals import refuse_nothing_left
 from evals.settings import Settings
 from results import RunResult
 

@@ -11,7 +11,7 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any
 
-from evals.answer import Given, Profile
+from evals.batch.reply import Profile, Reply
 from evals.cells import Cell
 from evals.lines import facts, line_of, standing
 from evals.models import made_with
@@ -57,7 +57,7 @@ class Writer:
         waiting = []
         for one in samples:
             for cell in cells:
-                for id in one.line_ids(cell):
+                for id in cell.line_ids(one.ids):
                     self.folders[cell.path].check_prompt(id, one.sha)
             if any(self.missing_lines(one, cell) for cell in cells):
                 waiting.append(one)
@@ -66,29 +66,29 @@ class Writer:
     def missing_lines(self, one: PreparedSample, cell: Cell) -> list[str]:
         """The ids of a cell's lines that are not there yet."""
         there, folder = self.elsewhere.get(cell.path, ()), self.folders[cell.path]
-        return [id for id in one.line_ids(cell) if id not in there and not folder.has(id)]
+        return [id for id in cell.line_ids(one.ids) if id not in there and not folder.has(id)]
 
-    def write(self, one: PreparedSample, given: Given | Profile) -> None:
+    def write(self, one: PreparedSample, reply: Reply | Profile) -> None:
         """Write what a cell gave. The lines of a conversation are written once all its turns are there."""
-        folder = self.folders[given.cell.path]
-        if isinstance(given, Profile):
+        folder = self.folders[reply.cell.path]
+        if isinstance(reply, Profile):
             with folder.placing() as beside:
-                given.record.write_chrome_trace(beside / f"trace-{file_stem(one.sample.id)}.json")
+                reply.record.write_chrome_trace(beside / f"trace-{file_stem(one.sample.id)}.json")
             return
-        line, ledger = line_of(one, given)
-        if given.row is not None:
-            n_before = 0 if given.said is None else given.said.n_before
-            accesses.keep(folder.placing, file_stem(line.id), given.row.store, n_before)
-        lines, key = [(line, ledger)], (given.cell.path, one.sample.id)
-        if given.said is not None:
+        line, ledger = line_of(one, reply)
+        if reply.row is not None:
+            n_before = 0 if reply.turn is None else reply.turn.n_before
+            accesses.keep(folder.placing, file_stem(line.id), reply.row.store, n_before)
+        lines, key = [(line, ledger)], (reply.cell.path, one.sample.id)
+        if reply.turn is not None:
             turns = self.turns.setdefault(key, {})
-            turns[given.said.turn] = line, ledger  # asked a second time, if memory ran out behind it
-            if given.said.turn + 1 < one.n_lines:
+            turns[reply.turn.index] = line, ledger  # asked a second time, if memory ran out behind it
+            if reply.turn.index + 1 < one.n_lines:
                 return
             lines = [turns[i] for i in sorted(self.turns.pop(key))]
-        elif given.lost is not None:
-            lines = [(replace(line, id=id), None) for id in one.line_ids(given.cell)]
-        missing = self.missing_lines(one, given.cell)
+        elif reply.lost is not None:
+            lines = [(replace(line, id=id), None) for id in reply.cell.line_ids(one.ids)]
+        missing = self.missing_lines(one, reply.cell)
         for line, ledger in lines:
             if line.id in missing:
                 folder.append(line, ledger)
@@ -99,7 +99,7 @@ class Writer:
         Where full attention is among the `cells`, the result compares with it.
         """
         folder, settings = self.folders[cell.path], cell.settings
-        folder.sort([id for one in samples for id in one.line_ids(cell)])
+        folder.sort([id for one in samples for id in cell.line_ids(one.ids)])
         full = next((self.folders[other.path].rows for other in cells if other.rules is Full), ())
         result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"

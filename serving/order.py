@@ -16,8 +16,9 @@ from typing import Any
 from engine.budget import NO_FRAME
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from evals.asked import Asked, Lookups, ask_one, naming
+from evals.asked import Asked, Lookups, ask_one
 from evals.models import look_up
+from evals.refusals import naming
 from evals.settings import Settings, from_words, load_class
 from methods.base import Variant
 

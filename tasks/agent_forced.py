@@ -51,8 +51,8 @@ class AgentForced(ForcedTask, AgentTraces):
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        assert continuation.forced is not None
-        return Agreed(continuation.forced, len(rows), sample.fields[PLACES], "value")
+        assert continuation.ids is not None
+        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "value")
 
 
 def value_places(tokenizer: Any, sample: Sample) -> Sequence[int]:

@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from engine.decode import Watch, decode
 from engine.errors import ConfigError, NotFiniteError
 from engine.passes.trace import Trace
-from engine.prefill import prefill
 from engine.sampling.finite import why_lost
 from methods.base import SelectiveAttention
 from methods.full import full_attention
 from tasks.base import Sample, Task
-from tasks.prompt import Prompt
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -75,57 +73,48 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
     return samples
 
 
+@dataclass
 class ForcedContinuation:
-    """One sample's continuation, and the ordinary pass over its prompt."""
+    """What all variants read behind one sample's prompt, and the ordinary pass over it."""
 
-    def __init__(
-        self, model: "Model", task: ForcedTask, sample: Sample, prompt: Prompt, stop_ids: frozenset[int]
-    ) -> None:
-        self.model, self.task, self.sample, self.prompt = model, task, sample, prompt
-        self.stop_ids = stop_ids
-        self.forced = sample.forced
-        self.plain: Trace | None = None
+    task: ForcedTask
+    sample: Sample
+    ids: tuple[int, ...] | None  # None: full attention has not answered yet
+    plain: Trace | None = None  # the ordinary pass, once it was made
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether an ordinary pass has to be made, as the variants' own is none."""
+        return self.plain is None and (self.task.wants_full or self.ids is None)
 
     @property
     def feed(self) -> tuple[int, ...]:
         """The tokens to feed: all but the last one."""
-        assert self.forced, f"sample {self.sample.id} has no continuation yet"
-        return self.forced[:-1] or self.forced
+        assert self.ids, f"sample {self.sample.id} has no continuation yet"
+        return self.ids[:-1] or self.ids
 
-    @property
-    def n_new(self) -> int:
-        return self.sample.max_new_tokens
+    def truth(self) -> Trace:
+        """K and V of the prompt as the ordinary pass left them."""
+        assert self.plain is not None, "no ordinary pass was made or kept"
+        return self.plain
 
-    def beside(self, trace: Trace, is_plain: bool) -> list[SelectiveAttention]:
+    def beside(self, model: "Model", stop_ids: frozenset[int]) -> list[SelectiveAttention]:
         """The rows to decode behind the variants, built: one of full attention, or none.
 
         Call it before the trace settles.
         """
-        if is_plain:
-            self.plain = trace
-        elif self.plain is None and (self.task.wants_full or self.forced is None):
-            self.plain = prefill(self.model, self.prompt.context_ids)
-        if self.forced is None:
-            rows = [self._full()]
-            decoded = decode(self.model, self._plain(), rows, max_new_tokens=self.n_new, stop_ids=self.stop_ids)
-            if not decoded.answers[0].is_finite:
-                raise NotFiniteError(f"full attention, whose answer is fed: {why_lost(len(decoded.answers[0].ids))}")
-            # Without the token that ended it, which says nothing of what would come next.
-            self.forced = tuple(decoded.answers[0].ids)
-        return [self._full()] if self.task.wants_full else []
+        if self.ids is None:
+            n_new = self.sample.max_new_tokens
+            (answer,) = decode(model, self.truth(), [self.full()], max_new_tokens=n_new, stop_ids=stop_ids).answers
+            if not answer.is_finite:
+                raise NotFiniteError(f"full attention, whose answer is fed: {why_lost(len(answer.ids))}")
+            self.ids = tuple(answer.ids)  # its last one is never fed
+        return [self.full()] if self.task.wants_full else []
 
-    def truth(self) -> Trace:
-        """K and V of the prompt as the ordinary pass left them."""
-        return self._plain()
-
-    def _plain(self) -> Trace:
-        assert self.plain is not None, "no ordinary pass was made or kept"
-        return self.plain
-
-    def _full(self) -> SelectiveAttention:
-        trace = self._plain()
-        row = full_attention(trace.shape, trace.s_prompt).row(trace, self.n_new)
-        for layer in self.model.shape.attention_layers:
+    def full(self) -> SelectiveAttention:
+        trace = self.truth()
+        row = full_attention(trace.shape, trace.s_prompt).row(trace, self.sample.max_new_tokens)
+        for layer in trace.shape.attention_layers:
             row.build(layer)
         row.complete()
         return row

@@ -43,8 +43,8 @@ class MRCRForced(ForcedTask, MRCR):
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        assert continuation.forced is not None
-        return Agreed(continuation.forced, len(rows), sample.fields[PLACES], "piece")
+        assert continuation.ids is not None
+        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "piece")
 
 
 def piece_places(tokenizer: Any, sample: Sample) -> Sequence[int]:

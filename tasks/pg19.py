@@ -183,8 +183,8 @@ class PG19(ForcedTask):
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        assert continuation.forced is not None
-        return Losses(continuation.forced, len(rows), self.params.bin, int(sample.fields["length"]))
+        assert continuation.ids is not None
+        return Losses(continuation.ids, len(rows), self.params.bin, int(sample.fields["length"]))
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         curves = {"title": title, "protocol": self.params.protocol, "unit": "nats"}

@@ -1,10 +1,11 @@
-"""From a `Sample` to token ids: truncation, chat template, the split of a prompt, and where to stop.
+"""From a `Sample` to token ids: truncation, chat template, the split of a prompt.
 
 Everything here is a pure function of a tokenizer. A prompt is always put together from the same strings, whatever the
 scope: the template's head, the context, the question, the template's tail, the answer prefix. `full_prompt` tokenises
 them as one string, `context_only` as two.
 
-Not here: what a task writes into these parts, and how long a prompt may be (each task says so).
+Not here: what a task writes into these parts, and how long a prompt may be (each task says so), where an answer ends
+(`tasks/ending.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from engine.budget import NO_FRAME, Frame
 from engine.errors import ConfigError, first_line, is_panic, unknown_name
 from tasks.base import Sample
+from tasks.ending import FINAL, has_channels
 
 CHATS = ("auto", "none", "inst")
 # Llama 2's and Mistral's turn, as papers write it: by hand and without blanks.
@@ -25,20 +27,6 @@ LONG = 8_000_000  # characters; twice the longest prompt of InfiniteBench
 PIECE = 1_000_000  # characters
 CHARACTERS = 64  # kept from each end for a token of the limit; prose has 5, the longest tokens of blanks 128
 SENTINEL = "<<the user's words>>"
-# What ends a turn in the chat families; a model's generation config does not always list it.
-TURN_ENDS = (
-    "<|eot_id|>",  # Llama 3
-    "<|eot|>",  # Llama 4
-    "<|im_end|>",  # ChatML: Qwen, SmolLM, Yi
-    "<end_of_turn>",  # Gemma
-    "<turn|>",  # Gemma 4
-    "<|end|>",  # Phi, gpt-oss
-    "<|user|>",  # GLM writes the next turn's header instead
-)
-THOUGHT = "</think>"  # ends a thought, and is what stands in an answer for the marks of other families:
-FINAL = "<|channel|>final<|message|>"  # gpt-oss: behind it is the answer, and other channels are thoughts
-THOUGHT_ENDS = (FINAL, "<channel|>")  # Gemma 4
-CHANNEL_END = "<|end|>"  # of a thought in a channel, too
 
 
 @dataclass(frozen=True)
@@ -150,11 +138,6 @@ def answering(tokenizer: Any, text: str) -> str:
     return text + FINAL if has_channels(tokenizer) and not text.endswith(FINAL) else text
 
 
-def has_channels(tokenizer: Any) -> bool:
-    """Whether a model says in which channel it speaks, as gpt-oss does."""
-    return None not in (known_id(tokenizer, "<|channel|>"), known_id(tokenizer, "<|message|>"))
-
-
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> str:
     """A whole conversation by the chat template, in which each turn must stand word for word."""
     if not tokenizer.chat_template:
@@ -250,59 +233,3 @@ def check_ids(
             f"sample {sample.id!r} has the token {most}, and the model's embedding ends with {n_vocabulary - 1}: "
             "tokenizer and weights are not of one model; copy or download its files again"
         )
-
-
-def newline_ids(tokenizer: Any) -> frozenset[int]:
-    """Every id whose text holds a newline, such as those of "\\n\\n" or ".\\n"; scans the vocabulary."""
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    return frozenset(i for i, text in enumerate(texts) if "\n" in text)
-
-
-def stop_ids(
-    tokenizer: Any,
-    generation_config: Any,
-    sample: Sample,
-    chat_used: bool,
-    newlines: frozenset[int] | None = None,
-) -> frozenset[int]:
-    """The ids that end an answer; pass `newlines` where many samples are asked (a scan is 0.2 s)."""
-    eos = getattr(generation_config, "eos_token_id", None)
-    ids = set(eos if isinstance(eos, list | tuple) else [eos])
-    ids.add(tokenizer.eos_token_id)
-    if chat_used:
-        goes_on = CHANNEL_END if sample.thinks and has_channels(tokenizer) else None
-        ids |= {known_id(tokenizer, token) for token in TURN_ENDS if token != goes_on}
-    for text in sample.stop_texts:
-        ids |= set(tokenizer.encode(text, add_special_tokens=False)[-1:])
-    if sample.stop_at_newline:
-        ids |= newline_ids(tokenizer) if newlines is None else newlines
-    return frozenset(i for i in ids if i is not None)
-
-
-def known_id(tokenizer: Any, token: str) -> int | None:
-    """The id of a special token, None where the vocabulary lacks it."""
-    i = tokenizer.convert_tokens_to_ids(token)
-    is_known = i is not None and tokenizer.convert_ids_to_tokens(i) == token
-    return i if is_known else None
-
-
-def answer_text(sample: Sample, text: str) -> str:
-    """The prediction in a decoded continuation: all of it, or what precedes its first newline.
-
-    Decode the token that stopped the answer too: an id such as that of ".\\n" carries its last word.
-    """
-    return text.partition("\n")[0] if sample.stop_at_newline else text
-
-
-def decoded_answer(tokenizer: Any, sample: Sample, ids: Sequence[int]) -> str:
-    """The text of what was answered; behind a thought stands `</think>`, whichever marks the model's family has."""
-    for mark in THOUGHT_ENDS if sample.thinks else ():
-        end = token_ids(tokenizer, mark)
-        if known_id(tokenizer, mark[: mark.index(">") + 1]) != end[0]:  # no mark to this tokenizer, but letters
-            continue
-        places = [i for i in range(len(ids) - len(end) + 1) if tuple(ids[i : i + len(end)]) == end]
-        if places:
-            parts = ids[: places[-1]], ids[places[-1] + len(end) :]
-            thought, answer = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
-            return f"{thought}{THOUGHT}{answer}"
-    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import Chunk, over_past, whole
-from engine.passes.trace import Trace
+from engine.passes.trace import Probed, Trace
 from engine.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class Probe(ABC):
 def probe(model: "Model", trace: Trace, asked: Iterable[Probe]) -> None:
     """Run what was asked for and has not run yet; the trace notes what it finds."""
     for what in dict.fromkeys(asked):
-        if what not in trace.probe_seconds:
+        if what not in trace.probes:
             start = perf_counter()
             with span("probe"):
                 found = run(model, trace, what)
             synchronize(model.devices)
-            trace.note(what, found, perf_counter() - start)
+            trace.probes[what] = Probed(found, perf_counter() - start)
 
 
 def run(model: "Model", trace: Trace, what: Probe) -> dict[int, Tensor]:

@@ -44,6 +44,14 @@ class Known:
     origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found of each layer, and how long it took."""
+
+    layers: Mapping[int, Tensor]
+    seconds: float
+
+
 class Trace:
     """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
 
@@ -69,8 +77,7 @@ class Trace:
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
         self._held: set[int] = set()
         self._observed: dict[tuple[Hashable, int], Tensor] = {}
-        self._probed: dict[tuple[Hashable, int], Tensor] = {}
-        self.probe_seconds: dict[Hashable, float] = {}  # of each probe
+        self.probes: dict[Hashable, Probed] = {}  # what each one found
         self.origins: dict[Hashable, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
         self.latents: dict[int, Latent] = {}  # of layers that cache those
@@ -175,14 +182,9 @@ class Trace:
         """What was observed of a layer; only what a method declared is there."""
         return self._observed[what, layer]
 
-    def note(self, what: Hashable, found: Mapping[int, Tensor], seconds: float) -> None:
-        """Take in what a probe found of each layer, and how long it took."""
-        self._probed |= {(what, layer): tensor for layer, tensor in found.items()}
-        self.probe_seconds[what] = seconds
-
     def probed(self, what: Hashable, layer: int) -> Tensor:
         """What a probe found of a layer; only what a method declared is there, once the prompt was read."""
-        return self._probed[what, layer]
+        return self.probes[what].layers[layer]
 
     def share(self) -> float | None:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""

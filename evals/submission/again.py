@@ -50,7 +50,8 @@ def reproduce(root: Path, one: Checked, n: int) -> None:
 
 def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator[SampleRow]:
     """The lines of some samples; no folder is made."""
-    from evals.answer import Answering, Given
+    from evals.answer import Answering
+    from evals.batch.reply import Reply
     from evals.cells import check_loaded, ready_cells
     from evals.lines import line_of
     from evals.models import Models
@@ -70,9 +71,9 @@ def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator
             if prepared.samples[place].id in wanted:
                 one = prepared.prepare(place, prepared.samples[place])
                 with model.hooked():
-                    for given in answering.answer(one, cell.draws()):
-                        if isinstance(given, Given):
-                            yield line_of(one, given)[0]
+                    for reply in answering.answer(one, cell.draws()):
+                        if isinstance(reply, Reply):
+                            yield line_of(one, reply)[0]
 
 
 MODELS: dict[str, Any] = {}

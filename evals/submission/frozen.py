@@ -117,13 +117,13 @@ def freeze(words: Sequence[str]) -> Benchmark:
     with tokenizing(cell.settings.model.name):
         asked = Preparation([cell])
         samples = [asked.prepare(i, asked.samples[i]) for i in range(len(asked.samples))]
-    if any(one.n_turns != samples[0].n_turns for one in samples):
+    if len({one.n_lines for one in samples}) > 1:
         raise ConfigError("its samples have different numbers of turns, which no frozen benchmark has")
     columns: set[str] = set()
     lines: list[Line] = []
     for one in samples:
-        for turn, id in enumerate(one.line_ids(cell)):
-            sample = one_question(one.sample, turn) if one.n_turns else one.sample
+        for turn, id in enumerate(cell.line_ids(one.ids)):
+            sample = one_question(one.sample, turn) if one.sample.conversation else one.sample
             own = json.loads(json.dumps(own_columns(sample)))
             columns |= own.keys()
             prompt = one.packed
@@ -132,7 +132,7 @@ def freeze(words: Sequence[str]) -> Benchmark:
     config = json.loads(json.dumps(cell.config))
     hashed = hashlib.sha256(json.dumps(asked_of(config), sort_keys=True).encode()).hexdigest()
     name = f"{config['task']['name']}-{config['model']['name']}-{hashed[:8]}"
-    task, has_turns = cell.task, bool(samples[0].n_turns)
+    task, has_turns = cell.task, samples[0].sample.conversation is not None
     return Benchmark(
         name, asked_of(config), cell.shape, task.dataset, task.data_source, tuple(sorted(columns)), has_turns,
         tuple(lines),

@@ -15,7 +15,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 from tasks.base import Sample
-from tasks.prompt import THOUGHT, encode
+from tasks.ending import THOUGHT
+from tasks.prompt import encode
 from tasks.reasoning.grade import GRADERS
 from tasks.reasoning.judge import RUNTIME, Graded, Judge
 

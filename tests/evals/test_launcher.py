@@ -12,6 +12,7 @@ from hydra.types import RunMode
 
 from engine.errors import ConfigError
 from evals import answer, runner
+from evals.batch import decoding, reading
 from evals.settings import RayPool, Settings, SlurmPool, settings
 from results import read_samples
 from tests.tiny_run import CONF, cell, save_tiny
@@ -61,13 +62,13 @@ def heights(found: dict[str, list[dict[str, Any]]]) -> list[int]:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the prompts that were read."""
-    read, prefill = [], answer.prefill
+    read, prefill = [], reading.prefill
 
     def noting(model: Any, ids: Sequence[int], *rest: Any) -> Any:
         read.append(len(ids))
         return prefill(model, ids, *rest)
 
-    monkeypatch.setattr(answer, "prefill", noting)
+    monkeypatch.setattr(reading, "prefill", noting)
     return read
 
 
@@ -118,7 +119,7 @@ def test_a_cell_that_cannot_be_met_is_left_out_and_said_and_the_rest_runs(
 def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
     sweep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = answer.decode
+    decode = decoding.decode
 
     def small(model: Any, trace: Any, rows: Sequence[Any], **rest: Any) -> Any:
         if len(rows) > 2:
@@ -126,7 +127,7 @@ def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
         return decode(model, trace, rows, **rest)
 
     at_once = sweep("at once")
-    monkeypatch.setattr(answer, "decode", small)
+    monkeypatch.setattr(decoding, "decode", small)
     halved = sweep("halved")
     assert max(heights(halved)) <= 2
     assert said(halved) == said(at_once)

@@ -8,7 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from engine.errors import ConfigError
-from evals import answer, models
+from evals import models
+from evals.batch import reading
 from evals.overrides import CONF, check_overrides
 from evals.screen.table import sheet
 from evals.settings import Settings, settings
@@ -122,13 +123,13 @@ def test_cells_share_a_pass_by_prefill_and_say_what_they_say_alone(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    ordinary = answer.prefill
+    ordinary = reading.prefill
 
     def counting(*args: Any) -> Any:
         passes.append(args[SPARSITY])
         return ordinary(*args)
 
-    monkeypatch.setattr(answer, "prefill", counting)
+    monkeypatch.setattr(reading, "prefill", counting)
     variants = [
         [*prefill, f"method={method}"] for prefill in (["prefill=exact"], SPARSE) for method in ("full", "snapkv")
     ]

@@ -21,7 +21,8 @@ from engine.budget import Budget
 from engine.errors import ConfigError
 from engine.passes.trace import Trace
 from engine.placement import Offloaded
-from evals import answer, models, prepare, runner
+from evals import models, prepare, runner
+from evals.batch import reading
 from evals.prepare import SHOWN
 from evals.settings import Settings, settings
 from methods.dropping import xkv
@@ -203,7 +204,7 @@ def test_limit_takes_the_first_samples(cell: Any) -> None:
 
 
 def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(reading, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match=r"task.lengths.*4000"):
         run(cell("task.lengths=[4000]"))
     monkeypatch.setattr(Needle, "check", lambda self, shape: None)
@@ -217,7 +218,7 @@ def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, mon
 def test_a_budget_too_small_for_a_prompt_is_refused_before_any_is_read(
     cell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
+    monkeypatch.setattr(reading, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match="leaves nothing beside"):
         run(cell("method=streamingllm", "budget=4", "comm=0"))
 

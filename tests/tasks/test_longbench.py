@@ -21,7 +21,8 @@ from engine.prefill import prefill
 from engine.shapes import ModelShape
 from evals.typed import build_params
 from methods.full import Full
-from tasks import download, prompt, sources
+from tasks import download, sources
+from tasks.ending import Ending
 from tasks.longbench import prompts, scores
 from tasks.longbench import task as longbench
 from tasks.longbench.datasets import DATASETS, E13, LISTS
@@ -171,7 +172,7 @@ def test_the_samsum_answer_has_a_token_and_ends_with_the_newline(folder) -> None
     _, (qasper, *_) = samples(folder, tokenizer, "qasper")
     config = SimpleNamespace(eos_token_id=None)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    stops = [prompt.stop_ids(tokenizer, config, one, True) for one in (samsum, qasper)]
+    stops = [Ending(tokenizer, config).stop_ids(one, True) for one in (samsum, qasper)]
     assert stops[0] - stops[1] == {newline}
     assert (samsum.min_new_tokens, qasper.min_new_tokens) == (1, 0)
     assert not samsum.stop_at_newline  # the stored prediction is what was said

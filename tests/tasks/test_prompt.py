@@ -8,6 +8,7 @@ import pytest
 from engine.errors import ConfigError
 from tasks import prompt
 from tasks.base import Sample
+from tasks.ending import Ending
 from tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, NO_SYSTEM, tiny_tokenizer
 
 SAMPLE = Sample(
@@ -166,8 +167,8 @@ def test_stop_ids_join_the_models_list_the_tokenizers_eos_and_the_end_of_turn() 
     config = SimpleNamespace(eos_token_id=[7, 8])
     eos = tokenizer.eos_token_id
     turn_ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|eot_id|>", "<|im_end|>")}
-    assert prompt.stop_ids(tokenizer, config, SAMPLE, False) == {7, 8, eos}
-    assert prompt.stop_ids(tokenizer, config, SAMPLE, True) == {7, 8, eos} | turn_ends
+    assert Ending(tokenizer, config).stop_ids(SAMPLE, False) == {7, 8, eos}
+    assert Ending(tokenizer, config).stop_ids(SAMPLE, True) == {7, 8, eos} | turn_ends
 
 
 CHANNEL_TEMPLATE = (
@@ -190,7 +191,7 @@ def test_a_model_with_channels_answers_at_once_where_it_is_not_to_think() -> Non
     assert tokenizer.decode(plain.context_ids).endswith("<|start|>assistant<|channel|>final<|message|>")
     assert tokenizer.decode(thinking.context_ids).endswith("<|start|>assistant")
     config = SimpleNamespace(eos_token_id=tokenizer.convert_tokens_to_ids("<|return|>"))
-    stops = [prompt.stop_ids(tokenizer, config, edit(SAMPLE, thinks=thinks), True) for thinks in (False, True)]
+    stops = [Ending(tokenizer, config).stop_ids(edit(SAMPLE, thinks=thinks), True) for thinks in (False, True)]
     assert [tokenizer.convert_tokens_to_ids(end) in each for each in stops] == [True, False]
 
 
@@ -198,12 +199,12 @@ def test_behind_the_thought_of_a_model_with_channels_stands_its_answer() -> None
     tokenizer, sample = channel_tokenizer(), edit(SAMPLE, thinks=True)
     thought = "<|channel|>analysis<|message|>It was the best.<|end|><|start|>assistant"
     ids = tokenizer.encode(f"{thought}<|channel|>final<|message|>The answer is 12345.<|return|>")
-    said = prompt.decoded_answer(tokenizer, sample, ids)
+    said = Ending(tokenizer, None).text(sample, ids)
     assert said.rpartition("</think>")[2] == "The answer is 12345."
-    assert "</think>" not in prompt.decoded_answer(tokenizer, sample, tokenizer.encode(thought)), "it never answered"
+    assert "</think>" not in Ending(tokenizer, None).text(sample, tokenizer.encode(thought)), "it never answered"
     letters = tiny_tokenizer(None, adds_bos=False)  # to which the marks are letters
     ids = letters.encode("a<|channel|>final<|message|>b")
-    assert prompt.decoded_answer(letters, sample, ids) == "a<|channel|>final<|message|>b"
+    assert Ending(letters, None).text(sample, ids) == "a<|channel|>final<|message|>b"
 
 
 @pytest.mark.parametrize("eos", [None, 7])
@@ -211,27 +212,21 @@ def test_a_generation_config_may_have_one_eos_or_none(eos: int | None) -> None:
     tokenizer = tiny_tokenizer(None, adds_bos=True)
     config = SimpleNamespace(eos_token_id=eos)
     expected = {tokenizer.eos_token_id} | ({eos} if eos else set())
-    assert prompt.stop_ids(tokenizer, config, SAMPLE, False) == expected
+    assert Ending(tokenizer, config).stop_ids(SAMPLE, False) == expected
 
 
 def test_every_id_with_a_newline_in_it_ends_a_one_line_answer() -> None:
     tokenizer = tiny_tokenizer(None, adds_bos=True)
     tokenizer.add_tokens([".\n"])
     sample = edit(SAMPLE, stop_at_newline=True)
-    stops = prompt.stop_ids(tokenizer, SimpleNamespace(eos_token_id=None), sample, False)
+    stops = Ending(tokenizer, SimpleNamespace(eos_token_id=None)).stop_ids(sample, False)
     texts = {tokenizer.decode([i]) for i in stops}
     assert {"\n", "\n\n", ".\n"} <= texts
     assert all("\n" in text for text in texts - {tokenizer.eos_token})
 
 
-def test_newlines_may_be_looked_up_once_for_many_samples() -> None:
-    tokenizer = tiny_tokenizer(None, adds_bos=True)
-    sample = edit(SAMPLE, stop_at_newline=True)
-    config = SimpleNamespace(eos_token_id=None)
-    known = prompt.newline_ids(tokenizer)
-    assert prompt.stop_ids(tokenizer, config, sample, False, known) == prompt.stop_ids(tokenizer, config, sample, False)
-
-
 def test_a_one_line_answer_is_cut_at_its_newline_and_others_are_not() -> None:
-    assert prompt.answer_text(edit(SAMPLE, stop_at_newline=True), " 12345.\nThe") == " 12345."
-    assert prompt.answer_text(SAMPLE, " 12345.\nThe") == " 12345.\nThe"
+    tokenizer = tiny_tokenizer(None, adds_bos=True)
+    ending, ids = Ending(tokenizer, None), tokenizer.encode(" 12345.\nThe", add_special_tokens=False)
+    assert ending.text(edit(SAMPLE, stop_at_newline=True), ids) == " 12345."
+    assert ending.text(SAMPLE, ids) == " 12345.\nThe"

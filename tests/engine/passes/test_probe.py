@@ -135,9 +135,9 @@ def test_a_probe_runs_once_for_all_who_ask_and_an_empty_context_takes_none() -> 
     model = tiny()
     trace = read(model)
     probe(model, trace, [WHAT, WHAT])
-    seconds = dict(trace.probe_seconds)
+    probes = dict(trace.probes)
     probe(model, trace, [Repetition(24, 8, WHAT.frame, WHAT.first_ids, WHAT.next_ids)])
-    assert trace.probe_seconds == seconds and len(seconds) == 1
+    assert trace.probes == probes and len(probes) == 1
     assert replace(WHAT, frame=Frame(66, 4)).passes(model, trace.ids) == []
 
 

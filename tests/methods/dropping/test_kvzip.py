@@ -224,7 +224,7 @@ def test_variants_share_the_second_pass_and_the_whole_budget_takes_none() -> Non
     trace = read()
     for tokens in (20, 30):
         zipped(tokens, trace)
-    assert len(trace.probe_seconds) == 1
+    assert len(trace.probes) == 1
     full = KVzip.variant_for(PARAMS, request(tokens=60), tiny().shape, 60)
     assert full.is_full and full.probes == ()
 

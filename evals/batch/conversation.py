@@ -1,0 +1,133 @@
+"""Asks a conversation: every variant answers every turn, as rows of as few batches as memory allows.
+
+independent   each variant is copied once per question, and all copies read and answer side by side.
+golden        all variants read the next feed, copies of them answer, and are dropped.
+dialogue      all variants read the next feed and answer; each goes on with its own answer.
+
+The last token of an answer that stays is read with the next feed.
+
+Not here: the prefill (`evals/batch/reading.py`), tokens (`tasks/turns/encode.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from engine.books.ledger import Ledger
+from engine.decode import Answer, Decoded
+from engine.model import Model
+from engine.row import Row
+from engine.sampling.finite import why_lost
+from engine.turns.talk import Talk
+from engine.width import room_bytes, variant_bytes
+from evals.batch.reading import Wave
+from evals.batch.reply import Reply, TurnReply
+from evals.prepare import PreparedSample
+from evals.screen.progress import Progress
+from methods.base import SelectiveAttention, Variant
+from tasks.turns.encode import TalkPrompt
+
+Round = Sequence[tuple[int, int]]  # for each row of a batch: which turn it is asked, and which cell it belongs to
+
+
+class Conversation:
+    """The turns of a sample, which built rows are asked."""
+
+    def __init__(self, model: Model, one: PreparedSample, wave: Wave, stop_ids: frozenset[int]) -> None:
+        conversation, prompt = one.sample.conversation, one.prompt
+        assert conversation is not None and isinstance(prompt, TalkPrompt), one.sample.id
+        self.model, self.one, self.wave, self.prompt = model, one, wave, prompt
+        self.asking, self.turns = conversation.asking, conversation.turns
+        self.stop_ids, self.end_ids = stop_ids, prompt.end_ids(stop_ids)
+        self.apart = wave.trace.shape.n_own > 0  # rows whose lengths differ
+
+    def replies(self, progress: Progress) -> Iterator[Reply]:
+        """What each cell gives to each turn, in the order in which it is there."""
+        wave, mode = self.wave, self.asking.mode
+        for row in wave.rows:
+            row.complete()
+        wave.trace.settle()
+        assert wave.trace.logits is not None, "the trace has no logits"
+        progress.answering(self.one.sample.id, len(wave.rows), sum(turn.max_new_tokens for turn in self.turns))
+        for rows, rounds in self.batches():
+            talk = Talk(self.model, wave.trace, rows)
+            logits, earlier = wave.trace.logits.expand(len(rows), -1), list[Answer]()
+            for turns in rounds:
+                feeds = self.feeds(turns, earlier)
+                n_passes, n_before = len(talk.clock.stretches), [len(row.store.accesses or ()) for row in talk.rows]
+                if any(feeds):
+                    logits = talk.read(feeds, self.asking.feed, self.grown(turns, talk.positions, feeds))
+                feed_s = sum(talk.seconds()[n_passes:])
+                read = [take_ledger(row) for row in talk.rows] if mode == "golden" else []
+                speaking = talk.fork() if mode == "golden" else talk
+                n_passes = len(speaking.clock.stretches)
+                n_new = [self.turns[i].max_new_tokens for i, _ in turns]
+                answers = speaking.answer(logits, n_new, self.stop_ids, on_step=progress.advance)
+                for answer, before in zip(answers, earlier, strict=False):
+                    answer.is_finite &= before.is_finite  # what would have followed a lost one is not known
+                step_s = speaking.seconds()[n_passes:]
+                for at, (i, v) in enumerate(turns):
+                    row, answer, turn = speaking.rows[at], answers[at], TurnReply(i, feeds[at], feed_s, n_before[at])
+                    if read:
+                        row.store.ledger = row.store.ledger.behind(read[at])
+                    if answer.is_finite:
+                        decoded = Decoded([answer] * len(turns), step_s[: len(answer.ids) - 1])
+                        own = cast(SelectiveAttention, row)  # of the wave, or a copy of one
+                        yield Reply(wave.cells[v], own, answer, decoded, wave.prefill_s, turn=turn)
+                    else:
+                        yield Reply(wave.cells[v], turn=turn, lost=("failed", why_lost(len(answer.ids))))
+                    take_ledger(row)
+                earlier = answers if mode == "dialogue" else []
+
+    def batches(self) -> Iterator[tuple[Sequence[Row], Sequence[Round]]]:
+        """Rows that read and answer side by side, and what they are asked one after the other."""
+        rows, n_turns = self.wave.rows, len(self.turns)
+        if self.asking.mode == "independent":
+            at_once = self.at_once()
+            for start in range(0, n_turns, at_once):
+                turns = [(i, v) for i in range(start, min(n_turns, start + at_once)) for v in range(len(rows))]
+                yield [rows[v].fork() for _, v in turns], [turns]
+            return
+        alone = self.asking.mode == "dialogue" and self.apart
+        for which in [[v] for v in range(len(rows))] if alone else [[*range(len(rows))]]:
+            yield [rows[v] for v in which], [[(i, v) for v in which] for i in range(n_turns)]
+
+    def at_once(self) -> int:
+        """How many questions are asked at once, of all rows each: those that there is memory for."""
+        model, settings = self.model, self.wave.cells[0].settings
+        if self.apart:
+            return 1
+        if settings.max_variants is not None:
+            return max(1, settings.max_variants // len(self.wave.rows))
+        n_new, n_bytes = self.one.packed.n_behind(self.one.sample), model.dtype.itemsize
+        size = sum(variant_bytes(row.variant, model.shape, n_new, n_bytes) for row in self.wave.rows)
+        return max(1, room_bytes(model.shape, 0, n_bytes, model.layers_on) // max(1, size))
+
+    def feeds(self, turns: Round, earlier: Sequence[Answer]) -> list[tuple[int, ...]]:
+        """What each row reads: its turn's feed, in a dialogue behind the last token of its earlier answer."""
+        feeds = [self.prompt.feeds[i] for i, _ in turns]
+        return [self.behind(answer, feed) for answer, feed in zip(earlier, feeds, strict=True)] if earlier else feeds
+
+    def behind(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
+        """The next feed, behind the answer's last token; the turn's end stands there once."""
+        if not answer.ids:
+            return feed
+        n_end = len(self.end_ids)
+        has_end = n_end > 0 and feed[:n_end] == self.end_ids
+        if answer.stopped and has_end and answer.ids[-1] == self.end_ids[0]:
+            return (answer.ids[-1], *feed[n_end:])
+        if self.prompt.end_id is not None and not answer.stopped:
+            return (answer.ids[-1], self.prompt.end_id, *feed)
+        return (answer.ids[-1], *feed)
+
+    def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[tuple[int, ...]]) -> list[Variant]:
+        """Where budgets grow: what the rows' variants are on prompts as long as the conversation behind their feeds."""
+        if self.asking.budget_base != "conversation":
+            return []
+        lengths = [n + len(feed) for n, feed in zip(positions, feeds, strict=True)]
+        return [self.wave.cells[v].variant(n, self.prompt.frame) for (_, v), n in zip(turns, lengths, strict=True)]
+
+
+def take_ledger(row: Row) -> Ledger:
+    """The row's ledger, in whose place a new one begins."""
+    row.store.ledger, ledger = Ledger(), row.store.ledger
+    return ledger

@@ -1,0 +1,94 @@
+"""Reads a prompt once for all cells that share the pass, and builds their rows.
+
+Every variant takes a layer over while the pass goes on with the next one. Cells that memory has no room for at once
+are built in waves, one after the other, from what the pass left.
+
+Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engine/width.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.books.clock import Clock
+from engine.model import Model
+from engine.passes.probe import probe
+from engine.passes.trace import Trace
+from engine.prefill import prefill
+from evals.cells import Cell
+from evals.prepare import PreparedSample
+from evals.refusals import naming
+from evals.screen.progress import Progress
+from methods.base import SelectiveAttention
+from tasks.forced import ForcedContinuation
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Cells that answer at once: their rows, built behind one pass over the prompt."""
+
+    cells: Sequence[Cell]
+    rows: list[SelectiveAttention]
+    trace: Trace
+    prefill_s: float
+
+
+def read(
+    model: Model, one: PreparedSample, waves: Sequence[Sequence[Cell]], forced: ForcedContinuation | None,
+    progress: Progress,
+) -> Iterator[Wave]:  # fmt: skip
+    """One pass over the prompt, and each wave of cells behind it."""
+    first, *others = waves
+    cells = [cell for wave in waves for cell in wave]
+    variants = [one.variants[cell.path] for cell in cells]
+    rows: list[SelectiveAttention] = []
+    clock = Clock()  # of what the variants build beside the pass
+
+    def build_beside(trace: Trace, layer: int) -> None:
+        with clock.running(trace.keys(layer).device):
+            if not rows:
+                rows.extend(begin(one, first, trace))
+            build(first, rows, layer)
+            if others:
+                trace.hold(layer)
+        progress.advance()
+
+    progress.reading(one.sample.id, len(one.packed), len(model.shape.attention_layers))
+    ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
+    observations = [what for variant in variants for what in variant.observations]
+    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, cells[0].settings.chunk)
+    if not rows:  # the model chooses by itself, and no layer was taken over
+        rows.extend(begin(one, first, trace))
+    if forced is not None:
+        if thinning is None and sparsity is None:
+            forced.plain = trace
+        elif forced.needs_plain:
+            forced.plain = prefill(model, ids)
+    prefill_s = trace.seconds - sum(clock.seconds())
+    for cell, variant in zip(cells, variants, strict=True):
+        if variant.probes:
+            with naming(cell.settings):  # who asks for what cannot be read
+                probe(model, trace, variant.probes)
+    yield Wave(first, rows, trace, prefill_s)
+    for wave in others:
+        rows.clear()  # which have answered: their memory is for the next ones
+        rows.extend(begin(one, wave, trace))
+        for layer in trace.shape.attention_layers:
+            build(wave, rows, layer)
+        yield Wave(wave, rows, trace, prefill_s)
+
+
+def begin(one: PreparedSample, cells: Sequence[Cell], trace: Trace) -> Iterator[SelectiveAttention]:
+    """Each cell's variant on one sample, not built yet."""
+    n_new = one.packed.n_behind(one.sample)
+    for cell in cells:
+        row = one.variants[cell.path].row(trace, n_new)
+        if cell.settings.accesses:
+            row.store.accesses = []
+        yield row
+
+
+def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
+    """Let every variant take over a layer of the prompt; what one refuses names it."""
+    for cell, row in zip(cells, rows, strict=True):
+        with naming(cell.settings):
+            row.build(layer)
