@@ -422,7 +422,7 @@ def test_a_sweep_goes_on_without_what_its_settings_or_its_prompts_refuse(
 
 
 def test_what_leaves_out_several_cells_is_said_once(cell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    lost = [cell(f"method={name}", "model=no/folder.gguf") for name in ("snapkv", "h2o")]
+    lost = [cell(f"method={name}", "model=any", "model.id=no/folder.gguf") for name in ("snapkv", "h2o")]
     run(replace(cell("method=full"), skips_refused=True), *(replace(one, skips_refused=True) for one in lost))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
     assert len(said) == 1 and said[0].startswith("left out, 2 cells: "), said
