@@ -175,9 +175,11 @@ def checked(words: list[str]) -> int:
 
 def answer(argv: list[str], show: "Show | None") -> int:
     """Run what the command line says and print the table: the exit code."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
+    try:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+    except ModuleNotFoundError as error:
+        return refuse(ConfigError(f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"))
     from evals.overrides import check_overrides
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then, where it would print and exit with 1

@@ -71,7 +71,8 @@ corrected.
 {table}
 """
 GGUF = """\
-`qwen2.5-coder-0.5b` was read from Qwen's own GGUF file (Q4_K_M, `model.id=FILE`), `smollm2-135m` is the embedded model.
+`qwen2.5-coder-0.5b` was read from Qwen's own GGUF file (Q4_K_M, `model.id=FILE`; its sha256 is in
+[conf/model](../conf/model/qwen2.5-coder-0.5b.yaml)), `smollm2-135m` is the embedded model.
 """
 
 

@@ -302,3 +302,12 @@ def test_sigterm_is_code_143(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_a_sentence_repeats_no_endless_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert code("method=" + "a" * 9_000) == 2
     assert len(capsys.readouterr().err) < 2_000
+
+
+def test_a_python_without_the_dependencies_is_told_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "hydra.errors", None)
+    assert main(["method=full"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"run.py: {sys.executable} has no hydra.errors; `make setup`, then `. .venv/bin/activate`\n"

@@ -1,22 +1,25 @@
-"""The figures of docs/results.md: a panel per budget in bytes, and in it a row per method, the best at the top.
+"""The figures of docs/results.md: panels below each other, one per budget in bytes, a row per method, the best on top.
 
 A filled mark is with the question hidden from the method, a hollow one with the question shown; where only one of them
 was asked its marks are filled. Not here: the scores (`plots/evidence.py`), the page (`plots/findings.py`).
 """
 
 from fractions import Fraction
+from math import fsum
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from plots import style
 from plots.evidence import FULL, Scores, mean, title
-from plots.figures.results import TINY
 from plots.stats import rank_ranges
 from plots.style import Canvas, Picture
 from results import interval
 
+WIDTH = 4.2  # inches: on a phone its words are as large as the page's
+SMALL = 6.5  # points, of names and ranks beside rows
 ROW = 0.16  # inches of a method
+PANEL = 0.42  # of a panel's title and numbers
 BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
 NOTES = (
     "Bars: 95 % intervals over samples. Dashed: full attention. On the right: the ranks that a method may have, behind "
@@ -26,17 +29,17 @@ NOTES = (
 
 def picture(scores: Scores) -> Picture:
     main = scores.scopes[-1]  # with the question hidden, where that was asked
-    found = sorted({scores.n(*column) for column in scores.columns})
-    ns = f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
-    height = 1.0 + ROW * max(len(named(scores, main, memory)) for memory in scores.memories)
+    ns = sorted({scores.n(*column) for column in scores.columns})
+    n = f"{ns[0]}" if len(ns) == 1 else f"{ns[0]} to {ns[-1]}"
+    rows = [ROW * len(named(scores, main, memory)) + PANEL for memory in scores.memories]
     canvas = Canvas().new(
-        scores.asked.title, f"{scores.model} · n = {ns}", (), style.PAGE, height,
-        ncols=len(scores.memories), squeeze=False, sharex=True,
+        scores.asked.title, f"{scores.model} · n = {n}", (), WIDTH, fsum(rows),
+        nrows=len(rows), squeeze=False, sharex=True, height_ratios=rows,
     )  # fmt: skip
-    for ax, memory in zip(canvas.axes[0], scores.memories, strict=True):
+    for (ax,), memory in zip(canvas.axes, scores.memories, strict=True):
         panel(ax, scores, main, memory)
-    canvas.axes[0][len(scores.memories) // 2].set_xlabel("score, 0 to 100")
-    both = ["Filled: the question hidden while the prompt was compressed; hollow: shown"]
+    canvas.axes[-1][0].set_xlabel("score, 0 to 100")
+    both = ["Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are of the filled marks"]
     canvas.note(*(both if len(scores.scopes) > 1 else []), NOTES)
     return canvas.finish(legend=False)
 
@@ -71,9 +74,9 @@ def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
     for y, name in enumerate(names):
         first, last = ranks[name]
         words = f"{first}" if first == last else f"{first} to {last}"
-        ax.text(1.02, y, words, transform=across, va="center", fontsize=TINY)
-    ax.text(1.02, len(names) - 0.05, "rank", transform=across, va="center", fontsize=TINY)
-    ax.set_yticks(range(len(names)), [title(name) for name in names], fontsize=TINY + 0.5)
+        ax.text(1.02, y, words, transform=across, va="center", fontsize=SMALL)
+    ax.text(1.02, len(names) - 0.05, "rank", transform=across, va="center", fontsize=SMALL)
+    ax.set_yticks(range(len(names)), [title(name) for name in names], fontsize=SMALL)
     ax.set_ylim(-0.6, len(names) - 0.1)
     ax.set_xlim(-2, 102)
     ax.grid(axis="y", visible=False)
