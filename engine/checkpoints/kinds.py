@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.checkpoints.choosing import CHOICES, CHOOSING, is_choosing, more_of_a_token, unhiding_mask
 from engine.checkpoints.header import MAX_LAYERS, is_positive
+from engine.checkpoints.text import without_senses
 from engine.errors import ConfigError, one_line
 from engine.shapes import ModelShape
 
@@ -331,13 +332,13 @@ def few_modules() -> Iterator[None]:
 
 
 def auto_class(config: Any) -> Any:
-    """The class that makes a text model of a configuration: a causal model, or one of text and images."""
+    """The class that makes a text model of a configuration: a causal model, or what is left of one that sees too."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map"):
         return AutoModelForCausalLM
     if type(config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
+        return without_senses(AutoModelForImageTextToText._model_mapping[type(config)])
     return AutoModelForCausalLM  # whose own words say what is wrong
 
 

@@ -1,4 +1,4 @@
-"""Of a checkpoint with eyes the text model alone is made, and answers as the whole does."""
+"""Of a checkpoint with eyes the text model alone is made, or what reads text; it answers as the whole does."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoints.kinds import shape_of
-from engine.checkpoints.load import image_ids, made, read_checkpoint, read_config
+from engine.checkpoints.kinds import shape_of, survey
+from engine.checkpoints.load import image_ids, load, made, read_checkpoint, read_config
 from engine.checkpoints.text import how_to_read, marks, text_part
 from engine.errors import ConfigError
 from engine.model import register_attention
@@ -16,7 +16,8 @@ from engine.passes.agreement import check_attention
 from methods.full import Full
 from tasks.base import Sample
 from tasks.prompt import check_ids
-from tests.architectures import COMMON, LOCAL_TOO, answers, generated, model_of, prompt
+from tests.architectures import COMMON, LATENT, LOCAL_TOO, answers, generated, model_of, prompt
+from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 EYES = {
@@ -34,15 +35,30 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def composite(name: str) -> Any:
-    text, eyes = PARTS[name]
+# Those whose text model transformers has no causal model for.
+QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}, QWEN),
+    "qwen3_vl": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        QWEN | {"deepstack_visual_indexes": [0]},
+    ),
+    "mistral3": (
+        LATENT | {"model_type": "mistral4", "first_k_dense_replace": 0, "head_dim": 16},
+        EYES | {"model_type": "pixtral", "head_dim": 16},
+    ),
+}
+
+
+def composite(name: str, parts: Any = PARTS) -> Any:
+    text, eyes = parts[name]
     given = {key: value for key, value in MARKS.items() if name != "gemma3" or key != "image_token_id"}
     return transformers.AutoConfig.for_model(name, text_config=COMMON | text, vision_config=eyes, **given)
 
 
-def saved(name: str, folder: Path) -> Any:
+def saved(name: str, folder: Path, parts: Any = PARTS) -> Any:
     """The whole model with drawn weights, in a folder."""
-    config = composite(name)
+    config = composite(name, parts)
     hf = model_of(config, 1, transformers.AutoModelForImageTextToText)
     hf.save_pretrained(folder)
     return hf
@@ -64,6 +80,19 @@ def test_the_text_model_alone_answers_as_the_whole_model(name: str, tmp_path: Pa
     check_attention(model)
     assert answers(model, prompt(), [Full]) == [generated(whole, prompt())]
     assert read_checkpoint(name, str(tmp_path)).shape == model.shape
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_of_a_model_without_a_causal_text_model_the_parts_that_see_are_not_made(name: str, tmp_path: Path) -> None:
+    whole = saved(name, tmp_path, WHOLE)
+    tiny_tokenizer(None, adds_bos=True).save_pretrained(tmp_path)
+    model = load(name, str(tmp_path), dtype="float32", device="cpu")
+    apart = {key.split(".")[1] for key, _ in whole.named_parameters()} & {"visual", "vision_tower"}
+    assert apart and not any(part in key for key, _ in model.hf.named_parameters() for part in apart)
+    assert not any("projector" in key for key, _ in model.hf.named_parameters())
+    assert answers(model, prompt(), [Full]) == [generated(whole, prompt())]
+    assert read_checkpoint(name, str(tmp_path)).shape == model.shape
+    assert survey(read_config(str(tmp_path))).n_weights == sum(x.numel() for x in model.hf.parameters())
 
 
 def test_a_model_without_eyes_and_one_whose_text_cannot_stand_alone_are_left_as_they_are() -> None:
