@@ -81,7 +81,7 @@ def made(name: str, n_layers: int, h: int, h_kv: int, d_h: Any, window: int, d_m
     """The shape, where its numbers suit each other."""
     if not is_positive(d_h) or h % h_kv or n_layers > MAX_LAYERS:
         return None
-    return ModelShape(name, n_layers, h, h_kv, d_h, window, tuple(range(n_layers)), d_model)
+    return ModelShape(name, n_layers, h, h_kv, d_h, window, tuple(range(n_layers)), d_model=d_model)
 
 
 def is_positive(n: Any) -> bool:
