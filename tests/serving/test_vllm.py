@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,14 @@ from serving.adapter.worker import check
 from serving.measure import Request, drive
 from serving.order import DROPPING, PAGES, VISIBLE, Order
 from serving.rehearsal import rehearse
-from tests.serving.conftest import agree, model, prompts, said
+from tests.serving.reference import COMPARED, FOUND, Said, model, prompts, said
 
 pytestmark = [
     pytest.mark.serving,
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 N_NEW = 16
-LENGTHS = (300, 356, 431, 520)
+LENGTHS = (200, 233, 271, 320)
 QUEST = (
     "method=quest method.comm_mode=native method.page_len=32 method.page_generated=true "
     "method.agg=group_mean comm=1/8 ratio=0.2"
@@ -44,7 +44,9 @@ ON_DROPPING = (
     "method=streamingllm ratio=0.2", "method=snapkv ratio=0.2", "method=keydiff ratio=0.2",
     "method=tova ratio=0.2", "method=knorm method.full_layers=0 ratio=0.3",
 )  # fmt: skip
-FULL = "method=full"
+FULL, SNAPKV = "method=full", "method=snapkv ratio=0.2"
+LENGTH = 240  # of prompts under pressure
+BOOKS = ("steps", "tokens_attended_mean", "tokens_budget", "within_budget")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = locate("embedded", None, False)[0]
 FLAGS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 16}
@@ -54,38 +56,41 @@ def order(words: str, rung: str) -> Order:
     return rehearse(Order(tuple(words.split()), rung))
 
 
-def check_batches(engine: Engine, words: str, report: list[str]) -> None:
-    """The same prompts alone, four at once and sixteen at once."""
-    engine.switch(order(words, engine.order.rung))  # type: ignore[union-attr]
+def answers(engine: Engine, asked: Sequence[Sequence[int]], n_new: int) -> list[Said]:
+    """What vLLM says, with the gaps between its two best logits."""
+    params = engine.params(n_new)
+    params.logprobs = 2
+    done = engine.llm.generate([{"prompt_token_ids": [*ids]} for ids in asked], params, use_tqdm=False)
+    found = []
+    for one in done:
+        best = [sorted((each.logprob for each in step.values()), reverse=True) for step in one.outputs[0].logprobs]
+        found.append(Said([*one.outputs[0].token_ids], [step[0] - step[1] for step in best]))
+    return found
+
+
+def check_batches(engine: Engine, words: str, beside: Sequence[str] = ()) -> None:
+    """The same prompts alone, four at once and sixteen at once: tokens and books are KVBench's."""
+    own = [said(words, ids, N_NEW, beside) for ids in prompts(LENGTHS)]
+    if words != FULL:
+        full = [said(FULL, ids, N_NEW, beside) for ids in prompts(LENGTHS)]
+        assert any(a.ids != b.ids for a, b in zip(own, full, strict=True)), "equality would say nothing"
+    assert engine.order is not None
+    engine.switch(order(words, engine.order.rung))
     for batch in (1, 4, 16):
         asked = (prompts(LENGTHS) * 4)[:batch]
-        report += agree(words, asked, engine.answer(asked, N_NEW))
+        COMPARED.agree(words, asked, answers(engine, asked, N_NEW))
     books = [*engine.told()["books"].values()]
     assert len(books) == 21
-    own = said(words, tuple(prompts(LENGTHS)[0]), N_NEW).ledger
-    assert all(books[0][key] == own[key] for key in ("steps", "tokens_attended_mean", "tokens_budget", "within_budget"))
-
-
-def differs(words: str) -> None:
-    """The method's own answers are not full attention's, so that equality says something."""
-    asked = [tuple(ids) for ids in prompts(LENGTHS)]
-    assert any(said(words, ids, N_NEW).ids != said(FULL, ids, N_NEW).ids for ids in asked), words
-
-
-@pytest.fixture(scope="module")
-def report() -> Iterator[list[str]]:
-    found: list[str] = []
-    yield found
-    sys.stdout.write("\n  ".join(["near ties:", *(found or ["none"])]) + "\n")
+    assert all(books[0][key] == own[0].ledger[key] for key in BOOKS)
 
 
 class TestStock:
-    def test_full_attention_says_what_kvbench_says(self, report: list[str]) -> None:
+    def test_full_attention_says_what_kvbench_says(self) -> None:
         """vLLM without an order: the plugin is installed, and changes nothing."""
-        asked = prompts(range(60, 840, 39))
+        asked = prompts(range(60, 640, 29))
         assert len(asked) == 20
         engine = Engine.start(None, MODEL, enforce_eager=True, **FLAGS)
-        report += agree(FULL, asked, engine.answer(asked, N_NEW))
+        COMPARED.agree(FULL, asked, answers(engine, asked, N_NEW))
         engine.close()
 
 
@@ -96,13 +101,13 @@ class TestVisible:
         yield engine
         engine.close()
 
-    def test_full_attention_is_still_full_attention_short(self, engine: Engine, report: list[str]) -> None:
-        check_batches(engine, FULL, report)
+    def test_full_attention_is_still_full_attention_short(self, engine: Engine) -> None:
+        asked = prompts(LENGTHS)
+        COMPARED.agree(FULL, asked, answers(engine, asked, N_NEW))
 
-    @pytest.mark.parametrize("words", ON_VISIBLE)
-    def test_tokens_are_kvbench_s(self, engine: Engine, words: str, report: list[str]) -> None:
-        differs(words)
-        check_batches(engine, words, report)
+    @pytest.mark.parametrize("words", (FULL, *ON_VISIBLE))
+    def test_tokens_are_kvbench_s(self, engine: Engine, words: str) -> None:
+        check_batches(engine, words, (*ON_VISIBLE, FULL))
 
     def test_a_request_whose_budget_is_too_small_is_refused_alone(self, engine: Engine) -> None:
         engine.switch(order("method=quest comm=1/8 ratio=0.2", VISIBLE))
@@ -112,10 +117,9 @@ class TestVisible:
 
 
 class TestPages:
-    def test_quest_reads_its_pages_with_vllm_s_own_kernel(self, report: list[str]) -> None:
-        differs(QUEST)
+    def test_quest_reads_its_pages_with_vllm_s_own_kernel(self) -> None:
         engine = Engine.start(order(QUEST, PAGES), MODEL, **FLAGS)
-        check_batches(engine, QUEST, report)
+        check_batches(engine, QUEST, [FULL])
         engine.close()
 
 
@@ -127,10 +131,9 @@ class TestDropping:
         engine.close()
 
     @pytest.mark.parametrize("words", ON_DROPPING)
-    def test_tokens_are_kvbench_s_from_chunks_of_256(self, engine: Engine, words: str, report: list[str]) -> None:
-        differs(words)
+    def test_tokens_are_kvbench_s_from_chunks_of_256(self, engine: Engine, words: str) -> None:
         before = engine.n_free
-        check_batches(engine, words, report)
+        check_batches(engine, words, (*ON_DROPPING, FULL))
         assert engine.n_free == before
 
     def test_blocks_come_back_one_step_behind_the_prompt_short(self, engine: Engine) -> None:
@@ -141,7 +144,7 @@ class TestDropping:
         while engine.core.has_unfinished_requests():
             engine.core.step()
             used.append(before - engine.n_free)
-        sys.stdout.write(f"\nblocks of a request of 440 tokens, step by step: {used}\n")
+        FOUND.append(f"blocks of a request of 440 tokens, step by step: {used}")
         held = [-(-given.most_slots(440, n) // 32) for n in range(441, 447)]
         assert used == [8, 14, *held, 0]  # two chunks of the prompt, six steps, and the last one, which ends it
 
@@ -151,7 +154,7 @@ class TestDropping:
         first, *_ = prompts([400])
         asked = [first, first[:350], [*first, *first[:60]], first]
         for _ in range(2):  # the second time their pages lie where others have been
-            agree(words, asked, engine.answer(asked, N_NEW))
+            COMPARED.agree(words, asked, answers(engine, asked, N_NEW))
 
     def test_a_cancelled_request_gives_its_blocks_back(self, engine: Engine) -> None:
         words = "method=snapkv ratio=0.2"
@@ -167,48 +170,69 @@ class TestDropping:
         while engine.core.has_unfinished_requests():
             last = engine.core.step() or last
         assert [one.request_id for one in last] == ["stays"]
-        agree(words, asked[1:], [[*last[0].outputs[0].token_ids]])
+        COMPARED.agree(words, asked[1:], [Said([*last[0].outputs[0].token_ids], None)])
         assert engine.n_free == before
         assert len(engine.told()["books"]) == 2 and not engine.scheduler.requests
 
 
 class TestPressure:
-    """A pool in which full attention has room for three requests."""
+    """A pool of 28 blocks, in which full attention has room for three requests."""
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Engine]:
         engine = Engine.start(
-            order(FULL, DROPPING), MODEL, **FLAGS | {"max_model_len": 512}, num_gpu_blocks_override=41
+            order(FULL, DROPPING), MODEL, **FLAGS | {"max_model_len": 512}, num_gpu_blocks_override=29
         )
         yield engine
         engine.close()
 
-    def served(self, engine: Engine, words: str, n: int, length: int, n_new: int) -> Any:
+    def served(self, engine: Engine, words: str, n_new: int, beside: Sequence[str] = ()) -> Any:
         engine.switch(order(words, DROPPING))
-        asked = prompts([length] * n)
-        requests = [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(asked)]
+        four = prompts([LENGTH] * 4)
+        for ids in four:
+            said(words, ids, n_new, beside)
+        requests = [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(four * 2)]
         replies, figures = drive(engine, requests)
-        ties = agree(words, asked, [reply.ids for reply in replies])
+        COMPARED.agree(words, four * 2, [Said(reply.ids, None) for reply in replies])
         told = engine.told()
-        sys.stdout.write(
-            f"\n{words}: {figures.at_once} at once ({figures.at_once_unpreempted} before the first preemption), "
-            f"{figures.preemptions} preempted, {told['replays']} read again with their answers, {figures.blocks_most} "
-            f"of {figures.blocks} blocks at most, {figures.blocks_mean:.1f} in the mean, {figures.steps} steps\n"
-            f"near ties: {ties}\n"
+        FOUND.append(
+            f"{words}, {len(requests)} requests of {LENGTH} + {n_new} tokens: {figures.at_once} at once "
+            f"({figures.at_once_unpreempted} before the first preemption), {figures.preemptions} preempted, "
+            f"{told['replays']} read again with their answers, {figures.blocks_most} of {figures.blocks} blocks at "
+            f"most, {figures.blocks_mean:.1f} in the mean, {figures.steps} steps"
         )
         assert figures.blocks_left == 0
         return figures, told
 
     def test_more_requests_run_at_once_where_blocks_come_back_short(self, engine: Engine) -> None:
-        full, _ = self.served(engine, FULL, 8, 337, 40)
-        rolling, _ = self.served(engine, "method=streamingllm ratio=0.2", 8, 337, 40)
-        growing, _ = self.served(engine, "method=snapkv ratio=0.2", 8, 337, 40)
-        assert full.at_once <= 3 and rolling.at_once >= 6 and growing.at_once >= 6
-        assert growing.steps < full.steps and rolling.steps < full.steps
+        full, growing = (self.served(engine, words, 30, (FULL, SNAPKV))[0] for words in (FULL, SNAPKV))
+        assert full.at_once <= 3 and growing.at_once >= 6 and growing.steps < full.steps
 
-    def test_requests_that_were_compacted_are_preempted_and_go_on(self, engine: Engine) -> None:
-        figures, told = self.served(engine, "method=snapkv ratio=0.2", 8, 337, 120)
+    def test_a_rolling_window_lets_as_many_run(self, engine: Engine) -> None:
+        rolling, _ = self.served(engine, "method=streamingllm ratio=0.2", 30)
+        assert rolling.at_once >= 6
+
+    @pytest.mark.parametrize("words", [SNAPKV, "method=knorm method.full_layers=0 ratio=0.3"])
+    def test_requests_that_were_compacted_are_preempted_and_go_on(self, engine: Engine, words: str) -> None:
+        figures, told = self.served(engine, words, 120)
         assert figures.preemptions > 0 and told["replays"] > 0
+
+
+class TestRestart:
+    def test_a_second_engine_in_the_process_begins_anew(self) -> None:
+        """On two rungs, in a pool in which both preempt requests behind their compaction."""
+        for words, rung in ((SNAPKV, DROPPING), ("method=quest comm=1/8 ratio=0.2", VISIBLE)):
+            engine = Engine.start(
+                order(words, rung), MODEL, **FLAGS | {"max_model_len": 512}, num_gpu_blocks_override=20
+            )
+            before, four = engine.n_free, prompts([LENGTH] * 4)
+            replies, figures = drive(engine, [Request(f"{i}", ids, 90) for i, ids in enumerate(four)])
+            COMPARED.agree(words, four, [Said(reply.ids, None) for reply in replies])
+            told = engine.told()
+            FOUND.append(f"{words} on {rung}: {figures.preemptions} preempted, {told['replays']} read again, all equal")
+            assert figures.preemptions > 0 and told["replays"] > 0 and len(told["books"]) == 4
+            assert engine.n_free == before == 19
+            engine.close()
 
 
 class TestRefusals:
@@ -262,11 +286,9 @@ class TestServer:
             asked = prompts([300, 337])
             params: dict[str, Any] = {"model": name, "max_tokens": N_NEW, "temperature": 0}
             done = client.completions.create(prompt=asked, extra_body={"ignore_eos": True}, **params)
-            words_said = ["method=streamingllm ratio=0.2"] * 2
-            for one, ids, said_by in zip(done.choices, asked, words_said, strict=True):
-                assert one.text == model().tokenizer.decode(
-                    said(said_by, tuple(ids), N_NEW).ids, skip_special_tokens=True
-                )
+            for one, ids in zip(done.choices, asked, strict=True):
+                own = said("method=streamingllm ratio=0.2", ids, N_NEW).ids
+                assert one.text == model().tokenizer.decode(own, skip_special_tokens=True)
             chat = client.chat.completions.create(
                 messages=[{"role": "user", "content": "Say hello. " * 30}], stream=True, **params
             )
@@ -291,12 +313,12 @@ def wait_for(client: Any, server: Any) -> str:
 
 
 class TestWorkers:
-    def test_workers_divide_the_heads_and_plan_alike(self, report: list[str]) -> None:
+    def test_workers_divide_the_heads_and_plan_alike(self) -> None:
         """SmolLM2 has three KV heads, and each of three processes has one."""
         words = "method=snapkv ratio=0.2"
         given = rehearse(Order(tuple(words.split()), DROPPING, ranks=3))
         engine = Engine.start(given, MODEL, **FLAGS, tensor_parallel_size=3)
         before, asked = engine.n_free, prompts([337, 440])
-        report += agree(words, asked, engine.answer(asked, 12))
+        COMPARED.agree(words, asked, answers(engine, asked, 12))
         assert engine.n_free == before
         engine.close()
