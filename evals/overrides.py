@@ -10,7 +10,8 @@ folder are not supported, since nothing could be looked up then.
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice, pairwise
 from math import ceil, isfinite, prod
@@ -19,6 +20,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     Glob,
@@ -341,8 +343,20 @@ def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
 @cache
 def composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
     """To be read only: keys of several groups are looked up in the same one."""
-    with initialize_config_dir(str(conf), job_name="check", version_base="1.3"):
+    with composing(conf):
         return compose("config", [*words], return_hydra_config=True)
+
+
+@contextmanager
+def composing(conf: Path) -> Iterator[None]:
+    """Hydra's `compose` reads this folder; within a run, too, which has its own Hydra back afterwards."""
+    whole = GlobalHydra.instance()
+    own, whole.hydra = whole.hydra, None
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            yield
+    finally:
+        whole.hydra = own
 
 
 def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:

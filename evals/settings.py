@@ -375,12 +375,12 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 def from_words(words: Sequence[str]) -> Settings:
     """The settings of one run's command line, such as `method=snapkv method.window=16 ratio=0.1`."""
-    from hydra import compose, initialize_config_dir
+    from hydra import compose
 
-    from evals.overrides import CONF, check_overrides
+    from evals.overrides import CONF, check_overrides, composing
 
     checked = check_overrides([*words])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", checked, return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 

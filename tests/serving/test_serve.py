@@ -58,6 +58,19 @@ def test_a_run_without_vllm_says_how_to_get_it(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "a").exists()
 
 
+def test_a_run_refuses_a_method_that_pages_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method's words are composed again, within the run that Hydra composed."""
+    monkeypatch.setattr("serving.run.need_vllm", lambda: None)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    words = ["task=serving", "task.rung=dropping", "method=adakv", "ratio=0.2", "dtype=float32"]
+    with pytest.raises(SystemExit) as ended:
+        run.main([*words, f"out={tmp_path / 'a'}"])
+    assert ended.value.code == 2 and "heads of a layer keep different counts" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_cell_s_settings_are_said_in_words_again() -> None:
     words = ["method=streamingllm", "method.n_sink=8", "budget=100", "comm=1/32"]
     given = from_words(words)
