@@ -20,7 +20,6 @@ class ModelShape:
     d_h: int  # dimensions of a key as it is cached, and of the queries that meet it
     window: int  # longest sequence the model was made for, prompt and answer together
     attention_layers: tuple[int, ...]  # with full softmax attention: the ones that methods compress
-    choosing_layers: tuple[int, ...] = ()  # of a model that chooses its tokens itself; none is compressed
     d_model: int = 0  # values of a token between two layers; 0: not known
     chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
     chunk: int = 0  # tokens of such a chunk
@@ -31,6 +30,7 @@ class ModelShape:
     readers: tuple[tuple[int, int], ...] = ()  # layers that attend to K and V of a compressed one, and which that is
     left: tuple[tuple[int, int], ...] = ()  # numbers of a token, and of so many tokens, in layers that keep K and V
     state_bytes: int = 0  # of layers with a state in 16 bits, or as they keep it, whatever the text's length
+    choosing_layers: tuple[int, ...] = ()  # of a model that chooses its tokens itself; none is compressed
 
     def __post_init__(self) -> None:
         assert self.h % self.h_kv == 0, f"h={self.h} is no multiple of h_kv={self.h_kv}"
