@@ -195,7 +195,9 @@ def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: b
 
 
 class Letters:
-    """In place of a tokenizer where weights are drawn: a token is a byte."""
+    """In place of a tokenizer where weights are drawn: a token is a byte, and none ends an answer."""
+
+    chat_template = eos_token_id = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
