@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from plots import style
-from plots.evidence import FULL, Scores, mean, title
+from plots.evidence import FULL, SHOWN, Scores, mean, title
 from plots.stats import rank_ranges
 from plots.style import Canvas, Picture
 from results import interval
@@ -28,32 +28,41 @@ NOTES = (
 
 
 def picture(scores: Scores) -> Picture:
-    main = scores.scopes[-1]  # with the question hidden, where that was asked
     ns = sorted({scores.n(*column) for column in scores.columns})
     n = f"{ns[0]}" if len(ns) == 1 else f"{ns[0]} to {ns[-1]}"
-    rows = [ROW * len(named(scores, main, memory)) + PANEL for memory in scores.memories]
+    rows = [ROW * len(named(scores, memory)) + PANEL for memory in scores.memories]
     canvas = Canvas().new(
         scores.asked.title, f"{scores.model} · n = {n}", (), WIDTH, fsum(rows),
         nrows=len(rows), squeeze=False, sharex=True, height_ratios=rows,
     )  # fmt: skip
     for (ax,), memory in zip(canvas.axes, scores.memories, strict=True):
-        panel(ax, scores, main, memory)
+        panel(ax, scores, memory)
     canvas.axes[-1][0].set_xlabel("score, 0 to 100")
-    both = ["Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are of the filled marks"]
+    both = [
+        "Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are with it hidden, where "
+        "that was asked"
+    ]
     canvas.note(*(both if len(scores.scopes) > 1 else []), NOTES)
     return canvas.finish(legend=False)
 
 
-def named(scores: Scores, scope: str, memory: str) -> list[str]:
-    """The methods that were asked at a budget."""
-    return [name for name in scores.methods if (scope, memory, name) in scores.of]
+def main_scope(scores: Scores, memory: str) -> str:
+    """With the question hidden, where that was asked at a budget."""
+    return [scope for scope, each in scores.columns if each == memory][-1]
 
 
-def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
-    names = sorted(named(scores, main, memory), key=lambda name: mean(scores.of[main, memory, name]))
+def named(scores: Scores, memory: str) -> list[str]:
+    """The methods that were asked at a budget, the worst first."""
+    of = {name: scores.of.get((main_scope(scores, memory), memory, name)) for name in scores.methods}
+    return sorted((name for name in of if of[name]), key=lambda name: mean(of[name] or {}))
+
+
+def panel(ax: Axes, scores: Scores, memory: str) -> None:
+    main, names = main_scope(scores, memory), named(scores, memory)
     ranks = rank_ranges({name: scores.of[main, memory, name] for name in names})
     for scope in scores.scopes:
         is_main = scope == main
+        is_hollow = scope == SHOWN and len(scores.scopes) > 1
         for y, name in enumerate(names):
             if (scope, memory, name) not in scores.of:
                 continue
@@ -63,7 +72,7 @@ def panel(ax: Axes, scores: Scores, main: str, memory: str) -> None:
                 ax.hlines(
                     y_at, 100 * spread.low, 100 * spread.high, color=look["color"], linewidth=1 if is_main else 0.6
                 )
-            face: dict[str, Any] = {} if is_main else {"markerfacecolor": "none"}
+            face: dict[str, Any] = {"markerfacecolor": "none"} if is_hollow else {}
             face |= {"linestyle": "", "markersize": 0.9 * look["markersize"]}
             ax.plot([at], [y_at], clip_on=False, **(look | face))
         if (scope, memory, FULL) in scores.of:

@@ -10,6 +10,7 @@ import pytest
 
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
 from plots.evidence import FULL, HIDDEN, SHOWN, Line, gathered, keep, lines_of, load, mean, read, title
+from plots.figures.evidence import main_scope, named, picture
 from plots.findings import FINDINGS, LEAST, WORDS, main, page, section, shown, write
 from plots.stats import paired
 from results import read_config
@@ -178,3 +179,15 @@ def test_the_page_lists_every_fixed_comparison_and_what_came_of_it(tmp_path: Pat
     (one,) = [row for row in rows if "PQCache against SnapKV, question hidden, 1/8" in row and "documents" in row]
     assert "| 41 | 59 | +" in one and one.endswith("| yes |")
     assert sum(row.endswith("| not yet |") for row in rows) == len(CONTRASTS) - 4
+
+
+def test_a_budget_that_was_asked_with_the_question_shown_alone_has_its_marks_hollow_beside_one_with_both() -> None:
+    made = [line for line in lines() if line.place[0] == SHOWN or line.place[1] != "0.25"]
+    (scores,) = gathered(made)
+    assert [main_scope(scores, memory) for memory in scores.memories] == [SHOWN, HIDDEN]
+    drawn = picture(scores)
+    for (ax,), memory in zip(drawn.axes, scores.memories, strict=True):
+        marks = [line for line in ax.lines if line.get_marker() not in ("None", "", None)]
+        hollow = [line for line in marks if line.get_markerfacecolor() == "none"]
+        n = len(named(scores, memory))
+        assert (len(marks), len(hollow)) == ((n, n) if memory == "0.25" else (2 * n, n))
