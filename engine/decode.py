@@ -98,6 +98,7 @@ def decode(
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
+    model.refuse_switch(trace.s_prompt, trace.s_prompt + len(feed) + max(0, max_new_tokens - 1))
     stop_ids = frozenset(stop_ids)
     stops = sorted(id for id in stop_ids if id < len(trace.logits))
     answers = [Answer() for _ in rows]

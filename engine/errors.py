@@ -1,4 +1,4 @@
-"""`ConfigError`, `RunError`, `NotFiniteError`, and the sentence for a name that does not exist.
+"""`ConfigError`, `LengthError`, `RunError`, `NotFiniteError`, and the sentence for a name that does not exist.
 
 Not here: errors of our own making. Those are assertions, and they print a traceback.
 """
@@ -11,6 +11,10 @@ MANY = 30  # names that a sentence can list
 
 class ConfigError(Exception):
     """Wrong input of a user: one sentence with what was given, what is allowed, what to do. Ends a run with code 2."""
+
+
+class LengthError(ConfigError):
+    """A prompt and its answer are of a length that this model cannot be asked with. One sentence."""
 
 
 class RunError(Exception):

@@ -23,12 +23,12 @@ from torch import Tensor
 from engine.causal import Chunk
 from engine.checkpoints.choosing import CHOICES
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
-from engine.errors import ConfigError, first_line
+from engine.errors import ConfigError, LengthError, first_line
 from engine.latents import ByHeads, Latent
 from engine.machine import is_out_of_memory
 from engine.passes.chosen import HearsChoices, attend_seen, seen_by
 from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, unmoved
+from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
 from engine.passes.session import Call, Session, ThinnedSession
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
@@ -333,6 +333,20 @@ class Model:
         """Turn the next text's tokens as if there had been none before."""
         for tables in self.remembering:
             forget_text(*tables)
+
+    @cached_property
+    def switching_length(self) -> int:
+        """Tokens behind which the model would read its whole text again, turned in another way; 0: it never does."""
+        return switching_length(self.hf)
+
+    def refuse_switch(self, s_prompt: int, n: int) -> None:
+        """Raise `LengthError` where a text grows from its prompt to `n` tokens past a change of all rotations."""
+        if s_prompt <= self.switching_length < n:
+            raise LengthError(
+                f"a prompt of {s_prompt} tokens and its answer go past {self.switching_length} tokens, behind which "
+                f"the model {self.shape.name!r} reads all of its text again in another way (longrope), and KVBench "
+                "compresses a text that is read once; use prompts that are longer, or shorter by the answer"
+            )
 
     @cached_property
     def remembering(self) -> list[Any]:

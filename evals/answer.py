@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 from engine.books.spans import recording
 from engine.decode import Answer
-from engine.errors import NotFiniteError, one_line
+from engine.errors import LengthError, NotFiniteError, one_line
 from engine.machine import free_memory, is_out_of_memory
 from engine.model import Model
 from engine.prefill import Thinning
@@ -68,7 +68,7 @@ class Answering:
                 n_given[id(reply.cell)] += isinstance(reply, Reply)
                 yield reply
             return []
-        except NotFiniteError as error:
+        except (LengthError, NotFiniteError) as error:
             status, reason = "failed", str(error)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -11,6 +11,7 @@ Not here: what a task writes into these parts, and how long a prompt may be (eac
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.errors import ConfigError, first_line, is_panic, unknown_name
 from tasks.base import Sample
 from tasks.ending import FINAL, has_channels
 
+TODAY = date(2024, 7, 26)  # Llama 3's own default: a prompt is the same each day, although some templates print it
 CHATS = ("auto", "none", "inst")
 # Llama 2's and Mistral's turn, as papers write it: by hand and without blanks.
 BRACKETS = ("[INST]", "[/INST]")
@@ -123,7 +125,8 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> 
             turns,
             tokenize=False,
             add_generation_prompt=True,
-            date_string="26 Jul 2024",  # Llama 3's own default; some templates print today's date
+            date_string=f"{TODAY:%d %b %Y}",
+            strftime_now=TODAY.strftime,
             enable_thinking=thinks,  # most answers are 30 to 500 tokens long; Qwen 3 would think longer
         )
     except Exception as error:

@@ -371,6 +371,8 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
             raise ConfigError(f"the model {name!r} {what} in layer {call.layer}, which KVBench cannot; {INSTEAD}")
         if call.window is not None:
             check_counts(name, {"sliding_window": call.window})
+        if call.window == 1:
+            raise too_narrow(name, "sliding_window")
     compressed = compressed_layers(kinds)
     twice = [layer for layer, n in seen.items() if layer >= 0 and n > 1]
     if twice:
@@ -389,6 +391,13 @@ def check_calls(calls: Iterable[Asked], kinds: Iterable[str], name: str) -> None
             "of a value, latents: "
             f"{', '.join(map(str, sorted(shapes)))}), and KVBench only compresses layers of one shape yet; {INSTEAD}"
         )
+
+
+def too_narrow(name: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"the model {name!r} has {key}=1, with which transformers shows one token to each of a prompt and all of them "
+        f"to a step, so that nothing says which is meant; {INSTEAD}"
+    )
 
 
 def own_code(name: str, layer: int) -> ConfigError:
@@ -441,6 +450,8 @@ def shape_of(config: Any, name: str) -> ModelShape:
     check_counts(name, {"query heads": h, "KV heads": h_kv, "numbers of a head": d_h, "numbers of a value": d_v})
     check_counts(name, {"hidden_size": d_model} if d_model else {})
     check_counts(name, {"attention_chunk_size": chunk} if chunked else {})
+    if chunk == 1:
+        raise too_narrow(name, "attention_chunk_size")
     if h % h_kv:
         raise ConfigError(
             f"the model {name!r} has {h} query heads for {h_kv} KV heads, which is no multiple; {INSTEAD}"

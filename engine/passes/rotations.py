@@ -215,6 +215,19 @@ def forget_text(rotary: Any, kind: str | None) -> None:
     rotary(first.float(), first, *(() if kind is None else (kind,)))
 
 
+def switching_length(hf: Any) -> int:
+    """Tokens behind which a model reads its whole text again, turned by other tables; 0: it never does."""
+    from transformers import GenerationMixin
+
+    usual: Any = GenerationMixin
+    if type(hf).prepare_inputs_for_generation is usual.prepare_inputs_for_generation:
+        return 0  # it goes on with keys that the other tables turned
+    found = rotaries(hf, dict.fromkeys(kinds_of_layers(hf)))
+    if all(rope_type(rotary, kind) != "longrope" for rotary, kind in found):
+        return 0
+    return getattr(hf.config, "original_max_position_embeddings", None) or 0
+
+
 def rope_type(rotary: Any, kind: str | None) -> str | None:
     found = getattr(rotary, "rope_type", None)
     return found.get(kind) if isinstance(found, dict) else found

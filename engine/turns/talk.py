@@ -167,6 +167,7 @@ class Talk(HearsChoices):
         self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
         m, which = ids.shape[1], list(which)
         self.starts = [self.positions[i] - pads[i] for i in which]
+        self.model.refuse_switch(self.trace.s_prompt, max(self.starts) + m)
         starts = torch.tensor(self.starts, device=ids.device)
         places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
         self.plans: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}

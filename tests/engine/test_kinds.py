@@ -13,7 +13,7 @@ from engine.attend import attend_own
 from engine.causal import Chunk, causal
 from engine.checkpoints import kinds, load
 from engine.checkpoints.kinds import shape_of, survey
-from engine.errors import ConfigError
+from engine.errors import ConfigError, LengthError
 from engine.model import register_attention
 from engine.passes import agreement
 from engine.passes.agreement import check_attention
@@ -329,6 +329,29 @@ def test_counts_that_are_none_are_refused_although_no_pass_ends(
     with pytest.raises(ConfigError) as caught:
         load.read_shape(name, folder_of(name, changes, tmp_path))
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "key"), [("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")])
+def test_a_window_of_one_token_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    """transformers reads it in two ways."""
+    with pytest.raises(ConfigError, match=f"{key}=1, with which transformers shows"):
+        load.read_shape("narrow", folder_of(name, {key: 1}, tmp_path))
+
+
+@pytest.mark.parametrize(("n", "is_refused"), [(48, False), (55, True), (60, True), (61, False)])
+def test_an_answer_past_a_change_of_all_rotations_is_refused(n: int, is_refused: bool) -> None:
+    """Phi 3 reads its whole text again behind so many tokens; prompts on either side answer as transformers does."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60}
+    config = config_of("phi3")
+    config.original_max_position_embeddings, config.rope_parameters = 60, rope | factors
+    hf = model_of(config, 1)
+    model = loaded(config, hf, "long")
+    if is_refused:
+        with pytest.raises(LengthError, match=f"a prompt of {n} tokens and its answer go past 60 tokens"):
+            answers(model, prompt(n), [Full])
+    else:
+        assert answers(model, prompt(n), [Full] * 2) == [generated(hf, prompt(n))] * 2
 
 
 def test_a_chunk_that_no_layer_has_is_not_read(tmp_path: Path) -> None:

@@ -230,3 +230,10 @@ def test_a_one_line_answer_is_cut_at_its_newline_and_others_are_not() -> None:
     ending, ids = Ending(tokenizer, None), tokenizer.encode(" 12345.\nThe", add_special_tokens=False)
     assert ending.text(edit(SAMPLE, stop_at_newline=True), ids) == " 12345."
     assert ending.text(SAMPLE, ids) == " 12345.\nThe"
+
+
+def test_a_template_that_prints_the_date_prints_the_same_one_each_day() -> None:
+    tokenizer = tiny_tokenizer(
+        "{{ strftime_now('%Y-%m-%d') }} {{ date_string }}{{ messages[-1].content }}", adds_bos=False
+    )
+    assert prompt.render(tokenizer, [{"role": "user", "content": "?"}], True) == "2024-07-26 26 Jul 2024?"
