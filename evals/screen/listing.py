@@ -1,35 +1,45 @@
-"""`python run.py --list tasks`: what each task asks, its lengths, samples and data, and what a sample costs here.
+"""`python run.py --list tasks|methods|models`: what can stand on a command line, a line each.
 
 A task's first sample is made as a run with its defaults makes it, or of its own set where its data are not here; the
 time is what full attention of the embedded model takes for it, by a short pass and a few steps that are timed once.
+What is said of a method is the first line of its card, and its family; of a model, what its architecture says.
 
-Not here: which files a task lacks and how to get them (`python run.py --check`).
+Not here: which files a task lacks and how to get them (`python run.py --check`), all that a model's shape says
+(`--check model=NAME`), a method's parameters (its file in conf/method), BibTeX (`methods/cite.py`).
 """
 
-from collections.abc import Sequence
+import ast
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from engine.budget import token_bytes
 from engine.checkpoints.load import load, load_tokenizer, read_shape, resolve_dtype
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from evals.overrides import CONF
+from evals.screen.check import where
 from evals.screen.estimate import Load, bends_of
 from evals.screen.expect import timed
+from evals.screen.fits import shipped
 from evals.screen.progress import duration
 from evals.settings import choice, load_class
 from evals.typed import build_params
 from results.names import EMBEDDED as OWN_SET
-from results.names import own_tasks
+from results.names import known, own_methods, own_tasks
 from results.sheet import ABSENT, Sheet, show
 from tasks import sources
 from tasks.turns.encode import prompt_of
 
 MODEL, EMBEDDED = "smollm2-135m", "embedded"
-HEADS = ["task", "asks", "length", "answers", "licence of its data", "data", "samples", "first", "takes"]
-WHAT = ("tasks",)
+TASK_HEADS = ["task", "asks", "length", "answers", "licence of its data", "data", "samples", "first", "takes"]
+METHOD_HEADS = ["method", "published as", "what it does", "presets"]
+MODEL_HEADS = ["model", "hub name", "weights", "layers", "window", "KV per token", "where"]
+FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
+REFERENCES = "references"  # the family of what has no place in figures of one
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,15 @@ class First:
 
 def main(words: Sequence[str]) -> int:
     """Print the list that is named."""
-    if len(words) != 1 or words[0] not in WHAT:
-        raise ConfigError(f"--list wants one of {', '.join(WHAT)}; give python run.py --list tasks")
+    lists = {"tasks": tasks, "methods": methods, "models": models}
+    if len(words) != 1 or words[0] not in lists:
+        raise ConfigError(f"--list wants one of {', '.join(lists)}; give python run.py --list methods")
+    for sheet in lists[words[0]]():
+        show(sheet)
+    return 0
+
+
+def tasks() -> Iterator[Sheet]:
     tokenizer, shape = load_tokenizer(EMBEDDED), read_shape(MODEL, EMBEDDED)
     firsts = {name: first_of(name, tokenizer, shape) for name in own_tasks()}
     seconds, basis = costs({name: one for name, one in firsts.items() if one is not None}, shape)
@@ -58,8 +75,44 @@ def main(words: Sequence[str]) -> int:
         f"first: tokens of the first sample, and up to how many answer it; takes: full attention of {MODEL}, {basis}",
         "own: of the task's own set, since its data are not here (task.source=embedded)",
     ]
-    show(Sheet(HEADS, rows, notes=notes, n_keys=6))
-    return 0
+    yield Sheet(TASK_HEADS, rows, notes=notes, n_keys=6)
+
+
+def methods() -> Iterator[Sheet]:
+    """By families, as the figures have them."""
+    presets = [file.stem for file in (CONF / "method").glob("*.yaml")]
+    families: dict[str, list[list[str]]] = {}
+    for name, file in own_methods().items():
+        card = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        published, _, does = card.partition("\n")[0].partition(": ")
+        others = sorted(one.removeprefix(f"{name}_") for one in presets if known(one) == name != one)
+        family = found[1] if (found := FAMILY.search(card)) else REFERENCES
+        families.setdefault(family, []).append(
+            [name, published, does.partition(". ")[0].rstrip("."), ", ".join(others) or ABSENT]
+        )
+    note = "a preset's name begins with its method's: method=snapkv_paper; its file in conf/method says what it sets"
+    for family in sorted(families):
+        below = [note] if family == max(families) else [""]
+        yield Sheet(METHOD_HEADS, families[family], about=family, notes=below, n_keys=len(METHOD_HEADS))
+
+
+def models() -> Iterator[Sheet]:
+    rows = [
+        [
+            *(one.name, one.id, f"{one.n_weights / 1e9:.2f} G", f"{len(one.shape.kept_layers)}"),
+            *(
+                f"{one.shape.window:,}",
+                f"{len(one.shape.kept_layers) * token_bytes(one.shape) / 1024:.0f} KB",
+                where(one),
+            ),
+        ]
+        for one in shipped()
+    ]
+    notes = [
+        "layers: those that keep keys and values of the whole text; KV per token: of these, in bfloat16",
+        "any other model goes by its folder, .gguf file or hub name; python run.py --check model=NAME says more of one",
+    ]
+    yield Sheet(MODEL_HEADS, rows, notes=notes, n_keys=2)
 
 
 def first_of(name: str, tokenizer: Any, shape: ModelShape) -> First | None:
