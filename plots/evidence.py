@@ -4,7 +4,7 @@
     load     of a compact file, a line per sample and variant, which `keep` writes
 
 Only samples that every variant of a scope and budget answered count, so all comparisons at a budget are of the same
-samples. Budgets may have more or fewer.
+samples. Budgets may have more or fewer; one whose samples come in an order counts when all were answered.
 
 Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 """
@@ -46,6 +46,7 @@ class Asked:
     task: str
     style: str = ""  # of needles
     dataset: str = ""  # of several
+    is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
 
     def has(self, config: Mapping[str, Any]) -> bool:
@@ -66,12 +67,12 @@ SETS = (
     Asked(
         "needle", "A needle of seven digits", "evidence_needle",
         "A phone number is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        60, "needle", style="own",
+        60, "needle", style="own", is_ordered=True,
     ),
     Asked(
         "needle-name", "A needle that is a name", "evidence_needle",
         "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        60, "needle", style="own_name",
+        60, "needle", style="own_name", is_ordered=True,
     ),
     Asked(
         "variables", "Chains of variables", "evidence_ruler",
@@ -263,6 +264,8 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
             continue
         column = {FULL: full} | {p[2]: by for p, by in rows.items() if p[:2] == (scope, memory)}
         both = common([*column.values()])
+        if asked.is_ordered and len(both) < asked.n:
+            continue
         for method, by in column.items() if both else ():
             place = scope, memory, method
             of[place] = {sample: by[sample].score for sample in both}

@@ -57,8 +57,9 @@ default settings.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. The
 command of its runs stands with each task; it goes on where it was stopped. Some of these were stopped, as their n says;
-who stopped them looked at the clock and not at the scores. [What the harness shows in an hour](hour.md) has all methods
-at five budgets in tokens, with few samples.
+who stopped them looked at the clock and not at the scores. Needles, which are asked in the order of their depth, count
+when all were asked. [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few
+samples.
 """
 REGISTER = """\
 ## What was tested

@@ -134,9 +134,9 @@ def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> N
     def asked(key: str, ours: float, theirs: float) -> list[Line]:
         levels = {("", FULL): 1.0, (memory, method): ours, (memory, first_of.against): theirs}
         return [
-            Line(key, "m", (scope, share, name), f"{i}", float(i / N < level), 1.0)
+            Line(key, "m", (scope, share, name), f"{i}", float(i / 60 < level), 1.0)
             for (share, name), level in levels.items()
-            for i in range(N)
+            for i in range(60)
         ]
 
     first, same, other = (
@@ -191,3 +191,12 @@ def test_a_budget_that_was_asked_with_the_question_shown_alone_has_its_marks_hol
         hollow = [line for line in marks if line.get_markerfacecolor() == "none"]
         n = len(named(scores, memory))
         assert (len(marks), len(hollow)) == ((n, n) if memory == "0.25" else (2 * n, n))
+
+
+def test_needles_of_which_only_the_first_depths_were_asked_say_nothing() -> None:
+    made = [replace(line, asked="needle") for line in lines(n=60)]
+    (scores,) = gathered(made)
+    assert {scores.n(*column) for column in scores.columns} == {60}
+    stopped = [line for line in made if line.place != (HIDDEN, "0.125", "kvzip") or int(line.sample) < 19]
+    (scores,) = gathered(stopped)
+    assert (HIDDEN, "0.125") not in scores.columns and (HIDDEN, "0.25") in scores.columns
