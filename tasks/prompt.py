@@ -8,6 +8,7 @@ Not here: what a task writes into these parts, and how long a prompt may be (eac
 (`tasks/ending.py`).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tasks.base import Sample
 from tasks.ending import FINAL, has_channels
 
 TODAY = date(2024, 7, 26)  # Llama 3's own default: a prompt is the same each day, although some templates print it
+PRINTS_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 CHATS = ("auto", "none", "inst")
 # Llama 2's and Mistral's turn, as papers write it: by hand and without blanks.
 BRACKETS = ("[INST]", "[/INST]")
@@ -126,7 +128,7 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> 
             tokenize=False,
             add_generation_prompt=True,
             date_string=f"{TODAY:%d %b %Y}",
-            strftime_now=TODAY.strftime,
+            **dated(tokenizer),
             enable_thinking=thinks,  # most answers are 30 to 500 tokens long; Qwen 3 would think longer
         )
     except Exception as error:
@@ -134,6 +136,14 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], thinks: bool) -> 
             f"this model's chat template cannot be rendered ({first_line(error)}); use model.chat=none or another model"
         ) from error
     return text if thinks else answering(tokenizer, text)
+
+
+def dated(tokenizer: Any) -> dict[str, str]:
+    """A chat template that prints the day of the run, with `TODAY` in its place; nothing where there is none."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or "strftime_now(" not in template:
+        return {}
+    return {"chat_template": PRINTS_TODAY.sub(lambda found: repr(f"{TODAY:{found[2]}}"), template)}
 
 
 def answering(tokenizer: Any, text: str) -> str:

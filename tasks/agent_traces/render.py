@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import ConfigError, first_line
 from tasks.agent_traces.actions import CLOSE, OPEN
-from tasks.prompt import TODAY, render
+from tasks.prompt import TODAY, dated, render
 
 Message = Mapping[str, Any]
 HOW = f"""\
@@ -90,7 +90,7 @@ class Renderer:
         try:
             return self.tokenizer.apply_chat_template(
                 turns, tools=list(self.talk.tools), tokenize=False, add_generation_prompt=True, enable_thinking=False,
-                date_string=f"{TODAY:%d %b %Y}", strftime_now=TODAY.strftime,
+                date_string=f"{TODAY:%d %b %Y}", **dated(self.tokenizer),
             )  # fmt: skip
         except Exception as error:
             raise ConfigError(
