@@ -20,6 +20,17 @@ settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=T
 settings.load_profile("fixed")
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, with what takes seconds: compiled kernels, notes of sound tokenizers."""
+    home, own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), tmp_path / "cache"
+    for name in (f"kernels-{os.geteuid()}", f"tokenizers-{os.geteuid()}"):
+        if (home / "kvbench" / name).is_dir():
+            shutil.copytree(home / "kvbench" / name, own / "kvbench" / name, dirs_exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    return own
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:

@@ -137,11 +137,11 @@ LATE = {
 }
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("case", LATE)
 def test_what_the_model_refuses_is_refused_before_a_folder_is_made_or_left_out(
     case: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words, file, says = LATE[case]
     words = [*words, *(["budget=700", "comm=0"] if "triattention" in words[0] else ["ratio=0.5", "comm=1/4"])]
     words += [] if file is None else [file(checkpoint)]

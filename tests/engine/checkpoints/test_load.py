@@ -17,9 +17,8 @@ from tests.tiny_run import save_tiny
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny(own_cache: Path, tmp_path: Path) -> Path:
     """A small GGUF file that can be converted."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return save_tiny_gguf(tmp_path / "tiny.gguf")
 
 

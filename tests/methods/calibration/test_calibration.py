@@ -30,9 +30,8 @@ class Bytes:
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     """A small model of a file, so that what is made for it is kept, in a cache folder of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for kind in KINDS.values():
         monkeypatch.setattr(kind, "n_tokens", 64)
     return replace(tiny(), tokenizer=Bytes(), digest="0123abc")

@@ -15,10 +15,9 @@ from tests.vectors import trace_of
 
 
 @pytest.fixture
-def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cache_home(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pqcache_rounds, "LENGTHS", (128, 256))
-    return tmp_path / "kvbench" / "profiles"
+    return own_cache / "kvbench" / "profiles"
 
 
 def test_clustering_is_timed_once_and_layers_until_there_are_enough(cache_home: Path) -> None:
