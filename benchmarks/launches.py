@@ -109,15 +109,17 @@ def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
     return REQUEST if kind.has_budget else FULL_REQUEST
 
 
-def read(model: Model, method: str) -> tuple[Trace, list[SelectiveAttention]]:
-    """One prompt, and rows for one step loop with one row and one with several."""
+def read(
+    model: Model, method: str, n_rows: int = 1 + N_ROWS, n_new: int = FIRST + WARM + 5
+) -> tuple[Trace, list[SelectiveAttention]]:  # fmt: skip
+    """One prompt, and rows of the method: by default for one step loop with one row and one with several."""
     kind, params = method_of(method, FITTED.get(method, []))
     variant = kind.variant_for(params, request_of(kind), model.shape, N_PROMPT)
     rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
         if not rows:
-            rows.extend(variant.row(trace, FIRST + WARM + 5) for _ in range(1 + N_ROWS))
+            rows.extend(variant.row(trace, n_new) for _ in range(n_rows))
         for row in rows:
             row.build(layer)
 

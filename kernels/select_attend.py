@@ -276,13 +276,14 @@ WIDE_HEAD = 256
 # many heads or tokens, or half as many warps, do not fit the registers (`kernels/aot.py`, 128 heads, sm_80 to sm_100).
 WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 MOVING = 5  # numbers of a piece that may be others at the next step,
-COLUMNS = 7  # and all that stand in front of its record, as `find_item` reads them
+COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
 RECORD = 26  # numbers of a record, as `attend_items` reads them
 
-Piece = tuple[int, int, int, int, int, int, int, tuple[int, ...]]
+Piece = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """What kernels read of some tokens of one row: how many there are; where chosen ones are, the row of their query or its
-address, where logits go and the stride of these; the kernel, how often it goes over the tokens, and its record."""
+address, where logits go and the stride of these; the kernel, how often it goes over the tokens, how many more there are
+at the next step, and its record."""
 
 
 def select_attend_triton(
@@ -346,7 +347,10 @@ class Table(NamedTuple):
     split: int  # tokens of an item
     n_items: list[int]  # by kernel
     n_rows: int
+    h_kv: int
+    d_v: int
     is_even: bool  # queries, K and V can be read 16 bytes at a time
+    age: int = 0  # steps since the numbers were made, in which some pieces have grown
 
 
 def attend_rows_triton(
@@ -366,8 +370,16 @@ def attend_rows_triton(
     own = [pieces_of(parts, i, q, h_kv, logits[i] if logits else None) for i, parts in enumerate(rows)]
     if others is not None:
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
-    table = table_of(Work() if work is None else work, own, q, h_kv)
-    g, d_v = h // h_kv, value_width(rows) if any(rows) else d_h
+    d_v = value_width(rows) if any(rows) else d_h
+    return attend_table(q, table_of(Work() if work is None else work, own, q, h_kv, d_v), scale, cap, others)
+
+
+def attend_table(
+    q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `attend_rows_triton`, over what is on the device already; q is contiguous."""
+    (_, h, _, d_h), n, h_kv, d_v = q.shape, table.n_rows, table.h_kv, table.d_v
+    g = h // h_kv
     out, lse = q.new_empty(len(q), h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
     n_items = sum(table.n_items)
     sums = torch.empty(n_items, h, d_v, dtype=torch.float32, device=q.device)
@@ -381,26 +393,26 @@ def attend_rows_triton(
         n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
         lanes = 16 // q.element_size() if table.is_even and d_v * q.element_size() % 16 == 0 else 1
         attend_items[(cdiv(g, n_heads), table.n_items[0], h_kv)](
-            q, numbers, sums, lses, scale, cap, table.n_pieces, n, table.here, table.split, h_kv, d_h, d_v, g, n_heads,
-            width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes, cap > 0, INTERPRETED,
+            q, numbers, sums, lses, scale, cap, table.n_pieces, n, table.here, table.split, table.age, h_kv, d_h, d_v,
+            g, n_heads, width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes, cap > 0, INTERPRETED,
             num_warps=WIDE_WARPS if is_wide else 4,
         )  # fmt: skip
     if others is not None:
         others.launch(q, table, sums, lses, scale, cap)
-    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, h, d_v, values, most)
+    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, table.age, h, d_v, values, most)
     return out, lse
 
 
-def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int) -> Table:
+def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
     """The pieces of all rows, and how they are split."""
     pieces = [*chain(*rows)]
     split = max(SPLIT, TILE * cdiv(sum(piece[0] for piece in pieces) * h_kv, TILE * PROGRAMS))
     n_items = [0] * (1 + max((piece[5] for piece in pieces), default=0))
-    for n, _, _, _, _, kernel, reps, _ in pieces:
+    for n, _, _, _, _, kernel, reps, *_ in pieces:
         n_items[kernel] += -(-n // split) * reps
     numbers, wide = work.hold(pieces, [0, *accumulate(map(len, rows))], q), 16 // q.element_size()
     is_even = work.is_even and q.data_ptr() % 16 == 0 and not any(p[2] % wide for p in pieces if p[2] >= ROWS_AT_MOST)
-    return Table(numbers, len(pieces), elements(q), split, n_items, len(rows), is_even)
+    return Table(numbers, len(pieces), elements(q), split, n_items, len(rows), h_kv, d_v, is_even)
 
 
 def elements(x: Tensor) -> int:
@@ -427,7 +439,7 @@ def pieces_of(parts: Sequence[Tokens], row: int, q: Tensor, h_kv: int, logits: T
         if part.q is not None:
             assert part.q.is_contiguous() and part.q.dtype == dtype, (part.q.stride(), part.q.dtype)
             own_q = elements(part.q)
-        found.append((n, idx, own_q, logits_at, logits_stride, 0, reps, record_of(part, q, h_kv)))
+        found.append((n, idx, own_q, logits_at, logits_stride, 0, reps, 0, record_of(part, q, h_kv)))
         logits_at += 4 * n if logits_at else 0
     return found
 
@@ -484,26 +496,27 @@ PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 13)  # the rest of a record of tokens besi
 
 
 @jit
-def find_item(number, table, n_pieces, split, kernel):
-    """Of a kernel's item: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
+def find_item(number, table, n_pieces, split, kernel, age):
+    """Of a kernel's item, `age` steps behind the table's own: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
     kernel has gone over them before, and where it begins."""
     # Piece by piece: what a sum over a vector gives is not known to be the same for all threads, and spills registers.
     own_ends, start, before, found = number * 0, number * 0, number * 0, number * 0
     for piece in range(n_pieces):
-        items = (tl.cdiv(tl.load(table + piece), split) * tl.load(table + 6 * n_pieces + piece)).to(tl.int32)
+        n = tl.load(table + piece) + tl.load(table + 7 * n_pieces + piece) * age
+        items = (tl.cdiv(n, split) * tl.load(table + 6 * n_pieces + piece)).to(tl.int32)
         own_ends += tl.where(tl.load(table + 5 * n_pieces + piece) == kernel, items, 0)
         is_past = own_ends <= number
         found += is_past.to(tl.int32)
         before += tl.where(is_past, items, 0)
         start = tl.where(is_past, own_ends, start)
-    n, local = tl.load(table + found), number - start
+    n, local = tl.load(table + found) + tl.load(table + 7 * n_pieces + found) * age, number - start
     n_splits = tl.cdiv(n, split).to(tl.int32)
     return found, before + local, n, local // n_splits, local % n_splits * split
 
 
-@jit(unspecialized=("n_pieces", "n_rows", "here", "split"))
+@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "age"))
 def attend_items(
-    q, table, sums, lses, scale, cap, n_pieces, n_rows, here, split, h_kv, d_h, d_v,
+    q, table, sums, lses, scale, cap, n_pieces, n_rows, here, split, age, h_kv, d_h, d_v,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     TILE: tl.constexpr, RECORD: tl.constexpr,
     LANES: tl.constexpr, CAPPED: tl.constexpr,
@@ -514,9 +527,9 @@ def attend_items(
     Those of wide heads are several programs', side by side, so that a token is read from memory once. A key has WIDTH
     numbers and, of wide ones, up to REST more.
     """
-    piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0)
+    piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0, age)
     head = tl.program_id(2).to(tl.int64)
-    at = table + 7 * n_pieces + n_rows + 1 + piece * RECORD
+    at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
     idx, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
     logits_at, logits_stride = tl.load(table + 3 * n_pieces + piece), tl.load(table + 4 * n_pieces + piece)
     reps = tl.load(table + 6 * n_pieces + piece)
@@ -612,17 +625,18 @@ def attend_items(
     tl.store(sums + to[:, None] * d_v + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])
 
 
-@jit(unspecialized=("n_pieces", "split"))
+@jit(unspecialized=("n_pieces", "split", "age"))
 def join_items(
-    sums, lses, out, lse, table, n_pieces, split, h, d_v, WIDTH: tl.constexpr, PIECES: tl.constexpr
+    sums, lses, out, lse, table, n_pieces, split, age, h, d_v, WIDTH: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
     """The items of one row for one query head, weighted by their log-sum-exps."""
     row, head = tl.program_id(0), tl.program_id(1)
     piece = tl.arange(0, PIECES)
     real = piece < n_pieces
-    splits = (tl.load(table + piece, real, other=0) + split - 1) // split
+    n = tl.load(table + piece, real, other=0) + tl.load(table + 7 * n_pieces + piece, real, other=0) * age
+    splits = (n + split - 1) // split
     items = (splits * tl.load(table + 6 * n_pieces + piece, real, other=0)).to(tl.int32)
-    ends = table + 7 * n_pieces + row
+    ends = table + 8 * n_pieces + row
     first = tl.sum(tl.where(piece < tl.load(ends), items, 0), 0)
     last = tl.sum(tl.where(piece < tl.load(ends + 1), items, 0), 0)
     column = tl.arange(0, WIDTH)

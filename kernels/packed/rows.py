@@ -101,7 +101,7 @@ class CodedRows:
                 if each.q is not None:
                     assert each.q.is_contiguous() and each.q.dtype == q.dtype, (each.q.stride(), each.q.dtype)
                     own_q = elements(each.q)
-                found[each.row].append((each.last - each.first, each.first, own_q, 0, 0, kernel, 1, record))
+                found[each.row].append((each.last - each.first, each.first, own_q, 0, 0, kernel, 1, 0, record))
             self.even.append(all(is_even(q, each, record) for each, record in zip(some, records, strict=True)))
         return found
 
@@ -227,9 +227,9 @@ def attend_codes(
     Kinds are those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table
     brought to length 1.
     """
-    piece, item, n, _, begin = find_item(tl.program_id(0), table, n_pieces, split, kernel)
+    piece, item, n, _, begin = find_item(tl.program_id(0), table, n_pieces, split, kernel, 0)
     head = tl.program_id(1).to(tl.int64)
-    at = table + 7 * n_pieces + n_rows + 1 + piece * RECORD
+    at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
     skipped, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
     own_q = tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)

@@ -13,14 +13,18 @@ Not here: which slot (`engine/layouts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kernels.gather import apart
-from kernels.jit import distance, jit, power_of_2, tl, upload
+from kernels.jit import jit, power_of_2, tl, upload
 
 Place = tuple[Tensor, Tensor, int]  # K, V, slot
-FIELDS = 5  # numbers of a place, as `write_tokens` reads them
+Ring = tuple[int, int]  # the slot of its first token, and how many tokens it has
+NO_RING = (0, 1 << 40)  # slots without an end
+FIELDS = 10  # numbers of a place, as `write_tokens` reads them
 
 
 def append_rows_ref(k_new: Tensor, v_new: Tensor, places: Sequence[Sequence[Place]]) -> None:
@@ -33,33 +37,55 @@ def append_rows_ref(k_new: Tensor, v_new: Tensor, places: Sequence[Sequence[Plac
 
 def append_rows_triton(k_new: Tensor, v_new: Tensor, places: Sequence[Sequence[Place]]) -> None:
     """A program for each place and KV head."""
-    numbers = [
-        number
-        for i, of_row in enumerate(places)
-        for k, v, slot in of_row
-        for number in (
-            i, distance(k, k_new) + slot * k.shape[3], distance(v, k_new) + slot * v.stride(2), k.stride(1), v.stride(1)
-        )
-    ]  # fmt: skip
-    if not numbers:
-        return
-    _, h_kv, _, d_h = k_new.shape
-    d_v = apart(*next(place[:2] for of_row in places for place in of_row))
-    write_tokens[(len(numbers) // FIELDS, h_kv)](
-        k_new, v_new, upload(numbers, k_new.device), d_h, d_v, k_new.stride(0), k_new.stride(1), v_new.stride(0),
-        v_new.stride(1), FIELDS, power_of_2(d_h), power_of_2(d_v),
-    )  # fmt: skip
+    if (written := Places.of(places, k_new.device)) is not None:
+        written.take(k_new, v_new)
 
 
-@jit
+class Places(NamedTuple):
+    """Where the current token of every row goes, kept on the device: at later steps to slots further on."""
+
+    numbers: Tensor
+    n: int
+    d_v: int  # 0: values lie within their keys
+
+    @classmethod
+    def of(
+        cls, places: Sequence[Sequence[Place]], device: torch.device, rings: Sequence[Sequence[Ring]] | None = None
+    ) -> Places | None:  # fmt: skip
+        """`rings` are the slots that take turns at later steps; None where no row keeps its token."""
+        numbers, widths = list[int](), None
+        for i, of_row in enumerate(places):
+            for j, (k, v, slot) in enumerate(of_row):
+                first, size = NO_RING if rings is None else rings[i][j]
+                starts = (x.data_ptr() // x.element_size() for x in (k, v))
+                numbers += (i, *starts, k.stride(1), v.stride(1), k.stride(2), v.stride(2), slot - first, first, size)
+                widths = (k, v) if widths is None else widths
+        if widths is None:
+            return None
+        return cls(upload(numbers, device), len(numbers) // FIELDS, apart(*widths))
+
+    def take(self, k_new: Tensor, v_new: Tensor, age: int = 0) -> None:
+        """Write the current token, so many steps behind the one that the slots are for."""
+        _, h_kv, _, d_h = k_new.shape
+        (k_row, k_head, *_), (v_row, v_head, *_) = k_new.stride(), v_new.stride()
+        write_tokens[(self.n, h_kv)](
+            k_new, v_new, self.numbers, k_new.data_ptr() // k_new.element_size(), age, d_h, self.d_v, k_row, k_head,
+            v_row, v_head, FIELDS, power_of_2(d_h), power_of_2(self.d_v),
+        )  # fmt: skip
+
+
+@jit(unspecialized=("here", "age"))
 def write_tokens(
-    k_new, v_new, places, d_h, d_v, k_row, k_head, v_row, v_head,
+    k_new, v_new, places, here, age, d_h, d_v, k_row, k_head, v_row, v_head,
     FIELDS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     at, head = places + tl.program_id(0) * FIELDS, tl.program_id(1).to(tl.int64)
     row, column, of_value = tl.load(at), tl.arange(0, WIDTH), tl.arange(0, VALUES)
+    slot = tl.load(at + 8) + (tl.load(at + 7) + age) % tl.load(at + 9)
+    to_k = tl.load(at + 1) - here + head * tl.load(at + 3) + slot * tl.load(at + 5)
+    to_v = tl.load(at + 2) - here + head * tl.load(at + 4) + slot * tl.load(at + 6)
     inside, in_value = column < d_h, of_value < d_v
     key = tl.load(k_new + row * k_row + head * k_head + column, inside, other=0.0)
     value = tl.load(v_new + row * v_row + head * v_head + of_value, in_value, other=0.0)
-    tl.store(k_new + tl.load(at + 1) + head * tl.load(at + 3) + column, key, inside)
-    tl.store(k_new + tl.load(at + 2) + head * tl.load(at + 4) + of_value, value, in_value)
+    tl.store(k_new + to_k + column, key, inside)
+    tl.store(k_new + to_v + of_value, value, in_value)

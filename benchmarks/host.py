@@ -1,0 +1,146 @@
+"""How long the host works at a layer of a decode step on a GPU: `python -m benchmarks.host`.
+
+What engine and methods do around a layer's attention, in Python and in torch: where tokens lie, what kernels are told,
+the books. Launches are stubbed: Triton's kernels do nothing, and the time in which a CPU does an operator's work is
+left out (`benchmarks/pretend/silent.cpp`), so no GPU is needed. The model's own part, which CUDA graphs replay, is not
+in it. CSV on standard output: microseconds of a layer, the median of the steps; exit code 1 above the goal.
+
+Not here: how often a step launches and waits (`benchmarks/launches.py`), how long a GPU works.
+"""
+
+import argparse
+import csv
+import ctypes
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":  # before Triton's kernels are imported
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch import Tensor
+
+import engine.causal
+import engine.decode
+from benchmarks.launches import config_of, read
+from benchmarks.pretend.cuda import Machine, functions
+from engine.checkpoints.load import load_random
+from engine.decode import decode
+from kernels.build import find_compiler
+from kernels.jit import Kernel
+from results.names import own_methods
+
+GOAL = 60  # microseconds of a layer, with one row and with ten
+N_LAYERS = 6
+WARM = 20  # steps that are left out
+ASKED = (("full", 1), ("pqcache", 1), ("snapkv", 10))
+
+
+@contextmanager
+def silent() -> Iterator[Callable[[], float]]:
+    """Inside, torch sees a GPU, and no kernel of Triton does anything; yields the seconds of a CPU's work so far."""
+    # Both make tables of torch's functions, which must be torch's own.
+    import_module("torch._dynamo")
+    torch.utils._device._device_constructors()
+    library = compiled()
+    library.worked_so_far.restype = ctypes.c_double
+    machine = Machine(1)
+    empty = torch.empty
+    with ExitStack() as stack:
+
+        def put(where: Any, name: str, what: Any) -> None:
+            stack.enter_context(patch.object(where, name, what, create=True))
+
+        for name, function in functions(machine).items():
+            put(torch.cuda, name, function)
+        put(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+        put(Tensor, "pin_memory", lambda x, *_: x)
+        put(Tensor, "is_pinned", lambda x, *_: not x.is_cuda)
+        put(Tensor, "record_stream", lambda *_: None)
+        put(Kernel, "__getitem__", lambda *_: lambda *_, **__: None)
+        yield library.worked_so_far
+
+
+def compiled() -> ctypes.CDLL:
+    """`silent.cpp`, which takes half a minute."""
+    torch_home = Path(torch.__file__).parent
+    includes = (torch_home / "include", torch_home / "include" / "torch" / "csrc" / "api" / "include")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "silent.so"
+        command = [*find_compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{path}" for path in includes)]
+        source = str(Path(__file__).with_name("pretend") / "silent.cpp")
+        done = subprocess.run(
+            [*command, source, f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(made)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} cannot compile {source}: {done.stderr[:500]}")
+        return ctypes.CDLL(str(made))
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, attention of a prompt is something in its shape, for numbers that nobody reads."""
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
+
+    with patch.object(engine.causal, "flash", attended), patch.object(engine.causal, "fused", attended):
+        yield
+
+
+def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps: int) -> float:
+    """Of the host, for a layer of a step: the median over steps, each the mean of its layers."""
+    model = load_random("small", config_of(N_LAYERS), dtype="bfloat16", device="cuda")
+    spent, calls = [0.0], [0]
+    attend = engine.decode.attend_groups
+
+    def timed(*args: Any) -> Tensor:
+        start, before = perf_counter(), worked()
+        out = attend(*args)
+        spent[-1] += perf_counter() - start - (worked() - before)
+        calls[0] += 1
+        return out
+
+    def on_step(done: int, n: int) -> None:
+        spent.append(0.0)
+
+    with model.hooked(), without_kernels():
+        trace, rows = read(model, method, n_rows, WARM + n_steps)
+        with patch.object(engine.decode, "attend_groups", timed):
+            decode(model, trace, rows, max_new_tokens=WARM + n_steps + 1, on_step=on_step)
+    n_layers = calls[0] / (len(spent) - 1)
+    return 1e6 * statistics.median(spent[WARM:-1]) / n_layers
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("methods", nargs="*", choices=[[], *own_methods()])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 10])
+    parser.add_argument("--steps", type=int, default=200)
+    asked = parser.parse_args(words)
+    torch.set_num_threads(1)
+    table, above = csv.writer(sys.stdout), False
+    table.writerow(["method", "rows", "us_layer", "goal"])
+    with silent() as worked:
+        for method, n in [(name, n) for name in asked.methods for n in asked.rows] or ASKED:
+            found = microseconds(worked, method, n, asked.steps)
+            table.writerow([method, n, f"{found:.0f}", GOAL])
+            sys.stdout.flush()
+            above |= found > GOAL
+    return int(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
