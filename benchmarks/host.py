@@ -52,7 +52,7 @@ def silent() -> Iterator[Callable[[], float]]:
     """Inside, torch sees a GPU, and no kernel of Triton does anything; yields the seconds of a CPU's work so far."""
     # Both make tables of torch's functions, which must be torch's own.
     import_module("torch._dynamo")
-    torch.utils._device._device_constructors()
+    import_module("torch.utils._device")._device_constructors()
     library = compiled()
     library.worked_so_far.restype = ctypes.c_double
     machine = Machine(1)

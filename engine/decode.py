@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.attend import attend_own, attend_rows
+from engine.attend import Part, attend_own, attend_rows
 from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
@@ -24,11 +24,13 @@ from engine.passes.trace import Trace
 from engine.placement import Change
 from engine.readers import Held, Readers, end
 from engine.row import Row
+from engine.rows import append_rows
 from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
-from engine.step import behind_rows, cut, step_rows
+from engine.steady import Steady
+from engine.step import behind_rows, cut, fetched_rows
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -178,6 +180,7 @@ class _Batch(HearsChoices):
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
+        self.steady: dict[int, Steady] = {}  # by layer, of these rows
         self.groups: list[tuple[type[Row], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
@@ -230,10 +233,17 @@ class _Batch(HearsChoices):
             for row, x in zip(self.rows, self.calls[layer].x[: len(self.rows)].split(1), strict=True):
                 row.x_now = x
         step = self.position - self.trace.s_prompt + 1
-        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step, self.readers)
+        steady = self.steady_of(layer) if q.is_cuda else None
+        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step, self.readers, steady)
         if self.watch is not None:
             self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
+
+    def steady_of(self, layer: int) -> Steady | None:
+        """What the layer's kernels were told; None where each step tells them anew."""
+        if layer not in self.steady:
+            self.steady[layer] = Steady(self.rows, layer, layer in self.readers.last)
+        return self.steady[layer] if self.steady[layer].is_of_use else None
 
     def foresees(self, layer: int) -> bool:
         """Whether a row wants the query that the layer below foretells."""
@@ -254,17 +264,37 @@ class _Batch(HearsChoices):
 def attend_groups(
     groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None = None, readers: Readers | None = None,
+    steady: Steady | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
     Without a `step` each row's is that of its own newest token. Where other layers read this one's K and V, `readers`
-    ends its step.
+    ends its step; `steady` is what kernels were told at the last ones.
     """
+    again = steady is not None and steady.holds(q)
+    if steady is not None and again and steady.is_still:
+        return steady.take_step(q, k, v, soft, step)
     is_read = readers is not None and layer in readers.last
-    parts = [part for kind, at in groups for part in step_rows(kind, rows[at], layer, q[at], k[at], v[at])]
-    count_parts(rows, layer, parts)
+    resident, parts = list[list[Part]](), list[list[Part]]()
+    out, weights = None, list[Tensor | None]([None] * len(rows))
+    with span("append", layer):
+        if steady is not None and again:
+            steady.append(k, v)
+        else:
+            append_rows([row.store[layer] for row in rows], k, v)
+            resident = residents(groups, rows, layer, q)
+    fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
     with span("attention", layer):
-        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
+        if steady is not None and again:
+            out = steady.attend(q, fetched, soft)
+        if out is None:
+            parts = [
+                [*own, *more] for own, more in zip(resident or residents(groups, rows, layer, q), fetched, strict=True)
+            ]
+            count_parts(rows, layer, parts)
+            out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
+            if steady is not None:
+                steady.tell(parts, fetched, q)
     with span("after", layer):
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
@@ -273,12 +303,21 @@ def attend_groups(
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
+        if changes and steady is not None:
+            steady.forget()
         held = Held(rows, parts, changes, step)
         if readers is not None:
             readers.hold(layer, held)
         else:
             end(layer, held)
     return out
+
+
+def residents(
+    groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, q: Tensor
+) -> list[list[Part]]:  # fmt: skip
+    """What each row attends to without a fetch."""
+    return [own for kind, at in groups for own in kind.resident_rows(rows[at], layer, q[at])]
 
 
 def attend_group(

@@ -65,6 +65,10 @@ class Row(Protocol):
 
     # A step.
 
+    @property
+    def is_stored(self) -> bool: ...
+    @property
+    def is_still(self) -> bool: ...
     @classmethod
     def resident_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> list[list[Part]]: ...
     @classmethod

@@ -25,6 +25,12 @@ def step_rows(
     with span("append", layer):
         append_rows([row.store[layer] for row in rows], k_new, v_new)
     parts = kind.resident_rows(rows, layer, q)
+    return [[*own, *more] for own, more in zip(parts, fetched_rows(kind, rows, layer, q), strict=True)]
+
+
+def fetched_rows(kind: type[Row], rows: Sequence[Row], layer: int, q: Tensor) -> list[list[Part]]:
+    """What each row attends to beside what is resident."""
+    parts: list[list[Part]] = [[] for _ in rows]
     fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
     if not fetching:
         return parts
@@ -38,10 +44,10 @@ def step_rows(
         with span("fetch", layer):
             fetched = fetch_rows([rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.pads)
         for (i, chosen, _), part in zip(asking, fetched, strict=True):
-            parts[i] = [*parts[i], as_chosen(part, chosen)]
+            parts[i].append(as_chosen(part, chosen))
     for i, chosen in zip(fetching, found, strict=True):
         if chosen.stand_ins:
-            parts[i] = [*parts[i], *chosen.stand_ins]
+            parts[i] += chosen.stand_ins
             h, meter = rows[i].trace.shape.h, rows[i].store[layer].meter
             meter.count_pseudo(sum(part.n_tokens() for part in chosen.stand_ins) * h)
     return parts

@@ -150,13 +150,14 @@ class Store:
 
     def close(self, layer: int, step: int | None = None) -> None:
         """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
-        at = self.layers[layer]
-        self.ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
+        at, ledger = self.layers[layer], self.ledger
+        ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
-            owe(self.ledger, at.meter)
+            owe(ledger, at.meter)
         if (correct := at.correction()) is not None:
-            self.ledger.correct(correct)
-        correct_entry(self.ledger, layer, self.shape)
+            ledger.correct(correct)
+        if ledger.read:
+            correct_entry(ledger, layer, self.shape)
 
     def attended(self, layer: int) -> Tensor:
         """Which of the tokens seen so far the last step attended to: (h, n) bool."""

@@ -122,7 +122,7 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Integers that are sent once, and which nobody writes over."""
     return upload(numbers, device)

@@ -12,7 +12,6 @@ Not here: centroids (`pq_fit.py`), scores by codes (`pq_scores.py`).
 from __future__ import annotations
 
 import ctypes
-from copy import copy
 from functools import cache
 from typing import Any
 
@@ -152,10 +151,11 @@ class PackedCodes:
         first = whole // 8 * self.b
         self.data[..., first : first + packed.shape[-1]] = packed
 
-    def copied(self, device: torch.device) -> PackedCodes:
-        """The same codes elsewhere, without waiting for them."""
-        there = copy(self)
-        there.data = self.data.to(device, non_blocking=True)
+    def copied(self, to: Tensor) -> PackedCodes:
+        """The same codes in memory elsewhere, without waiting for them."""
+        there = PackedCodes.__new__(PackedCodes)
+        there.b, there.n, there.capacity, there.data = self.b, self.n, self.capacity, to
+        to.copy_(self.data, non_blocking=True)
         return there
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:

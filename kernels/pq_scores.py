@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels.build import library
 from kernels.capped import bend, capped, with_sink
 from kernels.choices import MERGES
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, triton, upload
+from kernels.jit import cdiv, constants, distance, jit, power_of_2, tl, triton
 from kernels.pq_codes import PackedCodes
 from kernels.topk import pack_key, pack_keys_ref, top_stable, top_stable_ref
 
@@ -255,24 +255,28 @@ def pq_keys_triton(
     (h_kv, m, c, _), (n, h) = rows[0].centroids.shape, q.shape[:2]
     s = max(row.n for row in rows)
     entries, table = pq_tables_triton(q, keys, rows)
+    newest = rows[0].n
     n_blocks, sizes = cdiv(s, TOKENS), (scale, cap, c, h // h_kv, m, rows[0].codes.b % 8, TOKENS, cap > 0)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     found = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
-    lses_of_rows[(n, n_blocks, h)](entries, table, lses, *sizes)
+    lses_of_rows[(n, n_blocks, h)](entries, table, lses, newest, *sizes)
     lses = with_sink(lses, sink)
-    keys_of_rows[(n, n_blocks, h_kv)](entries, table, lses, found, s, lses.shape[2], *sizes, power_of_2(lses.shape[2]))
+    keys_of_rows[(n, n_blocks, h_kv)](
+        entries, table, lses, found, newest, s, lses.shape[2], *sizes, power_of_2(lses.shape[2])
+    )
     return found
 
 
 def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> tuple[Tensor, Tensor]:
     """Tables of all rows of q (n, h, 1, d_h), (n, h, m, c), and the integers that the next kernels want.
 
-    Codes of the newest keys (n, h_kv, 1, d_h) are stored where a row has a `home` for them.
+    These count from the first row's candidates on: they stay while every row gets one more at each step. Codes of the
+    newest keys (n, h_kv, 1, d_h) are stored where a row has a `home` for them.
     """
     (h_kv, m, c, d_m), b = rows[0].centroids.shape, rows[0].codes.b
     n, h = q.shape[:2]
     q, keys, start = q.contiguous(), keys.contiguous(), rows[0].centroids
-    numbers: list[int] = []
+    numbers, newest = list[int](), rows[0].n
     for row in rows:
         assert row.centroids.shape == start.shape and row.codes.b == b and row.n <= row.codes.n, "of another shape"
         home = (0, 0, 0) if row.home is None else (row.home.data.data_ptr(), *row.home.data.stride()[:2])
@@ -281,22 +285,22 @@ def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> tuple[Te
             distance(row.centroids, start),
             data.data_ptr(),
             *data.stride()[:2],
-            row.n,
+            row.n - newest,
             row.first,
             *home,
-            row.at,
+            0 if row.home is None else row.at - newest,
         ]
-    table = upload(numbers, q.device)
+    table = constants(tuple(numbers), q.device)
     entries = torch.empty(n, h, m, c, dtype=torch.float32, device=q.device)
     tables_of_rows[(n, h_kv, m)](
-        q, keys, start, table, entries, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m)
+        q, keys, start, table, entries, newest, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m)
     )
     return entries, table
 
 
-@jit
+@jit(unspecialized=("newest",))
 def tables_of_rows(
-    q, keys, start, table, entries, c, d_m, g, PLANES: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
+    q, keys, start, table, entries, newest, c, d_m, g, PLANES: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Inner products of a part's centroids with a group's queries, and the code of that part of the newest key."""
     row, head, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -316,7 +320,7 @@ def tables_of_rows(
         far = tl.where(real, tl.sum(apart * apart, 1), float("inf"))
         nearest = tl.min(tl.where(far == tl.min(far, 0), centroid, C), 0)
         codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 7) + part * tl.load(at + 8)
-        token = tl.load(at + 9)
+        token = newest + tl.load(at + 9)
         if PLANES == 0:
             tl.store(codes + token, nearest.to(tl.uint8))
         else:
@@ -326,16 +330,16 @@ def tables_of_rows(
                 tl.store(first + 8 * j, (byte | (((nearest >> j) & 1) << (token % 8).to(tl.int32))).to(tl.uint8))
 
 
-@jit
+@jit(unspecialized=("newest",))
 def lses_of_rows(
-    entries, table, lses, scale, cap, c, g,
+    entries, table, lses, newest, scale, cap, c, g,
     M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a block of a row's tokens for a query head."""
     row, block, head, h = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at = table + row * 10
     codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < tl.load(at + 4)
+    mask = token < newest + tl.load(at + 4)
     x = add_entries(
         entries + row * h * M * c, codes, head, head // g, token, mask, c, tl.load(at + 2), tl.load(at + 3), M, PLANES
     )
@@ -349,16 +353,16 @@ def lses_of_rows(
     tl.store(lses + (row * h + head) * tl.num_programs(1) + block, lse)
 
 
-@jit
+@jit(unspecialized=("newest", "s"))
 def keys_of_rows(
-    entries, table, lses, found, s, n_blocks, scale, cap, c, g,
+    entries, table, lses, found, newest, s, n_blocks, scale, cap, c, g,
     M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Keys of a block of a row's tokens, by their weights for the query heads of a KV head."""
     row, block, owner, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at = table + row * 10
     codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask, every = token < tl.load(at + 4), tl.arange(0, BLOCKS)
+    mask, every = token < newest + tl.load(at + 4), tl.arange(0, BLOCKS)
     head_stride, part_stride = tl.load(at + 2), tl.load(at + 3)
     total = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):

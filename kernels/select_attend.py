@@ -363,15 +363,35 @@ def attend_rows_triton(
     which nothing is written. Where a row has `logits`, (h, tokens of all its parts) float32, its scaled logits are
     stored there; `others` come on top of a row's parts. `work` is what these rows had at the last step.
     """
-    n, (_, h, _, d_h) = len(rows), q.shape
     q = q.contiguous()
-    heads = [part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row]
-    h_kv = min(heads) if others is None else others.h_kv
+    h_kv = kv_heads(rows) if others is None else others.h_kv
     own = [pieces_of(parts, i, q, h_kv, logits[i] if logits else None) for i, parts in enumerate(rows)]
     if others is not None:
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
-    d_v = value_width(rows) if any(rows) else d_h
+    d_v = value_width(rows) if any(rows) else q.shape[3]
     return attend_table(q, table_of(Work() if work is None else work, own, q, h_kv, d_v), scale, cap, others)
+
+
+def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
+    return min(part.k.shape[1] if part.spans is None else part.n_heads() for row in rows for part in row)
+
+
+def growing_table(
+    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]]
+) -> tuple[Table, int]:  # fmt: skip
+    """A table of parts that have so many tokens more at every step, and for how many steps it has all items."""
+    h_kv = kv_heads(rows)
+    own = [
+        [(*piece[:7], n, piece[8]) for piece, n in zip(pieces_of(parts, i, q, h_kv, None), ns, strict=True)]
+        for i, (parts, ns) in enumerate(zip(rows, more, strict=True))
+    ]
+    table = table_of(Work(), own, q, h_kv, value_width(rows))
+    return table, min((-piece[0] % table.split for pieces in own for piece in pieces if piece[7]), default=NEVER)
+
+
+def point_to(table: Table, places: Sequence[int]) -> None:
+    """From now on each piece's chosen tokens are said there."""
+    send(places, table.numbers[table.n_pieces :])
 
 
 def attend_table(
@@ -379,28 +399,46 @@ def attend_table(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attend_rows_triton`, over what is on the device already; q is contiguous."""
     (_, h, _, d_h), n, h_kv, d_v = q.shape, table.n_rows, table.h_kv, table.d_v
-    g = h // h_kv
+    form = form_of(h // h_kv, d_h, d_v, q.element_size(), table.is_even, table.n_pieces)
     out, lse = q.new_empty(len(q), h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
     n_items = sum(table.n_items)
     sums = torch.empty(n_items, h, d_v, dtype=torch.float32, device=q.device)
     lses = torch.empty(n_items, h, dtype=torch.float32, device=q.device)
-    numbers, most, values = table.numbers, power_of_2(table.n_pieces), power_of_2(d_v, 16)
+    numbers = table.numbers
     if table.n_items[0]:
-        # A wide head's numbers are a power of two and a rest, and its query heads take turns: registers hold no more.
-        is_wide = d_h > WIDE_HEAD
-        width = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16)
-        rest = power_of_2(d_h - width, 16) if d_h > width else 0
-        n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
-        lanes = 16 // q.element_size() if table.is_even and d_v * q.element_size() % 16 == 0 else 1
-        attend_items[(cdiv(g, n_heads), table.n_items[0], h_kv)](
+        attend_items[(form.n_turns, table.n_items[0], h_kv)](
             q, numbers, sums, lses, scale, cap, table.n_pieces, n, table.here, table.split, table.age, h_kv, d_h, d_v,
-            g, n_heads, width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes, cap > 0, INTERPRETED,
-            num_warps=WIDE_WARPS if is_wide else 4,
+            *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps,
         )  # fmt: skip
     if others is not None:
         others.launch(q, table, sums, lses, scale, cap)
-    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, table.age, h, d_v, values, most)
+    join_items[(n, h)](
+        sums, lses, out, lse, numbers, table.n_pieces, table.split, table.age, h, d_v, form.values, form.most
+    )
     return out, lse
+
+
+class LaunchForm(NamedTuple):
+    """How `attend_items` and `join_items` are launched for tensors of some shapes."""
+
+    n_turns: int  # programs that share a KV head's query heads
+    constants: tuple[int, ...]  # from G to LANES
+    n_warps: int
+    values: int
+    most: int  # pieces, padded
+
+
+@cache
+def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int) -> LaunchForm:
+    """For elements of so many bytes."""
+    # A wide head's numbers are a power of two and a rest, and its query heads take turns: registers hold no more.
+    is_wide = d_h > WIDE_HEAD
+    width, values = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16), power_of_2(d_v, 16)
+    rest = power_of_2(d_h - width, 16) if d_h > width else 0
+    n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
+    lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
+    constants = g, n_heads, width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes
+    return LaunchForm(cdiv(g, n_heads), constants, WIDE_WARPS if is_wide else 4, values, power_of_2(n_pieces))
 
 
 def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
@@ -497,8 +535,8 @@ PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 13)  # the rest of a record of tokens besi
 
 @jit
 def find_item(number, table, n_pieces, split, kernel, age):
-    """Of a kernel's item, `age` steps behind the table's own: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
-    kernel has gone over them before, and where it begins."""
+    """Of a kernel's item: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
+    kernel has gone over them before, and where it begins. The table is of so many steps before."""
     # Piece by piece: what a sum over a vector gives is not known to be the same for all threads, and spills registers.
     own_ends, start, before, found = number * 0, number * 0, number * 0, number * 0
     for piece in range(n_pieces):

@@ -245,6 +245,12 @@ class SelectiveAttention(Rules, ABC):
         """What is attended to without a fetch."""
         return self.store[layer].resident()
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether what is attended to without a fetch is what the store holds, whatever the query."""
+        kind, base = type(self), SelectiveAttention
+        return kind.resident is base.resident and kind.resident_rows.__func__ is base.resident_rows.__func__
+
     @classmethod
     def resident_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[list[Part]]:
         """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""

@@ -243,7 +243,8 @@ class Meter:
         """
         self.has_noted = False
         attended, meta_bytes, *moved = self.counts.values()
-        self.counts = self.zeros.copy()
+        if attended or meta_bytes or any(moved):
+            self.counts = self.zeros.copy()
         attended += n_resident * self.shape.h - n_hidden
         kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes + self.beside_bytes
         if self.has_cache:

@@ -19,11 +19,11 @@ from engine.caches.held import HeldBlocks
 from engine.caches.host import Host
 from engine.caches.recent import RecentTokens
 from engine.layouts.home import Home
-from engine.layouts.layer import Layer
+from engine.layouts.layer import Growing, Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
 from engine.placement import Change, Offloaded, OffloadedValues, Release, Searched
-from kernels.rows.append import Place
+from kernels.rows.append import NO_RING, Place
 
 
 class Fetching(Slots):
@@ -82,6 +82,14 @@ class Fetching(Slots):
     def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
         found = super().places(k_new, v_new)
         return [*found, (*self.host.late, self.n_seen - self.s_prompt - 1)] if self.host.has_keys else found
+
+    def growing(self) -> Growing | None:
+        grown = None if self.packs else super().growing()
+        if grown is None or not self.host.has_keys:
+            return grown
+        (k, v), slot = self.host.late, self.n_seen - self.s_prompt - 1
+        left = k.shape[2] - slot - 1
+        return Growing(grown.more, (*grown.places, (k, v, slot, NO_RING)), min(grown.n_steps, left))
 
     def advance(self, k_new: Tensor, v_new: Tensor) -> int:
         self.leave()

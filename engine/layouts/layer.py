@@ -11,6 +11,7 @@ Not here: which tokens (`methods`), what a placement says (`engine/placement.py`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,16 @@ from engine.caches.host import Host
 from engine.caches.queries import QueryRing
 from engine.layouts.home import Home
 from engine.placement import Change
-from kernels.rows.append import Place
+from kernels.rows.append import Place, Ring
 from kernels.select_attend import Work
+
+
+class Growing(NamedTuple):
+    """What the steps to come do to a layer's memory."""
+
+    more: tuple[int, ...]  # tokens that each part of `resident` has more at every step
+    places: tuple[tuple[Tensor, Tensor, int, Ring], ...]  # of the current token, and the slots that take turns there
+    n_steps: int  # for so many
 
 
 class Layer(ABC):
@@ -55,6 +64,7 @@ class Layer(ABC):
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.work = Work()  # what attention was told of the rows that this layer's stands in front of
+        self.steady: Any = None  # the same for steps that are alike (engine/steady.py)
 
     # A step, in this order.
 
@@ -65,6 +75,10 @@ class Layer(ABC):
     @abstractmethod
     def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
         """As `append`, but for the writing: the buffers of K and V that the token goes to, and the slot in each."""
+
+    def growing(self) -> Growing | None:
+        """What becomes of `places` and of `resident` while only tokens come; None: a step may change more."""
+        return None
 
     @abstractmethod
     def resident(self) -> list[Part]:

@@ -18,11 +18,12 @@ from engine.books.ledger import Entry
 from engine.budget import ELEMENT_BYTES
 from engine.caches.unions import union_of
 from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Memory
+from engine.layouts.layer import Growing, Layer
+from engine.layouts.memory import Buffers, Memory
 from engine.placement import Change, Evict, Kept, Made, Placement, Stay
 from kernels.gather import gather_tokens, move_both
 from kernels.rows.append import Place
+from kernels.select_attend import NEVER
 
 
 class Slots(Layer):
@@ -69,6 +70,15 @@ class Slots(Layer):
     def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
         place = self.advance(k_new, v_new)
         return [] if place < 0 else [(self.k, self.v, self.n_front + place)]
+
+    def growing(self) -> Growing | None:
+        if not isinstance(self.memory, Buffers):
+            return None
+        if not self.capacity:
+            return Growing((0,), (), NEVER)
+        n_free, slot = self.capacity - self.n_window, (self.n_seen - 1 - self.start) % self.capacity
+        place = (self.k, self.v, self.n_front + slot, (self.n_front, self.capacity))
+        return Growing((int(n_free > 0),), (place,), n_free or NEVER)
 
     def write_window(self, places: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Put tokens (1, h_kv, n, d_h) that were counted in to their places in the window."""
@@ -183,6 +193,9 @@ class Marked(Slots):
             layer.bias = placement.bias
             layer.meter.hold_beside(ELEMENT_BYTES * (home.trace.shape.h_kv * layer.n_kept - layer.n_spare))
         return layer
+
+    def growing(self) -> Growing | None:
+        return None  # the mask grows as well
 
     def hide(self, mask: Tensor) -> None:
         """Where this is False (1, h, n_kept), a query head does not see a kept token."""

@@ -18,7 +18,7 @@ from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.caches.rolling import Rolling
 from engine.layouts.home import Home
-from engine.layouts.layer import Layer
+from engine.layouts.layer import Growing, Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
 from engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole
@@ -49,6 +49,10 @@ class View(Slots):
 
     def resident(self) -> list[Part]:
         return [self.view, self.memory.part(0, self.n_window)]
+
+    def growing(self) -> Growing | None:
+        grown = super().growing()
+        return grown and grown._replace(more=(0, *grown.more))
 
     def kept_and_window(self) -> tuple[Part, Part]:
         kept, window = self.resident()
@@ -121,6 +125,9 @@ class RaggedView(View):
         first = [] if late is None else [Part(window.k, window.v, spans=late)]
         return [replace(view, spans=kept), *first, window]
 
+    def growing(self) -> Growing | None:
+        return None if self.rolling is not None else super().growing()
+
     def positions(self) -> Tensor:
         kept, window = self.positions_kept(), self.positions_window()
         return torch.cat([kept, window] if self.rolling is None else self.rolling.left(kept, window), -1)
@@ -163,6 +170,9 @@ class DelayedView(RaggedView):
     def n_left(self) -> int:
         """How many of the window's tokens are old enough to have left some heads, at the step of the newest."""
         return max(0, self.n_window - self.delay - 1)
+
+    def growing(self) -> Growing | None:
+        return None  # tokens become old
 
     def resident(self) -> list[Part]:
         n = self.n_left

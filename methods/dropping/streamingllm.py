@@ -115,9 +115,13 @@ class StreamingLLM(SelectiveAttention):
     def is_still(self) -> bool:
         return self.variant.is_full or self.params.position == "original"
 
+    @property
+    def is_stored(self) -> bool:
+        return self.is_still
+
     def resident(self, layer: int, q: Tensor) -> list[Part]:
         parts = self.store[layer].resident()
-        if self.params.position == "original" or self.variant.is_full:
+        if self.is_still:
             return parts
         sinks, window = self.store[layer].kept_and_window()
         n_gone = self.store[layer].n_seen - sinks.k.shape[2] - window.k.shape[2]

@@ -45,6 +45,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil, floor
 from typing import Any, cast
 
@@ -422,12 +423,17 @@ class PQCache(SelectiveAttention):
         self.store.spend(layer, Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
         return quantiser
 
+    @cached_property
+    def next_of(self) -> dict[int, int]:
+        """By layer that fetches the next one that does; behind the last comes the first."""
+        layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
+        return dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+
     def bring(self, layer: int, n: int) -> PackedCodes:
         """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
         assert self.lane is not None
         here = self.lane.take(layer, self.quantisers[layer].codes, self.trace.device_of(layer))
-        layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
-        above = layers[(layers.index(layer) + 1) % len(layers)]
+        above = self.next_of[layer]
         if above not in self.pending or self.pending[above].done():
             # Behind the last layer comes the first one of the next step, which has a candidate more.
             ready = self.with_codes(above, n + (above <= layer))

@@ -86,16 +86,18 @@ class Lane:
     def __init__(self) -> None:
         self.coming: dict[int, list[tuple[PackedCodes, PackedCodes]]] = {}  # by layer: source, copy
         self.latest: int | None = None  # layer whose codes were taken last
+        self.free: list[Tensor] = []  # memory of copies that were read
 
     def request(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         """Begin to copy, unless that was begun."""
         for at in self.coming.keys() - {layer, self.latest}:
-            del self.coming[at]
+            self.free += [copy.data for _, copy in self.coming.pop(at)]
         coming = self.coming.setdefault(layer, [])
         for source, copy in coming:
             if source is codes and copy.n == codes.n:
                 return copy
         copy = self.begin(layer, codes, device)
+        self.free += [other.data for source, other in coming if source is codes]
         coming[:] = [(source, other) for source, other in coming if source is not codes] + [(codes, copy)]
         return copy
 
@@ -107,17 +109,25 @@ class Lane:
         return copy
 
     def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
-        """Copy behind what the current stream does: codes of generated tokens come from there."""
-        stream = stream_for("codes", device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        """Copy behind what the current stream does: codes of generated tokens come from there, and it has read what
+        the memory held before."""
+        stream, here, like = stream_for("codes", device), torch.cuda.current_stream(device), codes.data
+        stream.wait_stream(here)
+        for i, there in enumerate(self.free):
+            if there.shape == like.shape and there.device == device:
+                del self.free[i]
+                break
+        else:
+            with torch.cuda.stream(stream):
+                there = torch.empty_like(like, device=device)
+            there.record_stream(here)
         with torch.cuda.stream(stream):
-            return codes.copied(device)
+            return codes.copied(there)
 
     def wait_for(self, copy: PackedCodes) -> None:
         """Let the current stream go on behind the copy."""
-        here = torch.cuda.current_stream(copy.data.device)
-        here.wait_stream(stream_for("codes", copy.data.device))
-        copy.data.record_stream(here)
+        device = copy.data.device
+        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
 
 
 def n_threads(trace: Trace) -> int:

@@ -1,0 +1,159 @@
+"""A layer's step on an accelerator that is like the one before it: what kernels were told there holds but for lengths.
+
+While rows only take in tokens, each goes to the next slot, some parts have one token more, and everything else that
+kernels read stays as it is. So they are told once, and at the steps to come they are given a step's number alone: no
+parts are made and nothing is sent. What a row fetches has to lie where it lay before; positions may be others.
+
+Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.attend import Part
+from engine.books.spans import span
+from engine.layouts.layer import Layer
+from engine.row import Row
+from engine.softmax import Softmax
+from kernels.rows.append import Places
+from kernels.select_attend import attend_table, elements, growing_table, point_to
+
+MOST_MISSES = 3  # steps in a row that were told in vain
+
+
+@dataclass
+class Chosen:
+    """Where fetched tokens lay. Their positions are not kept: the next ones are to take their place in memory."""
+
+    piece: int  # of the table
+    part: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Steady:
+    """Of one layer of the same rows."""
+
+    def __init__(self, rows: Sequence[Row], layer: int, is_read: bool = False) -> None:
+        """`is_read`: other layers ask for the parts of the step."""
+        self.rows, self.index = rows, layer
+        are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
+        self.n_misses = 0 if are_stored and not is_read else MOST_MISSES
+        self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
+
+    def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
+        """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
+        self.forget()
+        self.n_misses += 1
+        self.layers: list[Layer] = [row.store[self.index] for row in self.rows]
+        found = [at.growing() for at in self.layers]
+        growing = [each for each in found if each is not None]
+        if any(row.wants_weights for row in self.rows) or len(growing) < len(found):
+            return
+        if not all(is_told(part) for own in parts for part in own):
+            return
+        if any(len(own) > 1 for own in fetched) or not q.is_contiguous():
+            return
+        more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
+        self.table, n_steps = growing_table(q, [[part.tokens() for part in own] for own in parts], more)
+        places = [[place[:3] for place in each.places] for each in growing]
+        self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
+        self.marks = [(at.start, at.n_seen) for at in self.layers]
+        self.chosen: list[Chosen | None] = []
+        self.at = [0] * self.table.n_pieces  # where positions lie
+        piece = -1
+        for own, got in zip(parts, fetched, strict=True):
+            piece += len(own)
+            idx = got[0].idx if got else None
+            self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
+            self.at[piece] = 0 if idx is None else idx.data_ptr()
+        self.n_steps = min(n_steps, *(each.n_steps for each in growing))
+        stay = [row.is_still and not at.can_fetch for row, at in zip(self.rows, self.layers, strict=True)]
+        self.is_still = all(stay) and all(at.queries is None for at in self.layers)
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether it may hold at some step."""
+        return self.n_misses < MOST_MISSES
+
+    def forget(self) -> None:
+        """The steps to come are others."""
+        self.age = self.n_steps = 0
+
+    def holds(self, q: Tensor) -> bool:
+        """Whether the step at hand may be like the one that was told."""
+        if self.age >= self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
+            return False
+        index, age = self.index, self.age
+        for row, at, (start, n_seen) in zip(self.rows, self.layers, self.marks, strict=True):
+            if row.store.layers[index] is not at or at.start != start or at.n_seen != n_seen + age:
+                return False
+            if row.wants_weights:
+                return False
+        return True
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        """Take in the current token of every row."""
+        self.age += 1
+        if self.is_still or len(self.layers) == 1:  # of several rows nobody asks for what is newest
+            for at in self.layers:
+                at.advance(k_new, v_new)
+        else:
+            for at, k, v in zip(self.layers, k_new.split(1), v_new.split(1), strict=True):
+                at.advance(k, v)
+        if self.places is not None:
+            self.places.take(k_new, v_new, self.age)
+
+    def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
+        """The whole step, where it holds and rows do nothing but take in their tokens."""
+        index = self.index
+        with span("append", index):
+            self.append(k, v)
+        with span("attention", index):
+            out = self.attend_told(q, soft)
+        with span("after", index):
+            for row in self.rows:
+                row.store.close(index, step)
+        return out
+
+    def attend(self, q: Tensor, fetched: Sequence[Sequence[Part]], soft: Softmax) -> Tensor | None:
+        """Attention of all rows; None where more is new than positions, and the step is one of its own kind."""
+        moved = False
+        for own, told in zip(fetched, self.chosen, strict=True):
+            if told is None:
+                if own:
+                    return None
+                continue
+            idx = own[0].idx if len(own) == 1 else None
+            if idx is None or idx.shape != told.shape or idx.stride() != told.stride or lying(own[0]) != told.part:
+                return None
+            if (at := idx.data_ptr()) != self.at[told.piece]:
+                self.at[told.piece], moved = at, True
+        if moved:
+            point_to(self.table, self.at)
+        return self.attend_told(q, soft)
+
+    def attend_told(self, q: Tensor, soft: Softmax) -> Tensor:
+        """Attention of all rows over what kernels were told."""
+        self.n_misses = 0
+        out, lse = attend_table(q, self.table._replace(here=elements(q), age=self.age), soft.scale, soft.cap)
+        if soft.sink is not None:
+            n = self.table.n_rows
+            out[:n], _ = soft.finish(out[:n], lse)
+        return out
+
+
+def is_told(part: Part) -> bool:
+    """Whether kernels read nothing of it that another step makes anew, but for positions."""
+    return part.packed is part.channels is part.q is part.bias is None and (part.mask is None or part.idx is not None)
+
+
+def lying(part: Part) -> tuple[Any, ...]:
+    """Equal where fetched tokens lie in the same memory; what is made anew for each step equals nothing."""
+    if not is_told(part):
+        return (object(),)
+    late, near = part.late or (None, None), part.near or (None, None, None)
+    return (id(part.k), id(part.v), *map(id, late), *map(id, near), part.spans)
