@@ -463,11 +463,11 @@ class Copies(Lane):
     """As on an accelerator, without its streams."""
 
     def __init__(self) -> None:
-        self.coming, self.asked, self.latest = {}, [], None
+        self.coming, self.asked, self.latest, self.free = {}, [], None, []
 
     def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
         self.asked.append(layer)
-        return codes.copied(device)
+        return codes.copied(torch.empty_like(codes.data, device=device))
 
     def wait_for(self, copy: PackedCodes) -> None:
         pass

@@ -1,0 +1,101 @@
+"""Steps on a pretended GPU that are like the ones before: nothing is sent, and nothing else is said."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from torch import Tensor
+
+from benchmarks.pretend.cuda import Machine
+from engine.books.ledger import Entry
+from engine.decode import decode
+from engine.steady import Steady
+from kernels import select_attend
+from tests import conformance
+from tests.pretend.test_methods import moved
+
+N_NEW = 6
+SENT = ("pinned allocation", "copy from pinned memory")
+
+
+def steps(machine: Machine, *names: str) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
+    """Tokens and ledgers of rows in one batch, and how much each step sends."""
+    model, kinds = replace(moved(conformance.model(), "cuda:0"), allows_graphs=False), [name.split() for name in names]
+    variants = [conformance.variant(conformance.ours(name, *settings), "0.3") for name, *settings in kinds]
+    sent = list[int]()
+    with model.hooked():
+        trace = conformance.read(variants, by=model)
+        rows = [variant.row(trace, N_NEW) for variant in variants]
+        for layer in trace.shape.attention_layers:
+            for row in rows:
+                row.build(layer)
+        for row in rows:
+            row.complete()
+        trace.settle()
+        with machine.counting() as counts:
+            note = lambda *_: sent.append(sum(counts.by_kind[kind] for kind in SENT))  # noqa: E731
+            done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=note)
+    apart = [after - before for before, after in pairwise(sent)]
+    return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], apart
+
+
+BATCHES = {
+    "full": ("full",),
+    "rows that drop": ("snapkv", "adakv"),
+    "windows that slide": ("streamingllm method.generated=inside", "snapkv"),
+}
+
+
+@pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
+def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    ids, books, sent = steps(machine, *names)
+    assert sent[-2:] == [0, 0], sent
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    expected_ids, expected, told = steps(machine, *names)
+    assert ids == expected_ids and books == expected
+    assert min(told) > 0
+
+
+def test_what_was_told_ends_where_a_part_has_a_split_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its items are others then, and a table with too few would leave tokens out."""
+    monkeypatch.setattr(select_attend, "SPLIT", 4)
+    monkeypatch.setattr(select_attend, "TILE", 4)
+    monkeypatch.setattr(select_attend, "PROGRAMS", 1 << 20)
+    ids, books, sent = steps(machine, "full")
+    assert 0 in sent and any(sent[1:]), "told again where the answer has a split more"
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, "full")[:2]
+
+
+def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[bool]()
+    attend = Steady.attend
+
+    def noting(steady: Steady, q: Tensor, *more: object) -> Tensor | None:
+        out = attend(steady, q, *more)  # type: ignore[arg-type]
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Steady, "attend", noting)
+    ids, books, _ = steps(machine, "oracle", "snapkv")
+    assert sum(found) >= 2
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, "oracle", "snapkv")[:2]
+
+
+@pytest.mark.slow
+def test_the_host_is_timed_with_launches_stubbed() -> None:
+    """In a process of its own: a library is loaded that is a GPU from then on."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.host", "full", "--rows", "1", "--steps", "5"],
+        capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    header, row = done.stdout.splitlines()
+    assert header == "method,rows,us_layer,goal" and float(row.split(",")[2]) > 1
