@@ -11,12 +11,10 @@ from engine.sampling.draws import Draws
 from engine.sampling.spec import Sampling
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 1.0}, {"top_p": 0.5}], ids=str)
-def test_drawing_waits_for_nothing_once_its_numbers_are_there(machine: Machine, sampling: dict[str, float]) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=3), Sampling(1.0), Sampling(1.0, top_p=0.5)], ids=str)
+def test_drawing_waits_for_nothing_once_its_numbers_are_there(machine: Machine, sampling: Sampling) -> None:
     """Nor where rows end: those that are left are named by a copy that nobody waits for."""
-    draws = Draws(
-        Sampling(**{"temperature": 1.0, "top_k": None, "top_p": 1.0} | sampling), [1, 2, 3], 4, torch.device("cuda")
-    )
+    draws = Draws(sampling, [1, 2, 3], 4, torch.device("cuda"))
     logits = torch.zeros(3, 8, device="cuda")
     with machine.counting() as counts:
         every = draws.pick(logits, [0, 1, 2], 0)
