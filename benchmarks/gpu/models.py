@@ -275,13 +275,13 @@ def captured(step: Callable[[], object], device: torch.device) -> Callable[[], o
         for _ in range(3):
             step()
     torch.cuda.current_stream(device).wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(aside):
-        begin(graph)
+        begin(graph, pool)
         try:
             step()
         finally:
-            end(graph, device)
+            end(graph, pool, device)
     return graph.replay
 
 

@@ -56,6 +56,8 @@ class Tape:
                     x.fill_(torch.nan)
 
     def pool(self) -> Any:
+        if not self.is_whole:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self.mempool
 
     def replay(self) -> None:

@@ -39,17 +39,23 @@ def without_waiting() -> Iterator[None]:
         raise Waits("the model waits for the GPU within a step")
 
 
-def begin(graph: Any, pool: Any = None) -> None:
+BROKEN: list[Any] = []  # graphs that could not be ended; torch's allocator of pinned memory may ask them on
+
+
+def begin(graph: Any, pool: Any) -> None:
     """Capture what this thread asks of the current stream; other threads may work and allocate."""
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
-def end(graph: Any, device: torch.device) -> None:
-    """As `capture_end`; where that fails, the allocator is told all the same."""
-    pool = graph.pool()
+def end(graph: Any, pool: Any, device: torch.device) -> None:
+    """As `capture_end`; where that fails, the allocator is told all the same.
+
+    `pool` is what it began with: a graph tells its own only once it was captured.
+    """
     try:
         graph.capture_end()
     except RuntimeError:
+        BROKEN.append(graph)
         index = torch.cuda.current_device() if device.index is None else device.index
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)

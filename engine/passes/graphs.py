@@ -90,7 +90,7 @@ class Parts:
             try:
                 self.logits = model.forward(self.ids, self.positions, model.new_cache(), self)
             finally:
-                end(self.graphs[-1], model.device)
+                end(self.graphs[-1], self.pool, model.device)
         torch.cuda.current_stream(model.device).wait_stream(stream)
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class Parts:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         """Ends a part and begins the next one; stands in the model's attention while it is captured."""
         qkv = torch.cat([x.reshape(-1) for x in (q, k, v)])
-        end(self.graphs[-1], q.device)
+        end(self.graphs[-1], self.pool, q.device)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         self.calls.append(Call(layer, qkv, (q.shape, k.shape, v.shape), soft, window, out))
         self.begin()

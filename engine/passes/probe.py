@@ -95,7 +95,7 @@ class _Behind:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
         keys, values = self.trace.keys(layer), self.trace.values(layer)
-        at_near, at_far = self.sides[q.device]
+        at_near, at_far = self.sides[self.trace.device_of(layer)]
         near = keys.index_select(2, at_near)
         with span("attention", layer):
             parts = [over_past(q, k, v, soft)]
