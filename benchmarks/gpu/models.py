@@ -66,7 +66,7 @@ def agreement(device: torch.device, names: Sequence[str]) -> Iterator[Result]:
         if part.endswith(("q_proj.weight", "k_proj.weight")):
             weight.data *= SPREAD
     hf = copy.deepcopy(here.hf).to(device)
-    there = replace(here, hf=hf, device=device)
+    there = replace(here, hf=hf, device=hf.get_input_embeddings().weight.device, facts={}, softmaxes={}, latents={})
     for name in names:
         (logits, books), (expected, expected_books) = said_by(there, name), said_by(here, name)
         error = float((logits - expected).abs().max() / expected.abs().max())
