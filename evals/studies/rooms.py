@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from math import floor
 
 import yaml
 
@@ -32,6 +33,8 @@ ELEMENT_BYTES = 2  # of weights, K and V
 def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
     kind, params = method_of(name)
     request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else FULL_REQUEST
+    if kind.of_answers:  # prompt and answer share as many tokens as others keep of a prompt
+        request = BudgetRequest(None, floor(ratio * s), Fraction(0))
     return kind.variant_for(params, request, shape, s)
 
 
