@@ -19,6 +19,7 @@ from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk
+from engine.layouts.steady import Steady
 from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
 from engine.placement import Change
@@ -29,7 +30,6 @@ from engine.sampling.cues import Cue
 from engine.sampling.draws import Draws
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
-from engine.steady import Steady
 from engine.step import behind_rows, cut, fetched_rows
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ class Layer(ABC):
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.work = Work()  # what attention was told of the rows that this layer's stands in front of
-        self.steady: Any = None  # the same for steps that are alike (engine/steady.py)
+        self.steady: Any = None  # the same for steps that are alike (engine/layouts/steady.py)
 
     # A step, in this order.
 

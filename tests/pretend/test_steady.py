@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
-from engine.steady import Steady
+from engine.layouts.steady import Steady
 from kernels import select_attend
 from tests import conformance
 from tests.pretend.test_methods import moved
