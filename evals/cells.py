@@ -57,7 +57,7 @@ class Cell:
     @property
     def label(self) -> str:
         label = self.rules.label(self.params, self.request)
-        if self.shape.choosing_layers:
+        if self.shape is not None and self.shape.choosing_layers:  # a submission's may be unknown (evals/submission)
             label += " (the model's choice)"
         if self.rules.is_question_free and self.settings.scope == "full_prompt":
             label += ", whole prompt"
