@@ -24,6 +24,7 @@ from plots.stats import rank_ranges
 from plots.style import Canvas, Picture
 
 LONG = re.compile(r"(\.\d\d)\d+")
+HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clipped, to digits that differ from run to run
 PANELS = 3  # side by side
 ROW = 0.135  # inches of a method in the order of scores
 ORACLE = "oracle"
@@ -185,4 +186,6 @@ def save(picture: Picture, path: Path) -> None:
     """As SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
     picture.figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = LONG.sub(r"\1", path.read_text(encoding="utf-8")).replace(" <defs>\n", f"{DARK} <defs>\n", 1)
+    ids = {found: f"s{i}" for i, found in enumerate(dict.fromkeys(HASHED.findall(text)))}
+    text = HASHED.sub(lambda found: ids[found[0]], text)
     path.write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()), encoding="utf-8")
