@@ -56,8 +56,6 @@ def read(
     ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
     trace = prefill(model, ids, observations, build_beside, thinning, sparsity, cells[0].settings.chunk)
-    if not rows:  # the model chooses by itself, and no layer was taken over
-        rows.extend(begin(one, first, trace))
     if forced is not None:
         if thinning is None and sparsity is None:
             forced.plain = trace
@@ -68,12 +66,13 @@ def read(
         if variant.probes:
             with naming(cell.settings):  # who asks for what cannot be read
                 probe(model, trace, variant.probes)
-    yield Wave(first, rows, trace, prefill_s)
-    for wave in others:
-        rows.clear()  # which have answered: their memory is for the next ones
-        rows.extend(begin(one, wave, trace))
-        for layer in trace.shape.attention_layers:
-            build(wave, rows, layer)
+    for wave in waves:
+        if wave is not first:
+            rows.clear()  # which have answered: their memory is for the next ones
+        if not rows:  # a later wave; or the model chooses by itself, and no layer was taken over
+            rows.extend(begin(one, wave, trace))
+            for layer in trace.shape.attention_layers:
+                build(wave, rows, layer)
         yield Wave(wave, rows, trace, prefill_s)
 
 
