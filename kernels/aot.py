@@ -55,6 +55,13 @@ class Shape:
     h_kv: int
     d_h: int
     d_v: int = 0  # of a value, where it is the first numbers of its key; 0: it lies apart, as wide as that
+    cap: float = 0.0  # of logits; 0: none
+    has_sinks: bool = False  # a learned one of each query head
+
+    @property
+    def weighing(self) -> dict[str, Any]:
+        """How kernels that weigh tokens by themselves are told of both."""
+        return {"cap": self.cap, "sink": empty(self.h, dtype=torch.float32) if self.has_sinks else None}
 
     def pair(self, s: int) -> tuple[Tensor, Tensor]:
         """K and V of `s` tokens."""
@@ -68,6 +75,8 @@ SHAPES = {
     "llama-2-7b": Shape(32, 32, 128),
     "qwen2.5-7b": Shape(28, 4, 128),
     "deepseek-v3": Shape(128, 1, 576, 512),
+    "gemma-2-9b": Shape(16, 8, 256, cap=50.0),
+    "gpt-oss-20b": Shape(64, 8, 64, has_sinks=True),
 }
 Key = tuple[Any, ...]
 
@@ -108,7 +117,8 @@ def attention_sites(shape: Shape, s: int) -> None:
     q, (k, v), late = empty(1, shape.h, 1, shape.d_h), shape.pair(s), shape.pair(64)
     for heads in sorted({shape.h_kv, shape.h}):
         for n in (s // 10, 82):
-            select_attend.select_attend_triton(q, k, v, positions(1, heads, n), shape.d_h**-0.5, late)
+            part = select_attend.Tokens(k, v, positions(1, heads, n), late)
+            select_attend.attend_rows_triton(q, [[part]], shape.d_h**-0.5, cap=shape.cap)
 
 
 def page_sites(shape: Shape, s: int) -> None:
@@ -132,8 +142,9 @@ def cluster_sites(shape: Shape, s: int) -> None:
     kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, centroids, is_l2=False), centroids)
     c = max(8, s // 16)
     order = clusters.mass_keys_triton(
-        empty(2, shape.h, 1, shape.d_h), empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c), shape.d_h**-0.5
-    )
+        empty(2, shape.h, 1, shape.d_h), empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c), shape.d_h**-0.5,
+        **shape.weighing,
+    )  # fmt: skip
     clusters.stand_in_triton(order[..., : c // 4], positions(shape.h_kv, c))
 
 
@@ -151,11 +162,11 @@ def quantiser_sites(shape: Shape, s: int) -> None:
         for n in (s - 32, s - 31):  # candidates are one more each step
             codes = PackedCodes(shape.h_kv, m, b, n, "meta")
             codes.n = n
-            pq_scores.pq_scores_triton(q, centroids, codes, n, shape.d_h**-0.5)
+            pq_scores.pq_scores_triton(q, centroids, codes, n, shape.d_h**-0.5, **shape.weighing)
             pq_scores.pq_logits_triton(q, centroids, codes, n)
             row = pq_scores.Coded(centroids, codes, n, 32, codes, n)
             queries, keys = empty(2, shape.h, 1, shape.d_h), empty(2, shape.h_kv, 1, shape.d_h)
-            pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5)
+            pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5, **shape.weighing)
         points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
         kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, flat, is_l2=True), flat)
 
@@ -165,7 +176,7 @@ def search_sites(shape: Shape, s: int) -> None:
     late, mean = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 1, shape.d_h, dtype=torch.float32)
     searched = logits.Searched(k, late, s + 9, 32, s)
     for agg in logits.AGGREGATES[:4]:
-        logits.weigh_logits(*logits.token_logits(q, [searched] * 2, scale), shape.h_kv, agg)
+        logits.weigh_logits(*logits.token_logits(q, [searched] * 2, scale, **shape.weighing), shape.h_kv, agg)
     for agg in ("query_head", "group_max", "group_mean"):
         basis, partial = empty(shape.h_kv, shape.d_h, 25), empty(shape.h_kv, s, 25)
         logits.channel_keys(q, basis.float(), partial.float(), agg)
@@ -187,8 +198,8 @@ def search_sites(shape: Shape, s: int) -> None:
 def prompt_sites(shape: Shape, s: int) -> None:
     q, k = empty(1, shape.h, s, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
     lse = empty(1, shape.h, s, dtype=torch.float32)
-    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, None, lse, 100)
-    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, empty(s, dtype=torch.float32), lse)
+    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, None, lse, 100, cap=shape.cap)
+    column_sums.column_sums_triton(q, k, shape.d_h**-0.5, empty(s, dtype=torch.float32), lse, cap=shape.cap)
     columns = attend_kept.Kept(s, 64, s - 100, vertical=empty(shape.h, s, dtype=torch.bool))
     columns = replace(columns, met=empty(shape.h, s + 63, dtype=torch.bool))
     for kept in (
@@ -196,8 +207,8 @@ def prompt_sites(shape: Shape, s: int) -> None:
         *(attend_kept.Kept(s, b, s, empty(shape.h, s // b, s // b, dtype=torch.bool), b) for b in (16, 32, 64, 128)),
         attend_kept.Kept(s, 128, s, empty(shape.h, s // 128, s // 64, dtype=torch.bool), 64),
     ):
-        attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept)
-        attend_kept.kept_sums_triton(q, k, shape.d_h**-0.5, kept, lse, 100)
+        attend_kept.attend_kept_triton(q, k, k, shape.d_h**-0.5, kept, cap=shape.cap)
+        attend_kept.kept_sums_triton(q, k, shape.d_h**-0.5, kept, lse, 100, cap=shape.cap)
 
 
 def weight_sites(shape: Shape, s: int) -> None:
@@ -245,7 +256,7 @@ def landmark_sites(shape: Shape, s: int) -> None:
     row = landmarks.Chunks(means, positions(h_kv, 48), empty(s, rank), basis, 8, s // 64)
     tables = empty(s, d_h, dtype=torch.float32)
     for rotation in (landmarks.Rotation(positions(d_h), tables, tables), None):
-        landmarks.make_rows(empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5)
+        landmarks.make_rows(empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5, **shape.weighing)
 
 
 def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:

@@ -274,10 +274,15 @@ def attend_kept_triton(
     attend_listed[(programs,)](
         q, k, v, *masks, room, out, lse, pairs, scale, cap, s, d_h, d_v, h, h // h_kv,
         n_sparse, n_items, kept.block, kept.dense_from, *strides, kept.block_k, kept.n_init, kept.reach, programs,
-        kept.blocks is None, rows, width, LISTED, TILE_OF_WIDE if max(width, rows) >= 128 else TILE, INTERPRETED,
-        num_warps=8 if rows >= 128 else 4, num_stages=2,
+        kept.blocks is None, rows, width, LISTED, tile_of(width, rows), INTERPRETED,
+        num_warps=8 if max(rows, width // 2) >= 128 else 4, num_stages=2,
     )  # fmt: skip
     return out, lse, pairs.sum(1)
+
+
+def tile_of(width: int, rows: int) -> int:
+    """Keys at a time that registers have room for, beside so many queries and channels."""
+    return TILE if max(width, rows) < 128 else TILE_OF_WIDE // 2 if width * rows > 128 * 128 else TILE_OF_WIDE
 
 
 def kept_sums_triton(

@@ -266,7 +266,8 @@ def nearest_triton(points: Tensor, weights: Tensor, is_l2: bool) -> Tensor:
     if n:
         assign_points[(cdiv(n, POINTS), p)](
             points.contiguous(), weights.contiguous(), labels, n, d, c, is_l2, POINTS,
-            min(64, power_of_2(c, 16)), width, cdiv(d, width),
+            min(32 if d > 2 * width else 64, power_of_2(c, 16)), width, cdiv(d, width),
+            num_warps=8 if d > width else 4, num_stages=2,
         )  # fmt: skip
     return labels
 

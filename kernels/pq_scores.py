@@ -176,6 +176,7 @@ def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: 
 
 # On a GPU. Weights are float32 there: scores that differ by less than its rounding may change places.
 
+TABLE = 8192  # numbers of centroids that registers of four warps hold
 TOKENS = 256  # of one program
 
 
@@ -293,8 +294,9 @@ def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> tuple[Te
     table = constants(tuple(numbers), q.device)
     entries = torch.empty(n, h, m, c, dtype=torch.float32, device=q.device)
     tables_of_rows[(n, h_kv, m)](
-        q, keys, start, table, entries, newest, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m)
-    )
+        q, keys, start, table, entries, newest, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m),
+        num_warps=8 if power_of_2(c) * power_of_2(d_m) > TABLE else 4,
+    )  # fmt: skip
     return entries, table
 
 

@@ -272,8 +272,8 @@ TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
 WIDE_HEAD = 256
-# Of heads wider than this, as a latent of 512 and 64 numbers: query heads of a program, tokens at once, warps. Twice as
-# many heads or tokens, or half as many warps, do not fit the registers (`kernels/aot.py`, 128 heads, sm_80 to sm_100).
+# Of heads wider than this, as a latent of 512 and 64 numbers: query heads of a program, tokens at once. Twice as many
+# of either do not fit the registers (`kernels/aot.py`, sm_80 to sm_100). Warps are those of heads of this width, too.
 WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 MOVING = 5  # numbers of a piece that may be others at the next step,
 COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
@@ -438,7 +438,9 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int)
     n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
     lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
     constants = g, n_heads, width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes
-    return LaunchForm(cdiv(g, n_heads), constants, WIDE_WARPS if is_wide else 4, values, power_of_2(n_pieces))
+    return LaunchForm(
+        cdiv(g, n_heads), constants, WIDE_WARPS if max(width, values) >= WIDE_HEAD else 4, values, power_of_2(n_pieces)
+    )
 
 
 def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:

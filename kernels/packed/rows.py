@@ -30,6 +30,7 @@ from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
 from kernels.select_attend import RECORD, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # beside the kinds of codes: not packed
+WIDE = 256  # numbers of a head whose tiles four warps have no registers for
 TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
 LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
 READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
@@ -118,6 +119,7 @@ class CodedRows:
                 g, power_of_2(g, 16), width, tile_of(k, v), RECORD,
                 k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
+                num_warps=8 if width >= WIDE else 4,
             )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from kernels.topk import pack_key
 
 TOKENS = 256  # of one program
 ROW = 12  # numbers of a row, as the kernels read them
+COMPARED = 64  # numbers that all others are compared with at once: of more registers spill
 
 
 class Columns(NamedTuple):
@@ -62,8 +63,9 @@ def find_components(
     components = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
     rank_components[(n, h_kv)](
-        q, v_new, table, components, weights, scale, tiny, d_h, h // h_kv, r, ROW, power_of_2(d_h)
-    )
+        q, v_new, table, components, weights, scale, tiny, d_h, h // h_kv, r, ROW, power_of_2(d_h),
+        min(COMPARED, power_of_2(d_h)), num_warps=8 if d_h > 128 else 4,
+    )  # fmt: skip
     return components, weights, table
 
 
@@ -121,18 +123,22 @@ def blend(out: Tensor, covered: Tensor, table: Tensor, h_kv: int) -> None:
 
 @jit
 def rank_components(
-    q, v_new, table, components, weights, scale, tiny, d_h, g, r, ROW: tl.constexpr, WIDTH: tl.constexpr
-):
+    q, v_new, table, components, weights, scale, tiny, d_h, g, r,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at, column = table + row * ROW, tl.arange(0, WIDTH)
-    inside, other = column < d_h, tl.arange(0, WIDTH)
+    inside = column < d_h
     first = (row * h_kv + head) * g
-    total, totals = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    total, rank = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.int32)
     for i in range(g):
         total += tl.abs(tl.load(q + (first + i) * d_h + column, inside, other=0.0).to(tl.float32))
-        totals += tl.abs(tl.load(q + (first + i) * d_h + other, other < d_h, other=0.0).to(tl.float32))
-    ahead = (totals[None] > total[:, None]) | ((totals[None] == total[:, None]) & (other[None] < column[:, None]))
-    rank = tl.sum((ahead & (other < d_h)[None]).to(tl.int32), 1)
+    for start in range(0, WIDTH, COMPARED):
+        other, totals = start + tl.arange(0, COMPARED), tl.zeros((COMPARED,), tl.float32)
+        for i in range(g):
+            totals += tl.abs(tl.load(q + (first + i) * d_h + other, other < d_h, other=0.0).to(tl.float32))
+        ahead = (totals[None] > total[:, None]) | ((totals[None] == total[:, None]) & (other[None] < column[:, None]))
+        rank += tl.sum((ahead & (other < d_h)[None]).to(tl.int32), 1)
     is_chosen = inside & (rank < r)
     tl.store(components + (row * h_kv + head) * r + rank, column, is_chosen)
     for i in range(g):

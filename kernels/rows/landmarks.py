@@ -67,7 +67,7 @@ def make_rows(
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, width, power_of_2(n_outliers), INTERPRETED,
+        TOKENS, RANK, width, power_of_2(n_outliers), INTERPRETED, num_warps=8 if width > 128 else 4,
     )  # fmt: skip
     made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
     return list(zip(mine, made, strict=True))

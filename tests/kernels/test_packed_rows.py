@@ -22,6 +22,7 @@ from kernels.packed.rows import CodedRows, is_readable
 from kernels.packed.tokens import Ageing, Book, code_tokens, pack_tokens, packs
 from kernels.select_attend import Tokens, attend_rows_triton
 from methods.quantising.codebooks import centroids, haar, midpoints
+from tests.kernels.test_capped import bent
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -53,26 +54,26 @@ def side(
     return Side(kind, bits, d, n, Quantised(pack(codes, bits), norms, norms), exact, table, rebuild)
 
 
-def exactly(q: Tensor, x: Packed, scale: float) -> Tensor:
+def exactly(q: Tensor, x: Packed, scale: float, cap: float = 0.0) -> Tensor:
     """In float64, from numbers that are not rounded to the cache's dtype."""
     wide = []
     for each in x[:2]:
         packed = Quantised(each.packed.codes, each.packed.scales.float(), each.packed.zeros.float())
         wide.append(each._replace(packed=packed, exact=each.exact.float()).rebuilt(x.n).double())
     k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in wide)
-    return ((q.double() @ k.mT) * scale).softmax(-1) @ v
+    return bent((q.double() @ k.mT) * scale, cap).softmax(-1) @ v
 
 
-def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None) -> None:
+def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: float = 0.0) -> None:
     """All rows in one call: each at most twice as far from float64 as torch in the same dtype."""
     scale, coded = q.shape[3] ** -0.5, CodedRows(len(rows))
     assert all(is_readable(each, q) for row in rows for each in row[:2])
     tokens = [coded.add(i, row, turned if i == 0 else None) for i, row in enumerate(rows)]
-    out, lse = attend_rows_triton(q, tokens, scale, others=coded)
+    out, lse = attend_rows_triton(q, tokens, scale, others=coded, cap=cap)
     for i, row in enumerate(rows):
         own = q[i : i + 1] if turned is None or i else turned
-        expected, their_lse = attend_packed_ref(own, row, scale)
-        exact = exactly(own, row, scale)
+        expected, their_lse = attend_packed_ref(own, row, scale, cap)
+        exact = exactly(own, row, scale, cap)
         ours, theirs = ((x.double() - exact).abs().max() for x in (out[i : i + 1], expected))
         assert ours <= 2 * theirs + 2e-6, (i, float(ours), float(theirs))
         torch.testing.assert_close(lse[i : i + 1], their_lse, rtol=0, atol=2e-2 if q.dtype == torch.bfloat16 else 1e-4)
@@ -114,6 +115,13 @@ def test_keys_by_token(kind: int, bits: int, d: int, dtype: torch.dtype) -> None
     v = side(BY_TOKEN, bits, d, n, n + 3, 2, d, dtype, 1)
     q = draw(1, 4, 1, d, seed=7, dtype=dtype)
     check(q, [Packed(k, v, n + 3)], turned=draw(1, 4, 1, d, seed=8, dtype=dtype))
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+def test_logits_of_codes_and_of_numbers_are_capped(cap: float) -> None:
+    k = side(BY_CHANNEL, 4, 32, 64, 101, 2, 64, torch.float32, 1)
+    v = side(BY_TOKEN, 4, 32, 50, 101, 2, 64, torch.float32, 2)
+    check(draw(1, 4, 1, 64, seed=3) * 4, [Packed(k, v, 101)], cap=cap)
 
 
 @pytest.mark.parametrize(("n_k", "n_v", "total"), [(0, 0, 7), (32, 0, 40), (32, 32, 32), (32, 70, 71), (96, 50, 101)])

@@ -221,6 +221,21 @@ def test_one_launch_attends_for_rows_that_have_nothing_in_common(dtype: torch.dt
     torch.testing.assert_close((logits[2] - lse[2]).exp().sum(-1), torch.ones(q.shape[1], device=GPU))
 
 
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+@pytest.mark.parametrize(("d", "d_v"), [(16, 16), (24, 12), (256, 256), (72, 64)])
+def test_one_launch_caps_the_logits_of_all_rows(cap: float, d: int, d_v: int) -> None:
+    """Of narrow heads, of values narrower than keys and within them, and of heads of 256 numbers."""
+    q, scale = draw(2, 4, 1, d, seed=1, dtype=torch.float32).to(GPU) * 3, d**-0.5
+    k, v = (draw(1, 2, 70, n, seed=n, dtype=torch.float32).to(GPU) for n in (d, d_v))
+    v = k[..., :d_v] if d == 72 else v
+    out, lse = attend_rows_triton(q, [[Tokens(k, v)], [Tokens(k[:, :, :9], v[:, :, :9])]], scale, cap=cap)
+    for i, n in enumerate((70, 9)):
+        keys, values = (x[:, :, :n].repeat_interleave(2, 1).double() for x in (k, v))
+        logits = cap * (q[i : i + 1].double() @ keys.mT * scale / cap).tanh()
+        torch.testing.assert_close(out[i : i + 1].double(), logits.softmax(-1) @ values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse[i : i + 1].double(), logits.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
 def changed(part: Tokens, change: Callable[[Any], Any]) -> Tokens:
     """The part with each of its fields changed."""
     return Tokens(*(change(getattr(part, spec.name)) for spec in fields(part) if spec.init))
