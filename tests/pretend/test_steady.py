@@ -14,7 +14,6 @@ from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.layouts.steady import Steady
-from kernels import select_attend
 from tests import conformance
 from tests.pretend.test_methods import moved
 
@@ -63,17 +62,6 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
-
-
-def test_what_was_told_ends_where_a_part_has_a_split_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its items are others then, and a table with too few would leave tokens out."""
-    monkeypatch.setattr(select_attend, "SPLIT", 4)
-    monkeypatch.setattr(select_attend, "TILE", 4)
-    monkeypatch.setattr(select_attend, "PROGRAMS", 1 << 20)
-    ids, books, sent = steps(machine, "full")
-    assert 0 in sent and any(sent[1:]), "told again where the answer has a split more"
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
-    assert (ids, books) == steps(machine, "full")[:2]
 
 
 def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
