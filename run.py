@@ -75,23 +75,27 @@ def help_text() -> str:
 
 
 def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Path, RunResult]]":
-    """Let Hydra compose one configuration, or all cells of a sweep, and run them, or do what `run` does with them."""
+    """Compose one configuration, or all cells of a sweep, and run them, or do what `run` does with them.
+
+    One that is run is composed once. What flags ask for is Hydra's to do, which composes it a second time to read a key
+    of its own.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
+    from evals.overrides import composition
     from evals.settings import settings
 
     done: list[tuple[Path, RunResult]] = []
 
     def job(cfgs: "DictConfig | list[DictConfig]") -> "list[tuple[Path, RunResult]]":
-        """Hydra hands over one configuration; our launcher hands over all of a sweep's."""
+        """Hydra hands over one configuration without its own node; our launcher hands over all of a sweep's."""
         try:
             if isinstance(cfgs, list):
                 cells = [settings(cfg, cfg.hydra.runtime.choices, is_sweep=True) for cfg in cfgs]
             else:
-                hydra_cfg = HydraConfig.get()
-                choices = hydra_cfg.runtime.choices
-                cells = [settings(cfgs, choices, launcher=hydra_cfg.launcher)]
+                own = cfgs.get("hydra") or HydraConfig.get()
+                cells = [settings(cfgs, own.runtime.choices, launcher=own.launcher)]
             if any(cell.task.target == "tasks.serving.Serving" for cell in cells):
                 from serving.run import run_cells
             else:
@@ -106,8 +110,11 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
         done.extend(results)
         return results
 
-    sys.argv[1:] = argv
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    if any(word.startswith(("-", "hydra.verbose")) for word in argv):
+        sys.argv[1:] = argv
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    else:
+        job(composition(CONF, tuple(argv)))
     return done
 
 

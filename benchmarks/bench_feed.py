@@ -17,6 +17,7 @@ from engine.decode import decode
 from engine.model import Model
 from engine.passes.trace import Trace
 from engine.prefill import prefill
+from engine.turns.state import fork_of
 from engine.turns.talk import Talk
 from evals.settings import from_words, load_class
 from evals.typed import build_params
@@ -55,14 +56,14 @@ def bench_feed(model: Model, ids: list[int], s: int, dtype: str, n: int) -> None
         rows, feed = rows_of(trace, some, 2 * FEED), ids[s : s + FEED]
 
         def read(how: str) -> float:
-            talk = Talk(model, trace, [row.fork() for row in rows])
+            talk = Talk(model, trace, [fork_of(row) for row in rows])
             talk.read([[5]] * len(rows))  # what waits for the first step is no part of it
             start = process_time()
             talk.read([feed] * len(rows), how)
             return process_time() - start
 
         if dtype == "float32":
-            talks = [Talk(model, trace, [row.fork() for row in rows]) for _ in range(2)]
+            talks = [Talk(model, trace, [fork_of(row) for row in rows]) for _ in range(2)]
             first, other = (
                 talk.read([feed] * len(rows), how).argmax(-1)
                 for talk, how in zip(talks, ("compressed", "tokenwise"), strict=True)
@@ -89,7 +90,7 @@ def bench_questions(model: Model, ids: list[int], s: int, dtype: str, n: int) ->
         trace = prefill(model, ids[:s], [what for one in some for what in one.observations])
         rows = rows_of(trace, some, n_new)
         asked = [(row, feed) for feed in feeds for row in rows]
-        talk = Talk(model, trace, [row.fork() for row, _ in asked])
+        talk = Talk(model, trace, [fork_of(row) for row, _ in asked])
         talk.answer(talk.read([feed for _, feed in asked]), [N_ANSWER] * len(asked))
         return process_time() - start
 

@@ -20,9 +20,9 @@ from engine.checkpoints.load import load
 from engine.observe import LastQueries
 from engine.passes.trace import Trace
 from engine.prefill import prefill
+from engine.sampling.draws import seeded
 from kernels.kmeans import draw_points, kmeans
 from methods.calibration.prose import embedded_prose
-from methods.retrieving.clusterkv import generator_for
 
 N_SINK, N_QUERIES, ROUNDS, FIRST_LAYER = 16, 32, 20, 2
 METRICS = ("cosine", "l2", "dot")
@@ -37,7 +37,7 @@ def figures(trace: Trace, layer: int, metric: str, seed: int) -> dict[str, float
     """Of one layer, means over KV heads."""
     keys = trace.keys(layer)[0, :, N_SINK:].float()  # (h_kv, s, d_h)
     h_kv, _, d_h = keys.shape
-    start = draw_points(keys, trace.s_prompt // 80, generator_for(seed, layer, 0))
+    start = draw_points(keys, trace.s_prompt // 80, seeded(seed, layer, 0))
     made = kmeans(keys, start, ROUNDS, metric)
     labels = made.labels.unsqueeze(-1).expand(-1, -1, d_h)
     counts = made.sizes.clamp(min=1).unsqueeze(-1)

@@ -28,8 +28,8 @@ from engine.latents import ByHeads, Latent
 from engine.machine import is_out_of_memory
 from engine.passes.chosen import HearsChoices, attend_seen, seen_by
 from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import Turn, forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
-from engine.passes.session import Call, Session, ThinnedSession
+from engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
+from engine.passes.session import Call, Session, ThinnedSession, Turn
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 

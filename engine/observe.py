@@ -12,18 +12,20 @@ Not here: what a method makes of an observation.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.causal import causal
-from engine.model import Model
 from engine.passes.trace import Known, Trace
 from engine.softmax import Softmax
 from kernels.attend_kept import kept_sums
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kernels.rows.rotation import turned_back
+
+if TYPE_CHECKING:  # slow to import, and method files import this one
+    from engine.model import Model
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class ModelFact(Observation):
     """Something that is the same for all prompts of a model, such as what a calibration has found."""
 
     @abstractmethod
-    def look_up(self, model: Model) -> Known:
+    def look_up(self, model: "Model") -> Known:
         """From wherever it is kept, or made now; asked once per model, outside of any pass."""
 
-    def of(self, model: Model) -> Known:
+    def of(self, model: "Model") -> Known:
         """What is known of this model, looked up once."""
         return model.once(self, lambda: self.look_up(model))
 

@@ -30,6 +30,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from engine.errors import ConfigError, unknown_name
 from evals import outside
@@ -79,8 +80,9 @@ def check_overrides(argv: list[str]) -> list[str]:
         raise ConfigError(f"experiment={name} is a sweep; add -m to run all of it")
     named = {override.key_or_group for override in overrides}
     overrides_and_swept = overrides + [o for o in swept if o.key_or_group not in named]
-    check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
     check_length(overrides_and_swept, groups)
+    if flags or not is_composed(overrides, groups):
+        check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
     check_package(flags, chosen, groups)
     # Hydra looks a key up before it takes the files that the experiment chooses.
     needed = {key.split(".")[0] for key in named}
@@ -357,6 +359,20 @@ def composing(conf: Path) -> Iterator[None]:
             yield
     finally:
         whole.hydra = own
+
+
+def is_composed(overrides: Iterable[Override], groups: Iterable[str]) -> bool:
+    """Whether Hydra makes a configuration of them, which it does of keys that are there; it would add some, and take
+    any of its own.
+    """
+    for one in overrides:
+        key = one.key_or_group
+        if key not in groups and (one.type != OverrideType.CHANGE or key.startswith("hydra")):
+            return False
+    try:
+        return bool(composition(CONF, tuple(one.input_line or "" for one in overrides)))
+    except (HydraException, OmegaConfBaseException):
+        return False
 
 
 def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:

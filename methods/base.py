@@ -18,36 +18,36 @@ through `trace.once`. A method that can score many rows at once overrides `selec
 Not here: any method.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.audit import checks_all
 from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
 from engine.caches.blocks import BlockCacheSpec
-from engine.caches.rebuilt import RebuiltTrace
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
 from engine.observe import Observation
-from engine.passes.probe import Probe
 from engine.passes.trace import Trace
 from engine.placement import Change, Coder, Placement, Stay, Whole
-from engine.prefill import Thinning
 from engine.sampling.cues import Interruption
 from engine.selection import FeedSelection, Found
 from engine.shapes import ModelShape
-from engine.store import Store
-from engine.turns.at_once import read_at_once
-from engine.turns.feed import Feed
-from engine.turns.state import Mark, fork_of
 from methods.allocator import UNIFORM, Allocator
 from methods.rules import Coding, Rules
 
+if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
+    from engine.attend import Part
+    from engine.passes.probe import Probe
+    from engine.prefill import Thinning
+    from engine.store import Store
+    from engine.turns.feed import Feed
+
+CHECKS_ALL = "KVBENCH_CHECK"  # in the environment: every row is checked, and not those alone whose method is not ours
 HOOKS = ("after_attention", "behind", "resident")
 CLASSWIDE = ("resident_rows", "after_rows")
 
@@ -72,6 +72,8 @@ class Partner:
             return
         row.store.coder = self.coder()
         if self.coding.first:
+            from engine.caches.rebuilt import RebuiltTrace
+
             exact = row.trace
             row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.coder()))
 
@@ -103,7 +105,7 @@ class Variant:
     @property
     def checked_for(self) -> str:
         """Whom errors about what it selects name; empty where it is believed."""
-        return self.method.title if self.is_checked or checks_all() else ""
+        return self.method.title if self.is_checked or os.environ.get(CHECKS_ALL) == "1" else ""
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -114,19 +116,21 @@ class Variant:
         return own + rules.observations(params, plan)  # type: ignore[attr-defined]
 
     @property
-    def probes(self) -> tuple[Probe, ...]:
+    def probes(self) -> tuple["Probe", ...]:
         return () if self.is_full else self.method.probes(self.params, self.plan)
 
     @property
-    def thinning(self) -> Thinning | None:
+    def thinning(self) -> "Thinning | None":
         return self.method.thinning(self.plan)
 
-    def row(self, trace: Trace, n_new: int, store: type[Store] = Store) -> "SelectiveAttention":
+    def row(self, trace: Trace, n_new: int, store: "type[Store] | None" = None) -> "SelectiveAttention":
         """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow.
 
-        The `store` is an engine's.
+        The `store` is an engine's, by default the harness's own.
         """
-        return self.method(self, trace, n_new, store)
+        from engine.store import Store
+
+        return self.method(self, trace, n_new, store or Store)
 
 
 class SelectiveAttention(Rules, ABC):
@@ -137,7 +141,7 @@ class SelectiveAttention(Rules, ABC):
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
 
-    def __init__(self, variant: Variant, trace: Trace, n_new: int, store: type[Store] = Store) -> None:
+    def __init__(self, variant: Variant, trace: Trace, n_new: int, store: "type[Store]") -> None:
         self.variant = variant
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
         self.trace = trace
@@ -180,12 +184,12 @@ class SelectiveAttention(Rules, ABC):
         return ()
 
     @classmethod
-    def probes(cls, params: Any, plan: Any) -> tuple[Probe, ...]:
+    def probes(cls, params: Any, plan: Any) -> tuple["Probe", ...]:
         """What has to be read behind the prompt before `arrange_rest`; variants that ask for the same share it."""
         return ()
 
     @classmethod
-    def thinning(cls, plan: Any) -> Thinning | None:
+    def thinning(cls, plan: Any) -> "Thinning | None":
         """What leaves the pass over the prompt, for methods with a prefill of their own; None: they share one."""
         return None
 
@@ -241,7 +245,7 @@ class SelectiveAttention(Rules, ABC):
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
-    def resident(self, layer: int, q: Tensor) -> list[Part]:
+    def resident(self, layer: int, q: Tensor) -> list["Part"]:
         """What is attended to without a fetch."""
         return self.store[layer].resident()
 
@@ -252,7 +256,7 @@ class SelectiveAttention(Rules, ABC):
         return kind.resident is base.resident and kind.resident_rows.__func__ is base.resident_rows.__func__
 
     @classmethod
-    def resident_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[list[Part]]:
+    def resident_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[list["Part"]]:
         """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
@@ -309,18 +313,6 @@ class SelectiveAttention(Rules, ABC):
 
     # Contexts that are asked many times.
 
-    def mark(self) -> Mark:
-        """This moment, to go back to."""
-        return Mark(self)
-
-    def reset(self, mark: Mark) -> None:
-        """Go back to where the mark was made, as if nothing had been read since; the ledger begins anew."""
-        mark.restore(self)
-
-    def fork(self) -> "SelectiveAttention":
-        """A second row that goes on from here."""
-        return fork_of(self)
-
     @property
     def is_still(self) -> bool:
         """Whether a step only adds its token to what is resident."""
@@ -348,11 +340,11 @@ class SelectiveAttention(Rules, ABC):
         """Whether `select_feed` does for many tokens what steps do for each."""
         return False
 
-    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
+    def select_feed(self, layer: int, feed: "Feed") -> FeedSelection:
         """`select` for every token of a feed, of which the host has K and V already."""
         raise AssertionError(f"{type(self).__name__} selects for one token at a time")
 
-    def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
+    def after_feed(self, layer: int, feed: "Feed", out: Tensor, lse: Tensor) -> Tensor:
         """`after_attention` for all tokens of a feed, once they are taken in: out (1, h, m, d_h), corrected.
 
         `lse` (1, h, m) are the log-sum-exps of the scaled logits of all that each token attended to.
@@ -371,6 +363,6 @@ class SelectiveAttention(Rules, ABC):
         if at.can_fetch:
             self.plan = replace(self.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
 
-    def read_feed(self, layer: int, feed: Feed) -> Tensor:
-        """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h)."""
-        return read_at_once(self, layer, feed)
+    def read_feed(self, layer: int, feed: "Feed") -> Tensor | None:
+        """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h). None: as any row does."""
+        return None

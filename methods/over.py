@@ -91,7 +91,7 @@ class OverScorer(ScoringMethod):
         scorer = self.params.scorer
         kind = kind_of(scorer)
         variant = Variant(kind, scorer.params, self.budget, self.plan.inner)
-        self.inner = kind(variant, self.trace, 0)
+        self.inner = kind(variant, self.trace, 0, type(self.store))
 
     def ends(self) -> tuple[int, int]:
         return (0, 0) if self.params.match_published else self.inner.ends()

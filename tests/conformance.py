@@ -42,6 +42,7 @@ from engine.passes.probe import probe
 from engine.passes.trace import Trace
 from engine.placement import Placement, Ragged
 from engine.prefill import prefill
+from engine.turns.state import fork_of
 from evals import outside
 from evals.overrides import config_groups
 from evals.settings import from_words, load_class
@@ -440,7 +441,7 @@ def layer_reads_what_it_counts(row: SelectiveAttention, layer: int) -> None:
     x = torch.randn(1, 1, shape.d_model, generator=draw)
 
     def outcome() -> tuple[Tensor, Tensor, Entry]:
-        fork = row.fork()
+        fork = fork_of(row)
         fork.q_ahead, fork.x_now = q, x
         out = attend_group(type(fork), [fork], layer, q, k, v, trace.softmax[layer], 1)[0]
         return out, fork.store[layer].attended(), fork.store.ledger.entries[-1]

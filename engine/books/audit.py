@@ -7,7 +7,6 @@ environment checks every row. It takes a pass over every selection, and on a GPU
 Not here: what a method may do and no count shows, which `tests/conformance.py` looks for.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,16 +22,10 @@ from engine.placement import Placement
 from engine.row import Row
 from engine.shapes import ModelShape
 
-VARIABLE = "KVBENCH_CHECK"
 LARGEST_ID_BYTES = 4  # of whole numbers, as the books count positions and ids
 FAR_ABOVE = 2  # times what is counted, and this share of the full cache more:
 SPARE_SHARE = 8
 LISTED = 5  # positions that a sentence names
-
-
-def checks_all() -> bool:
-    """Whether every row is checked, and not those alone whose method is not ours."""
-    return os.environ.get(VARIABLE) == "1"
 
 
 def check_positions(idx: Tensor, shape: ModelShape, lowest: int, end: int, where: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.keeping import Keeping, Merging
-from engine.passes.rotations import Turn
+from engine.passes.session import Turn
 from engine.passes.trace import Trace
 from engine.placement import Kept, Placement, Ragged
 from kernels.topk import top_stable

@@ -22,11 +22,9 @@ from torch import Tensor
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import backbone
 from engine.errors import ConfigError
-from engine.passes.session import Call, Runner
+from engine.passes.session import Call, Runner, Turn
 from engine.softmax import Softmax
 
-# Moves queries or keys (n, heads, s, d_h) by so many positions, or by (n or 1, s) of them.
-Turn = Callable[[Tensor, int | Tensor], Tensor]
 Asking = tuple[Tensor, Tensor]  # queries (n, h, s, d_h) and keys (n, h_kv, s, d_h)
 N, BY = 8, 7  # tokens that are looked at, and how far they are moved
 APART, APART_HALF = (

@@ -3,6 +3,7 @@
 Not here: the model (`engine/model.py`), its sessions (`engine/prefill.py`, `engine/decode.py`).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,9 @@ from torch import Tensor
 from engine.causal import Chunk
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
+
+# Moves queries or keys (n, heads, s, d_h) by so many positions, or by (n or 1, s) of them.
+Turn = Callable[[Tensor, int | Tensor], Tensor]
 
 
 class Session(Protocol):

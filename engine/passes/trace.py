@@ -16,8 +16,7 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.latents import Latent
-from engine.passes.rotations import Turn
-from engine.passes.session import Call
+from engine.passes.session import Call, Turn
 from engine.passes.streams import sent_home
 from engine.shapes import ModelShape
 from engine.softmax import Softmax

@@ -18,6 +18,13 @@ from kernels.jit import upload
 N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then: all that a nucleus has, as a rule
 
 
+def seeded(*numbers: int) -> torch.Generator:
+    """What draws for this seed and whatever else tells one draw from another."""
+    import numpy as np  # slow to import, and a refused command draws nothing
+
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
 class Draws:
     """The numbers that a batch of rows draws with."""
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from engine.attend import Part
 from engine.causal import fused, over_past, weighed, whole
 from engine.layouts.fetching import Fetching
+from engine.layouts.layer import Layer
 from engine.layouts.slots import Slots
 from engine.passes.probe import joined
 from engine.row import Row
 from engine.selection import FeedSelection
 from engine.softmax import Softmax
-from engine.turns.feed import Feed, outgoing
+from engine.turns.feed import Feed, Moment
 from kernels.rows.each import attend_each
 
 
@@ -92,3 +93,22 @@ def over(q: Tensor, part: Part, soft: Softmax, hide: Tensor | None) -> tuple[Ten
         mask = part.mask.repeat_interleave(q.shape[1] // part.mask.shape[1], 1)
         logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
     return weighed(logits, values, q.dtype)
+
+
+def moments(at: Layer, m: int) -> list[Moment]:
+    """Those of the next `m` tokens."""
+    return [Moment(at.n_seen + t, min(at.capacity, at.n_window + t)) for t in range(1, m + 1)]
+
+
+def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
+    """Which of the window's slots are overwritten before each of `m` tokens: (m, n_window), -inf there, 0 elsewhere.
+
+    None where the window has room for all of them.
+    """
+    if at.n_window + m <= at.capacity:
+        return None
+    device = at.device
+    slots, t = torch.arange(at.n_window, device=device), torch.arange(1, m + 1, device=device)
+    age = (at.n_seen - 1 - at.start - slots) % at.capacity
+    hidden = torch.zeros(m, at.n_window, dtype=dtype, device=device)
+    return hidden.masked_fill_(age >= at.capacity - t.unsqueeze(1), -torch.inf)

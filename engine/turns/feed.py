@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from engine.layouts.layer import Layer
 from engine.softmax import Softmax
 
 
@@ -35,22 +33,3 @@ class Feed:
     def queries(self) -> Tensor:
         """One behind the other, as if they were rows: (m, h, 1, d_h)."""
         return self.q.transpose(1, 2).transpose(0, 1).transpose(1, 2)
-
-
-def moments(at: Layer, m: int) -> list[Moment]:
-    """Those of the next `m` tokens."""
-    return [Moment(at.n_seen + t, min(at.capacity, at.n_window + t)) for t in range(1, m + 1)]
-
-
-def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
-    """Which of the window's slots are overwritten before each of `m` tokens: (m, n_window), -inf there, 0 elsewhere.
-
-    None where the window has room for all of them.
-    """
-    if at.n_window + m <= at.capacity:
-        return None
-    device = at.device
-    slots, t = torch.arange(at.n_window, device=device), torch.arange(1, m + 1, device=device)
-    age = (at.n_seen - 1 - at.start - slots) % at.capacity
-    hidden = torch.zeros(m, at.n_window, dtype=dtype, device=device)
-    return hidden.masked_fill_(age >= at.capacity - t.unsqueeze(1), -torch.inf)

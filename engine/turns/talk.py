@@ -28,8 +28,10 @@ from engine.row import Row, Variant
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
 from engine.step import cut
+from engine.turns.at_once import moments, read_at_once
 from engine.turns.dense import read_dense
-from engine.turns.feed import Feed, moments
+from engine.turns.feed import Feed
+from engine.turns.state import fork_of
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -61,7 +63,7 @@ class Talk(HearsChoices):
 
     def fork(self) -> "Talk":
         """The same rows a second time, to go on from here."""
-        rows = [row.fork() for row in self.rows]
+        rows = [fork_of(row) for row in self.rows]
         talk = Talk(self.model, self.trace, rows, self.model.fork_cache(self.cache, 1))
         talk.positions = list(self.positions)
         return talk
@@ -257,7 +259,9 @@ def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: 
         n = row.at_once(layer, m - start)
         q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
         if n > 1:
-            outs.append(row.read_feed(layer, Feed(q_n, k_n, v_n, soft, moments(row.store[layer], n))))
+            feed = Feed(q_n, k_n, v_n, soft, moments(row.store[layer], n))
+            out = row.read_feed(layer, feed)
+            outs.append(read_at_once(row, layer, feed) if out is None else out)
         else:
             outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, soft))
         start += n

@@ -17,6 +17,7 @@ from engine.decode import Answer, Decoded
 from engine.model import Model
 from engine.row import Row
 from engine.sampling.finite import why_lost
+from engine.turns.state import fork_of
 from engine.turns.talk import Talk
 from engine.width import room_bytes, variant_bytes
 from evals.batch.reading import Wave
@@ -85,7 +86,7 @@ class Conversation:
             at_once = self.at_once()
             for start in range(0, n_turns, at_once):
                 turns = [(i, v) for i in range(start, min(n_turns, start + at_once)) for v in range(len(rows))]
-                yield [rows[v].fork() for _, v in turns], [turns]
+                yield [fork_of(rows[v]) for _, v in turns], [turns]
             return
         alone = self.asking.mode == "dialogue" and self.apart
         for which in [[v] for v in range(len(rows))] if alone else [[*range(len(rows))]]:

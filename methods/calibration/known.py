@@ -14,16 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 
+from engine.budget import BudgetRequest
 from engine.model import Model
 from engine.observe import ModelFact
 from engine.passes.trace import Known
+from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from engine.terminal import say
+from methods.base import SelectiveAttention
 from methods.calibration import files
 from methods.calibration.files import Calibration
 from methods.calibration.kinds import kind_of
@@ -50,6 +54,30 @@ class Calibrated(ModelFact):
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         kind = kind_of(self.kind)
         return kind.of_layer(q[:, :, : kind.n_tokens], k[:, :, : kind.n_tokens])[self.array]
+
+
+class NeedsCalibration(SelectiveAttention):
+    """A method that observes a calibration of its model, which its `Params` name: `calibration_file`, `calibrate`."""
+
+    calibration: ClassVar[str]  # its kind
+
+    @classmethod
+    def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
+        super().check(params, request, shape)
+        files.check_file(params.calibration_file, cls.calibration, shape)
+
+    @classmethod
+    def check_model(cls, params: Any, model: Checkpoint) -> None:
+        files.check_calibration(params.calibration_file, cls.calibration, params.calibrate == "missing", model)
+
+    @classmethod
+    def data_digest(cls, params: Any) -> str | None:
+        return files.digest_of_file(params.calibration_file)
+
+    def origin(self) -> dict[str, Any]:
+        """For the report: what the model was calibrated on."""
+        (what,) = self.observations(self.params, self.plan)
+        return {"calibration": dict(self.trace.origins.get(what, {}))}
 
 
 def obtain(model: Model, kind: str, file: Path | None = None, makes: bool = True) -> Calibration:

@@ -33,16 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
 from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
-from engine.observe import ModelFact, Observation
+from engine.observe import Observation
 from engine.placement import Change
 from engine.selection import Cost
-from engine.shapes import Checkpoint, ModelShape
+from engine.shapes import Checkpoint
 from kernels.topk import top_stable_ref
-from methods.calibration.files import check_calibration, check_file, digest_of_file
-from methods.calibration.known import Calibrated
+from methods.calibration.known import Calibrated, NeedsCalibration
 from methods.calibration.queries import as_complex, unpaired
 from methods.decoding.cutting import CuttingMethod
 from methods.decoding.schedule import Schedule
@@ -132,7 +130,8 @@ def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
     return with_all(of_groups(scores, h_kv, reduce), scores)
 
 
-class TriAttention(CuttingMethod):
+class TriAttention(NeedsCalibration, CuttingMethod):
+    calibration = "queries"
     title = "TriAttention"
 
     @dataclass(frozen=True)
@@ -162,19 +161,10 @@ class TriAttention(CuttingMethod):
     params: Params
 
     @classmethod
-    def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        super().check(params, request, shape)
-        check_file(params.calibration_file, "queries", shape)
-
-    @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
         if model.n_rotary != model.shape.d_h and not model.is_drawn:
             raise unpaired(model.shape)
-        check_calibration(params.calibration_file, "queries", params.calibrate == "missing", model)
-
-    @classmethod
-    def data_digest(cls, params: Params) -> str | None:
-        return digest_of_file(params.calibration_file)
+        super().check_model(params, model)
 
     @classmethod
     def protects_prompt(cls, params: Params) -> bool:
@@ -243,10 +233,9 @@ class TriAttention(CuttingMethod):
         return [*range(self.n_fixed), *self.latest(0)]
 
     def report(self) -> dict[str, Any]:
-        what, shape = statistics(self.params), self.trace.shape
-        assert isinstance(what, ModelFact)
+        shape = self.trace.shape
         n_bytes = len(shape.attention_layers) * shape.h * 3 * (shape.d_h // 2) * 4
-        return {"calibration": dict(self.trace.origins.get(what, {})), "constant_bytes": n_bytes}
+        return self.origin() | {"constant_bytes": n_bytes}
 
 
 def statistics(params: TriAttention.Params) -> Calibrated:

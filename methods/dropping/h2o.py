@@ -199,10 +199,10 @@ class H2O(ScoringMethod):
             return super().at_once(layer, m)
         return m
 
-    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+    def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
         """As one by one: what tokens got is added up, and once the cache is full the lowest sum leaves it."""
         if self.is_still:
-            return super().read_feed(layer, feed)
+            return None
         sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
 
         def scores(weights: Tensor, n_held: int) -> Tensor:

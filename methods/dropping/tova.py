@@ -142,10 +142,10 @@ class TOVA(ScoringMethod):
     def at_once(self, layer: int, m: int) -> int:
         return m if self.wants_weights and self.store[layer].device.type != "cuda" else super().at_once(layer, m)
 
-    def read_feed(self, layer: int, feed: Feed) -> Tensor:
+    def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
         """As one by one: the token that each of them looks at least leaves every head."""
         if not self.wants_weights:
-            return super().read_feed(layer, feed)
+            return None
         out, _ = read_evicting(
             self, layer, feed, self.plan.tokens, (0, 0), lambda weights, _: weights.mean(1, keepdim=True)
         )

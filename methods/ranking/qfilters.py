@@ -26,10 +26,10 @@ Figures   drop by keys and values: #7765BD, left, :
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +38,9 @@ from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import Observation
 from engine.placement import Change, Evict, Kept, Placement
-from engine.shapes import Checkpoint, ModelShape
-from methods.calibration.files import REMEDY, check_calibration, check_file, digest_of_file, read
-from methods.calibration.known import Calibrated
+from engine.shapes import ModelShape
+from methods.calibration.files import REMEDY, read
+from methods.calibration.known import Calibrated, NeedsCalibration
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
 
@@ -53,7 +53,8 @@ def projections(keys: Tensor, filters: Tensor) -> Tensor:
     return torch.stack([-(head.float() @ each) for head, each in heads]).unsqueeze(0)
 
 
-class QFilters(ScoringMethod):
+class QFilters(NeedsCalibration, ScoringMethod):
+    calibration = KIND
     title = "Q-Filters"
     comparable = "none"  # directions of two heads have two lengths
 
@@ -79,17 +80,8 @@ class QFilters(ScoringMethod):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
-        check_file(params.calibration_file, KIND, shape)
         if params.calibration_file is not None:
             check_filters(params.calibration_file, shape)
-
-    @classmethod
-    def check_model(cls, params: Params, model: Checkpoint) -> None:
-        check_calibration(params.calibration_file, KIND, params.calibrate == "missing", model)
-
-    @classmethod
-    def data_digest(cls, params: Params) -> str | None:
-        return digest_of_file(params.calibration_file)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -152,11 +144,14 @@ class QFilters(ScoringMethod):
             self.trace.gathered(self.filters(layer).norm(dim=-1).amin() for layer in self.scored_layers())
         )
         shape = self.trace.shape
-        return super().report() | {
-            "calibration": dict(self.trace.origins.get(calibrated(self.params), {})),
-            "least_length": lengths.min().item(),
-            "constant_bytes": len(shape.attention_layers) * shape.h_kv * shape.d_h * 4,
-        }
+        return (
+            super().report()
+            | self.origin()
+            | {
+                "least_length": lengths.min().item(),
+                "constant_bytes": len(shape.attention_layers) * shape.h_kv * shape.d_h * 4,
+            }
+        )
 
 
 def calibrated(params: QFilters.Params) -> Calibrated:
@@ -171,5 +166,5 @@ def check_filters(file: Path, shape: ModelShape) -> None:
     if found is None or found.shape != sizes:
         has = "none" if found is None else f"an array of {found.shape}"
         raise ConfigError(f"{file} has {has} for filters of layers, KV heads and dimensions {sizes}; {REMEDY} {KIND}")
-    if not np.isfinite(found).all():
+    if not all(map(isfinite, found.flat)):
         raise ConfigError(f"{file} has directions that are no finite numbers; {REMEDY} {KIND}")

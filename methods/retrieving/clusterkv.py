@@ -36,7 +36,6 @@ from fractions import Fraction
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +47,7 @@ from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.passes.beside import Beside
 from engine.placement import Offloaded, Release
+from engine.sampling.draws import seeded
 from engine.selection import Cost, Found, Selection
 from engine.shapes import ModelShape
 from kernels.choices import METRICS
@@ -284,7 +284,7 @@ class ClusterKV(SelectiveAttention):
 
         def start() -> "Future[Clusters]":
             thread = trace.once("ClusterKV's thread", lambda: Beside("clusters"))
-            draw = generator_for(params.seed, layer, 0)
+            draw = seeded(params.seed, layer, 0)
             c, metric, n_rounds = what
             return thread.ask(
                 "cluster", layer, keys.device, lambda: cluster_keys(keys, c, metric, n_rounds, draw),
@@ -349,7 +349,7 @@ class ClusterKV(SelectiveAttention):
             self.fold_hits(layer)
         self.n_appended[layer] = self.n_appended.get(layer, 0) + 1
         keys = at.kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
-        generator = generator_for(params.seed, layer, self.n_appended[layer])
+        generator = seeded(params.seed, layer, self.n_appended[layer])
         late = cluster_keys(keys, n_clusters, params.metric, params.max_rounds, generator)
         self.clusters[layer] = append_clusters(self.clusters[layer], late)
         return Release(cost=Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
@@ -368,6 +368,8 @@ class ClusterKV(SelectiveAttention):
         for layer in self.hits:
             self.fold_hits(layer)
         rates = [torch.cat(hits.rates) for hits in self.hits.values() if hits.rates]
+        import numpy as np  # slow to import, and a refused command reports nothing
+
         means = [np.mean(layer.tolist()) for layer in rates if len(layer)]
         if means:
             report["cluster_hit_rate"] = float(np.mean(means))
@@ -380,9 +382,3 @@ class ClusterKV(SelectiveAttention):
             one_round = 2 * n * self.plan.n_clusters * shape.h_kv * shape.d_h
             report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
         return report
-
-
-def generator_for(seed: int, layer: int, n_before: int) -> torch.Generator:
-    """What draws a layer's initial keys; of the prompt with 0, then of each batch of generated tokens."""
-    state = np.random.SeedSequence([seed, layer, n_before]).generate_state(1)[0]
-    return torch.Generator().manual_seed(int(state))

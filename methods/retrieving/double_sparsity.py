@@ -47,9 +47,8 @@ from engine.budget import Budget, BudgetRequest, show
 from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import Observation
-from engine.shapes import Checkpoint, ModelShape
-from methods.calibration.files import check_calibration, check_file, digest_of_file
-from methods.calibration.known import Calibrated
+from engine.shapes import ModelShape
+from methods.calibration.known import Calibrated, NeedsCalibration
 from methods.retrieving.labels import Labels, LabelSearch, stored
 
 CHOICES = {
@@ -105,7 +104,8 @@ def taken(keys: Tensor, channels: Tensor, bits: int) -> Tensor:
     return quantised(many.gather(2, where), bits)
 
 
-class DoubleSparsity(LabelSearch):
+class DoubleSparsity(NeedsCalibration, LabelSearch):
+    calibration = "channels"
     title = "Double Sparsity"
     no_growth = "reads labels whose number was bought with the context's length"
     drops = False
@@ -160,7 +160,6 @@ class DoubleSparsity(LabelSearch):
         super().check(params, request, shape)
         if request.ratio != 1 and not labels_for(params, request.comm, shape)[1]:
             refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
-        check_file(params.calibration_file, "channels", shape)
         if params.channel == "k" and params.granularity == "query_head" and shape.g > 1:
             raise ConfigError(
                 f"method.channel=k orders channels for the {shape.h_kv} KV heads of {shape.name}, not for its "
@@ -168,14 +167,6 @@ class DoubleSparsity(LabelSearch):
             )
         if request.ratio != 1:
             labels_for(params, request.comm, shape)
-
-    @classmethod
-    def check_model(cls, params: Params, model: Checkpoint) -> None:
-        check_calibration(params.calibration_file, "channels", params.calibrate == "missing", model)
-
-    @classmethod
-    def data_digest(cls, params: Params) -> str | None:
-        return digest_of_file(params.calibration_file)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from engine.observe import ModelFact
 from engine.placement import Offloaded
 from engine.selection import Cost, Found, Selection
 from kernels.labels import by_channel, label_top
@@ -129,12 +128,6 @@ class LabelSearch(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         return self.sinks_and_window(layer)
-
-    def origin(self) -> dict[str, Any]:
-        """For the report: what the model was calibrated on."""
-        (what,) = self.variant.observations
-        assert isinstance(what, ModelFact)
-        return {"calibration": dict(self.trace.origins.get(what, {}))}
 
 
 def best(labels: Labels, asked: Tensor, n: int, ks: Sequence[int]) -> list[Tensor]:

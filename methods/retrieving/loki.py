@@ -43,9 +43,8 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import Observation
-from engine.shapes import Checkpoint, ModelShape
-from methods.calibration.files import check_calibration, check_file, digest_of_file
-from methods.calibration.known import Calibrated
+from engine.shapes import ModelShape
+from methods.calibration.known import Calibrated, NeedsCalibration
 from methods.retrieving.labels import Labels, LabelSearch, stored
 
 CHOICES = {
@@ -67,7 +66,8 @@ def turned(x: Tensor, components: Tensor) -> Tensor:
     return torch.stack([(head.float() @ some.mT).to(x.dtype).float() for head, some in heads])
 
 
-class Loki(LabelSearch):
+class Loki(NeedsCalibration, LabelSearch):
+    calibration = "pca"
     title = "Loki"
     no_growth = "ranks by components whose number was bought with the context's length"
     drops = False
@@ -121,17 +121,8 @@ class Loki(LabelSearch):
         super().check(params, request, shape)
         if params.granularity == "kv_head":
             refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
-        check_file(params.calibration_file, "pca", shape)
         if request.ratio != 1:
             components_for(params, request.comm, shape)
-
-    @classmethod
-    def check_model(cls, params: Params, model: Checkpoint) -> None:
-        check_calibration(params.calibration_file, "pca", params.calibrate == "missing", model)
-
-    @classmethod
-    def data_digest(cls, params: Params) -> str | None:
-        return digest_of_file(params.calibration_file)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

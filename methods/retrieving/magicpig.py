@@ -36,7 +36,6 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +46,7 @@ from engine.checks import whole_numbers
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation, at_once
 from engine.placement import Offloaded
+from engine.sampling.draws import seeded
 from engine.selection import Cost, FeedSelection, Found, Reads, Selection
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
@@ -83,8 +83,7 @@ class Index:
 
 def draw_planes(h_kv: int, d_h: int, bits: int, tables: int, seed: int) -> Tensor:
     """Hyperplanes (h_kv, d_h, tables * bits), a table's beside each other; more tables begin with those of fewer."""
-    state = np.random.SeedSequence([seed, bits, h_kv, d_h]).generate_state(1)[0]
-    draw = torch.Generator().manual_seed(int(state))
+    draw = seeded(seed, bits, h_kv, d_h)
     found = [torch.randn(h_kv, d_h, bits, generator=draw) for _ in range(tables)]
     return torch.cat(found, -1)
 

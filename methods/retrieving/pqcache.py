@@ -47,9 +47,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor
+from statistics import fmean
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -471,9 +471,9 @@ class PQCache(SelectiveAttention):
         if self.quantisers:
             report["clustering_s"] = self.seconds
             report["clustered_on"] = self.trace.device.type if self.params.clusters_on_gpu else "cpu"
-            report["kmeans_rounds"] = float(np.mean([x.rounds for x in self.quantisers.values()]))
+            report["kmeans_rounds"] = fmean(x.rounds for x in self.quantisers.values())
             # Of one layer: every round, and the codes at the end, compare all keys with all centroids.
-            n_fit = float(np.mean([x.n_fit for x in self.quantisers.values()]))
+            n_fit = fmean(x.n_fit for x in self.quantisers.values())
             one_round = 2 * n_fit * (1 << plan.b) * self.trace.shape.h_kv * d_h
             report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
         if self.n_rebuilds:

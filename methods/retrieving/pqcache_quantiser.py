@@ -12,13 +12,13 @@ import os
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.passes.beside import Beside
 from engine.passes.streams import stream_for
 from engine.passes.trace import Trace
+from engine.sampling.draws import seeded
 from kernels.pq_codes import PackedCodes
 from kernels.pq_fit import pq_fit
 
@@ -76,8 +76,7 @@ def with_room(quantiser: Quantiser, capacity: int) -> Quantiser:
 
 def first_centroids(seed: int, n: int, c: int) -> Tensor:
     """Of `n` keys those that are the first centroids: the same for all layers, heads and parts."""
-    state = np.random.SeedSequence([seed, n, c]).generate_state(1)[0]
-    return torch.randperm(n, generator=torch.Generator().manual_seed(int(state)))[:c]
+    return torch.randperm(n, generator=seeded(seed, n, c))[:c]
 
 
 class Lane:

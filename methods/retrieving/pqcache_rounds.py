@@ -26,7 +26,6 @@ from tempfile import NamedTemporaryFile
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from engine.books.clock import between, now
@@ -60,19 +59,20 @@ class Parabola(NamedTuple):
 
 def fit_line(x: Sequence[float], seconds: Sequence[float]) -> Line:
     """Least squares on (1, x); Eq. 1 where x is s * T."""
-    return Line(*least_squares([np.ones(len(x)), np.asarray(x, float)], seconds))
+    return Line(*least_squares([[1.0] * len(x), x], seconds))
 
 
 def fit_parabola(s: Sequence[float], seconds: Sequence[float]) -> Parabola:
     """Least squares on (1, s, s^2): Eq. 2."""
-    x = np.asarray(s, float)
-    return Parabola(*least_squares([np.ones(len(x)), x, x * x], seconds))
+    return Parabola(*least_squares([[1.0] * len(s), s, [float(x) * x for x in s]], seconds))
 
 
-def least_squares(columns: Sequence[Any], seconds: Sequence[float]) -> list[float]:
+def least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Coefficients; columns are scaled to one another first, since s^2 is a hundred million times as large as 1."""
-    scales = [float(np.abs(column).max()) or 1.0 for column in columns]
-    matrix = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], 1)
+    import numpy as np  # slow to import, and a refused command measures nothing
+
+    scales = [float(max(map(abs, column))) or 1.0 for column in columns]
+    matrix = np.stack([np.asarray(column, float) / scale for column, scale in zip(columns, scales, strict=True)], 1)
     solution = np.linalg.lstsq(matrix, np.asarray(seconds, float), rcond=None)[0]
     return [float(value / scale) for value, scale in zip(solution, scales, strict=True)]
 

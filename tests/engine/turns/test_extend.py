@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.turns.state import fork_of
 from engine.turns.talk import Talk
 from tests import conformance
 from tests.conformance import read, variant
@@ -54,7 +55,7 @@ def test_snapkv_keeps_what_the_feed_looks_at_most() -> None:
     grown = one.kind.variant_for(one.params, request("0.3", comm=one.comm), trace.shape, trace.s_prompt)
     with torch.inference_mode(), model.hooked():
         row = built(first.row(trace, N_NEW))
-        other = row.fork()
+        other = fork_of(row)
         talk = Talk(model, trace, [row, other])
         talk.read([prompt(20, 3), prompt(20, 3)])
         q = torch.randn(1, trace.shape.h, 20, trace.shape.d_h, generator=torch.Generator().manual_seed(1))

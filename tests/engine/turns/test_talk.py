@@ -12,6 +12,7 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.passes.trace import Trace
 from engine.prefill import prefill
+from engine.turns.state import Mark, fork_of
 from engine.turns.talk import Talk
 from methods.base import SelectiveAttention, Variant
 from methods.dropping.snapkv import SnapKV
@@ -69,14 +70,14 @@ def goes_back(name: str) -> None:
     trace, row = row_of(conformance.ours(name))
     with torch.inference_mode():
         built(row)
-    mark = row.mark()
-    alone = said(trace, [row.fork()], FEED)
+    mark = Mark(row)
+    alone = said(trace, [fork_of(row)], FEED)
     for other in (OTHER, prompt(5, 3)):
         said(trace, [row], other)
-        row.reset(mark)
+        mark.restore(row)
     assert said(trace, [row], FEED) == alone
-    row.reset(mark)
-    assert said(trace, [row, row.fork()], FEED) == alone * 2
+    mark.restore(row)
+    assert said(trace, [row, fork_of(row)], FEED) == alone * 2
 
 
 def with_everything(one: Subject) -> Variant:
@@ -179,7 +180,7 @@ def test_rows_with_feeds_of_their_own_answer_as_if_alone(feed: str) -> None:
     trace = read([variant(conformance.ours(name), "0.2") for name in names])
     with torch.inference_mode():
         rows = [built(variant(conformance.ours(name), "0.2").row(trace, N_NEW)) for name in names]
-    alone = [said(trace, [row.fork()], own)[0] for row, own in zip(rows, feeds, strict=True)]
+    alone = [said(trace, [fork_of(row)], own)[0] for row, own in zip(rows, feeds, strict=True)]
     model = conformance.model()
     with model.hooked():
         talk = Talk(model, trace, rows)
@@ -212,7 +213,7 @@ def test_a_copy_shares_what_the_trace_holds_and_nothing_else() -> None:
     trace, row = row_of(conformance.ours("snapkv"))
     with torch.inference_mode():
         built(row)
-    other = row.fork()
+    other = fork_of(row)
     assert other.trace is trace and other.variant is row.variant
     assert other.store is not row.store and other.store.trace is trace
     for mine, theirs in zip(row.store.layers.values(), other.store.layers.values(), strict=True):
@@ -220,7 +221,7 @@ def test_a_copy_shares_what_the_trace_holds_and_nothing_else() -> None:
     full_trace, full = row_of(conformance.ours("full"))
     with torch.inference_mode():
         built(full)
-    view = full.fork().store[0].view
+    view = fork_of(full).store[0].view
     assert view is not None and view.k.data_ptr() == full_trace.keys(0).data_ptr()
 
 
@@ -229,9 +230,9 @@ def test_a_generator_goes_back_too() -> None:
     with torch.inference_mode():
         built(row)
     row.draw = torch.Generator().manual_seed(3)
-    mark = row.mark()
+    mark = Mark(row)
     drawn = torch.rand(4, generator=row.draw)
-    row.reset(mark)
+    mark.restore(row)
     assert torch.equal(torch.rand(4, generator=row.draw), drawn)
 
 
@@ -244,7 +245,7 @@ def test_a_method_that_cannot_go_back_says_so() -> None:
     with torch.inference_mode():
         row = built(Stubborn.variant_for(params, request(ratio="0.2"), trace.shape, trace.s_prompt).row(trace, 4))
     with pytest.raises(ConfigError, match="rolls_back=False"):
-        row.mark()
+        Mark(row)
 
 
 @pytest.mark.parametrize("name", ["pqcache", "oracle", "quest", "sparq"])

@@ -17,6 +17,7 @@ from engine.budget import resolve
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.passes.trace import Trace
+from engine.sampling.draws import seeded
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.step import step_rows
@@ -30,7 +31,6 @@ from methods.retrieving.clusterkv import (
     append_clusters,
     cluster_keys,
     cluster_order,
-    generator_for,
     hit_rates,
     touched,
 )
@@ -337,7 +337,7 @@ def test_late_clusters_are_those_of_the_generated_keys_alone() -> None:
     expected = before
     for batch in (1, 2):
         keys = k[0, :, S + 8 * (batch - 1) : S + 8 * batch]
-        late = cluster_keys(keys, 3, "cosine", 20, generator_for(0, 0, batch))
+        late = cluster_keys(keys, 3, "cosine", 20, seeded(0, 0, batch))
         expected = append_clusters(expected, late)
     for name in ("centroids", "sizes", "ends", "tokens"):
         assert torch.equal(getattr(mine.clusters[0], name), getattr(expected, name)), name
@@ -443,12 +443,12 @@ def test_a_failure_on_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatc
 
 def test_draws_depend_on_seed_layer_and_batch_alone() -> None:
     draws = {
-        key: torch.rand(4, generator=generator_for(*key)).tolist()
+        key: torch.rand(4, generator=seeded(*key)).tolist()
         for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (2**40, 0, 0))
     }
     assert len({tuple(draw) for draw in draws.values()}) == len(draws)
     torch.manual_seed(3)
-    assert torch.rand(4, generator=generator_for(0, 0, 0)).tolist() == draws[0, 0, 0]
+    assert torch.rand(4, generator=seeded(0, 0, 0)).tolist() == draws[0, 0, 0]
 
 
 def test_rows_in_one_batch_select_what_they_select_alone() -> None:
@@ -469,9 +469,9 @@ def test_rows_in_one_batch_select_what_they_select_alone() -> None:
 
 def test_centroids_are_rounded_to_the_models_dtype() -> None:
     keys = tokens(S)[1][0].bfloat16()
-    clusters = cluster_keys(keys, 5, "cosine", 3, generator_for(0, 0, 0))
+    clusters = cluster_keys(keys, 5, "cosine", 3, seeded(0, 0, 0))
     assert torch.equal(clusters.centroids, clusters.centroids.bfloat16().float())
-    exact = kmeans(keys, draw_points(keys, 5, generator_for(0, 0, 0)), 3)
+    exact = kmeans(keys, draw_points(keys, 5, seeded(0, 0, 0)), 3)
     torch.testing.assert_close(clusters.centroids, exact.centroids, atol=0, rtol=2**-8)
 
 
