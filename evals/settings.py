@@ -375,13 +375,9 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 def from_words(words: Sequence[str]) -> Settings:
     """The settings of one run's command line, such as `method=snapkv method.window=16 ratio=0.1`."""
-    from hydra import compose
+    from evals.overrides import CONF, check_overrides, composition
 
-    from evals.overrides import CONF, check_overrides, composing
-
-    checked = check_overrides([*words])
-    with composing(CONF):
-        cfg = compose("config", checked, return_hydra_config=True)
+    cfg = composition(CONF, tuple(check_overrides([*words])))
     return settings(cfg, cfg.hydra.runtime.choices)
 
 
