@@ -23,13 +23,13 @@ print(code, used.ru_utime + used.ru_stime, *({"torch._C", "transformers"} & sys.
 RIGHT = """
 import sys
 import run
-import evals.answer
+import evals.batch.reading
 
 def prefill(*_, **__):
     print(*sys.modules)
     raise KeyboardInterrupt
 
-evals.answer.prefill = prefill
+evals.batch.reading.prefill = prefill
 run.main(sys.argv[1:])
 """
 UNUSED = (  # by a run up to its first prefill
