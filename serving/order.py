@@ -107,23 +107,27 @@ def chosen(words: Sequence[str]) -> Chosen:
     """What words of `run.py` choose; `ConfigError` where they are wrong, or say what no serving engine does."""
     settings = from_words([*words])
     asked = ask_one(settings, Lookups())
-    for name, value in not_served(settings):
-        if value:
-            raise Unserved(f"{name} is not served by vLLM, whose prefill and pages are one for all; leave it out")
+    refuse_keys(settings)
     if asked.rules.reads_inputs:
         raise Unserved(f"{asked.rules.title} reads the attention's input, which vLLM does not hand out; leave it out")
     return Chosen(settings, asked, look_up(settings).shape)
 
 
-def not_served(settings: Settings) -> list[tuple[str, Any]]:
-    """Keys of a run that a serving engine has no place for."""
-    return [
+def refuse_keys(settings: Settings) -> None:
+    """`Unserved` where a run asks for what a serving engine has no place for."""
+    says = [
         ("prefill=", settings.prefill),
         ("prefill.chunk", settings.chunk),
         ("compose=", settings.compose),
         ("cache.tokens", settings.cache.tokens),
+        ("memory=", settings.budget.memory),
+        ("budget_counts=", settings.budget.counts),
+        ("temperature=", not settings.sampling.is_greedy),
         ("positions=", settings.keeping.positions),
         ("dropped=", settings.keeping.dropped),
         ("compression_scope=context_only", settings.scope != "full_prompt"),
         ("weights=random", settings.weights == "random"),
     ]
+    for name, value in says:
+        if value:
+            raise Unserved(f"{name} is not served by vLLM, whose prefill and pages are one for all; leave it out")

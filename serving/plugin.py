@@ -19,8 +19,18 @@ def register() -> None:
 
     if not known(vllm.__version__):
         raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
+    take_back()
     register_backend(AttentionBackendEnum.CPU_ATTN, "serving.adapter.attention.Backend")
     if order.rung == DROPPING:
         from serving.adapter.blocks import register_manager
 
         register_manager()
+
+
+def take_back() -> None:
+    """vLLM's own attention again, and chosen anew: engines of this process before took ours, or were without."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()

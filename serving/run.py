@@ -22,7 +22,7 @@ from evals.runner import prepare
 from evals.settings import Settings
 from results import RunResult, SampleRow
 from results.opened import open_folders, results_of
-from serving.order import Order
+from serving.order import Order, refuse_keys
 from serving.rehearsal import rehearse
 from serving.serve import need_vllm
 from tasks.serving import Serving
@@ -53,6 +53,7 @@ def order_of(cell: Cell) -> Order:
     task = cell.task
     assert isinstance(task, Serving)
     settings = cell.settings
+    refuse_keys(settings)
     if settings.dtype != "float32":
         raise ConfigError(f"dtype={settings.dtype} has other pages in vLLM than are known; use dtype=float32")
     rung = task.params.rung
@@ -86,7 +87,7 @@ def word(value: Any) -> str:
 
 def serve(cell: Cell, order: Order, group: Group, waiting: Sequence[PreparedSample]) -> None:
     """Serve the whole trace, and write the cell's lines and figures."""
-    from serving.adapter.front import RESTRICTED, Engine
+    from serving.adapter.front import BLOCK, RESTRICTED, Engine
     from serving.measure import Request, drive
 
     task = cell.task
@@ -102,7 +103,10 @@ def serve(cell: Cell, order: Order, group: Group, waiting: Sequence[PreparedSamp
     ]
     model = model_folder(cell.settings)
     figures: dict[str, Any] = {}
-    alone = {"as shipped": {}, "with the method's restrictions": dict(RESTRICTED)} if not cell.rules.has_budget else {}
+    shipped = {"block_size": BLOCK}  # so that the pool is as large as the others'
+    alone = (
+        {"as shipped": shipped, "with the method's restrictions": dict(RESTRICTED)} if not cell.rules.has_budget else {}
+    )
     for name, more in alone.items():
         engine = Engine.start(None, model, **flags, **more)
         figures[name] = drive(engine, requests)[1].as_json()
@@ -136,7 +140,7 @@ def line(
     timing = {"ttft_s": reply.ttft_s, "arrival_s": reply.request.at_s}
     decode_s = reply.times[-1] - reply.times[0]
     return SampleRow(
-        id=cell.line_id(one.sample.id), prompt_sha256=one.sha, prompt_tokens=n, original_prompt_tokens=n,
+        id=one.sample.id, prompt_sha256=one.sha, prompt_tokens=n, original_prompt_tokens=n,
         generated_tokens=len(reply.ids), prediction=text, references=list(one.sample.references),
         score=cell.task.score(one.sample, text), status="ok", error=None, prefill_s=reply.ttft_s, decode_s=decode_s,
         tpot_s=reply.tpot_s, batch_rows=at_once, ledger=ledger | {"bytes_resident_device_actual": None},

@@ -107,7 +107,7 @@ def needle(length: int, depth: float, seed: int) -> Needle:
     """A needle's task of one prompt."""
     usual: dict[str, Any] = {
         **{"source": "embedded", "style": "own", "grid": "default", "depth_spacing": "linear", "scorer": "auto"},
-        **{"snap": "period", "buffer": None, "seeds": 1, "needles": 1, "max_new_tokens": None},
+        **{"snap": "period", "buffer": 40, "seeds": 1, "needles": 1, "max_new_tokens": None},
         **{"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"},
     }
     return Needle(NeedleParams(lengths=(length,), depths=(depth,), **usual), None, seed)

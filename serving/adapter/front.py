@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from serving.order import Order
-from serving.plugin import register
+from serving.plugin import register, take_back
 from serving.rehearsal import check_prompt
 
 EXTENSION = "serving.adapter.worker.Extension"
@@ -41,6 +41,10 @@ def refuse_flags(flags: Mapping[str, Any]) -> None:
     for key, why in REFUSED.items():
         if flags.get(key):
             raise ConfigError(f"{key} cannot be combined with a method: {why}; leave it out")
+    if (n := flags.get("pipeline_parallel_size", 1)) != 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={n} gives each worker some layers, and a method plans all; leave it out"
+        )
 
 
 def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +53,7 @@ def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any
         os.environ.setdefault(key, value)
     if order is None:
         Order.take_back()
+        take_back()
         return dict(flags)
     refuse_flags(flags)
     order.give()

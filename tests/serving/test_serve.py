@@ -1,16 +1,22 @@
 """The server's command line, and the run's, where vLLM is not needed or not there."""
 
+import json
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import run
 from evals.settings import from_words
-from serving.measure import percentiles
+from results import LEDGER_MEANS
+from results.read import read_samples
+from serving.measure import Figures, Reply, Request, percentiles
 from serving.order import chosen
-from serving.run import words_of
+from serving.run import FILE, words_of
 from serving.serve import Command, main, served_name, usual_rung
 
 NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
@@ -58,17 +64,55 @@ def test_a_run_without_vllm_says_how_to_get_it(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "a").exists()
 
 
-def test_a_run_refuses_a_method_that_pages_cannot_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["method=adakv", "task.rung=dropping"], "heads of a layer keep different counts"),
+        (["method=snapkv", "prefill=minference"], "prefill= is not served by vLLM"),
+        (["method=snapkv", "temperature=0.6"], "temperature= is not served by vLLM"),
+    ],
+)
+def test_a_run_refuses_what_is_not_served(
+    words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The method's words are composed again, within the run that Hydra composed."""
     monkeypatch.setattr("serving.run.need_vllm", lambda: None)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
-    words = ["task=serving", "task.rung=dropping", "method=adakv", "ratio=0.2", "dtype=float32"]
     with pytest.raises(SystemExit) as ended:
-        run.main([*words, f"out={tmp_path / 'a'}"])
-    assert ended.value.code == 2 and "heads of a layer keep different counts" in capsys.readouterr().err
+        run.main([*words, "task=serving", "ratio=0.2", "dtype=float32", f"out={tmp_path / 'a'}"])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_a_run_s_folder_has_the_answers_and_what_three_engines_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With engines that answer nothing to the point, in place of vLLM's."""
+    started: list[Any] = []
+
+    def start(order: Any, model: str, **flags: Any) -> Any:
+        started.append((order and order.rung, flags.get("block_size")))
+        books = dict.fromkeys([*LEDGER_MEANS.values()], 1.0) | {"s_prompt": 300, "within_budget": True}
+        told = {"books": {f"request-{i:04}-x": books for i in range(2)}, "replays": 0}
+        llm = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(decode=lambda ids, **_: "nothing"))
+        return SimpleNamespace(llm=llm, told=lambda: told, close=lambda: None)
+
+    def drive(engine: Any, requests: Sequence[Request]) -> Any:
+        times, n = {"p50": 1.0, "p90": 1.0, "p99": 1.0}, len(requests)
+        figures = Figures(n, 3, n, n, 0, 60, 20, 15.0, 0, [20, 15, 10], 2.0, 3 * n, 1.5 * n, times, times)
+        return [Reply(one, [1, 2, 3], [1.0, 1.5, 2.0]) for one in requests], figures
+
+    monkeypatch.setattr("serving.run.need_vllm", lambda: None)
+    monkeypatch.setattr("serving.adapter.front.Engine.start", start)
+    monkeypatch.setattr("serving.measure.drive", drive)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    folder = tmp_path / "a"
+    words = ["task.requests=2", "task.lengths=[300,300]", "dtype=float32", f"out={folder}"]
+    assert run.main(["method=full", "task=serving", *words]) == 0
+    assert started == [(None, 32), (None, 32), ("visible", None)]
+    assert [*json.loads((folder / FILE).read_text())] == ["as shipped", "with the method's restrictions", "method"]
+    row, _ = read_samples(folder)
+    assert (row.prediction, row.score, row.generated_tokens, row.tpot_s) == ("nothing", 0.0, 3, 0.5)
 
 
 def test_a_cell_s_settings_are_said_in_words_again() -> None:
