@@ -11,8 +11,7 @@ compressed, and the recorded action is read through the compressed cache. Nothin
 an action, so that small models can be told apart by the paired difference to full attention.
 
 Score       the share of tokens whose likeliest next token was the recorded one. `nll` is the mean loss in nats;
-            `value_agreement` and `value_nll` are of the tokens of argument values alone. The first token is predicted
-            by the prefill, without compression, and does not count.
+            `value_agreement` and `value_nll` are of the tokens of argument values alone.
 
 Not here: traces and what is asked of them (`task.py`).
 """
@@ -34,7 +33,7 @@ class AgentForced(ForcedTask, AgentTraces):
     """A sample for each decision, whose recorded action is fed."""
 
     name = "agent_forced"
-    version = 1
+    version = 2
     asking: Any = None  # no turns: each decision has a prompt of its own
 
     def __init__(self, params: Any, data_dir: str | None, seed: int) -> None:

@@ -1,7 +1,8 @@
 """Known answers, token by token: what is right is fed, and how often the next token would have been the right one.
 
 Nothing is parsed and nothing diverges within an answer, so that small models can be told apart by the paired difference
-to full attention. The first token of an answer is predicted by the prefill, without compression, and does not count.
+to full attention. The prompt's last token is fed in front of the answer: so its first token, too, is predicted through
+the compressed cache, and counts.
 
 Not here: which answers (`agent_forced.py`, `mrcr_forced.py`).
 """
@@ -33,19 +34,19 @@ class Fed(LazySamples):
 
     def sample(self, i: int) -> Sample:
         one = self.samples[i]
-        forced = fed(self.tokenizer, one.references[0])
-        places = [at for at in self.part(self.tokenizer, one) if at < len(forced)]
+        *ids, last = first_ids(self.tokenizer, one.context + one.question)
+        forced = (last, *answer_ids(self.tokenizer, one.references[0]))
         return replace(
-            one, context="", question="", ids=first_ids(self.tokenizer, one.context + one.question), forced=forced,
-            max_new_tokens=len(forced), is_rendered=False, fields={**one.fields, PLACES: places},
+            one, context="", question="", ids=tuple(ids), forced=forced, max_new_tokens=len(forced), is_rendered=False,
+            fields={**one.fields, PLACES: [*self.part(self.tokenizer, one)]},
         )  # fmt: skip
 
 
-def fed(tokenizer: Any, reference: str) -> tuple[int, ...]:
-    """An answer's tokens and the end behind them: two at least."""
+def answer_ids(tokenizer: Any, reference: str) -> list[int]:
+    """An answer's tokens, and the end behind them where the model has one."""
     ids: list[int] = tokenizer.encode(reference, add_special_tokens=False)
     end: int | None = tokenizer.eos_token_id
-    return (*ids, ids[-1] if end is None else end)
+    return ids if end is None else [*ids, end]
 
 
 def places_of(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -58,9 +59,9 @@ class Agreed:
     """Whether each next token is the right one, and its loss, for all rows."""
 
     def __init__(self, forced: Sequence[int], n_rows: int, places: Sequence[int], part: str) -> None:
-        """`places` are those of the tokens that are averaged apart, under the name `part`."""
+        """`places` are those of an answer's tokens that are averaged apart, under the name `part`."""
         self.targets, self.part = list(forced[1:]), part
-        self.apart = torch.tensor([i - 1 for i in places if i > 0], dtype=torch.long)
+        self.apart = torch.tensor(places, dtype=torch.long)
         self.losses = torch.zeros(n_rows, len(self.targets), dtype=torch.float64)
         self.hits = torch.zeros_like(self.losses)
         self.step = 0

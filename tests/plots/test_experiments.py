@@ -28,7 +28,7 @@ PAPERS = {
     "results": "longbench needle fidelity",  # docs/hour.md
     **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
     "evidence": "docs needle ruler shared gsm8k",  # docs/results.md
-    "cited": "agents airline babilong helmet mrcr oolong",  # docs/cited.md
+    "cited": "agents airline babilong graphwalks helmet mrcr oolong",  # docs/cited.md
 }
 
 

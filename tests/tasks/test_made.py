@@ -6,6 +6,7 @@ A solver here is the second implementation of what is right: it knows the prompt
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -14,12 +15,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from engine.shapes import ModelShape
 from evals.settings import choice, load_class
 from evals.typed import build_params
 from tasks.base import Sample
+from tasks.forced import ForcedContinuation
 from tasks.prompt import encode
 from tasks.turns.encode import prompt_of
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
@@ -386,3 +389,37 @@ def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_pa
         ids = [*cut.context_ids, *cut.question_ids]
         assert TOKENIZER.decode(whole.context_ids) == TOKENIZER.decode(ids)
         assert cut.question_ids and not any(one and one in sample.question for one in sample.evidence)
+
+
+# --- right answers that are fed -----------------------------------------------------------------------------------
+
+FORCED: dict[str, dict[str, Any]] = {
+    "agent_forced": TASKS["agent_traces"][0] | {"rows": 1},
+    "graphwalks_forced": TASKS["graphwalks"][0] | {"rows": 3},
+    "mrcr_forced": TASKS["mrcr "][0] | {"rows": 1},
+}
+OF = {"agent_forced": "agent_traces", "graphwalks_forced": "graphwalks", "mrcr_forced": "mrcr"}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_a_model_that_knows_the_answer_scores_1_and_one_that_knows_nothing_chance(name: str, tmp_path: Path) -> None:
+    task, samples = made(name, tmp_path, **FORCED[name])
+    _, asked = made(OF[name], tmp_path, **FORCED[name])
+    n_words = len(TOKENIZER)
+    for sample, one in zip(samples, asked, strict=True):
+        assert sample.ids is not None and sample.forced is not None
+        prompt, (first, *answer) = text_of(one), sample.forced
+        assert TOKENIZER.decode([*sample.ids, first]) == TOKENIZER.decode(TOKENIZER.encode(prompt))
+        (right,) = sample.references
+        assert all(node in right for node in one.references)
+        assert TOKENIZER.decode(answer).removesuffix(TOKENIZER.eos_token) == TOKENIZER.decode(TOKENIZER.encode(right))
+        continuation = ForcedContinuation(None, task, sample, None, frozenset())  # type: ignore[arg-type]
+        watch = task.watch(sample, continuation, [None, None])
+        for token in answer:
+            knows, guesses = torch.full((2, n_words), -50.0), torch.zeros(n_words)
+            knows[0, token], knows[1] = 50.0, guesses.index_fill(0, torch.tensor([(token + 1) % n_words]), 1e-6)
+            watch.predicted([0, 1], knows)
+        good, bad = watch.outcomes()
+        assert good.score == 1.0 and good.fields["measures"]["nll"] < 1e-6
+        assert bad.score == 0.0 and bad.fields["measures"]["nll"] == pytest.approx(math.log(n_words), abs=1e-3)
+        assert good.fields["n_targets"] == len(answer)

@@ -12,6 +12,7 @@ TASKS = {
     "mrcr": ["task.lengths=[2500]", "task.template=plain"],
     "mrcr_forced": ["task.lengths=[2500]", "task.template=plain", "task.words=[10,20]", "task.questions=2"],
     "graphwalks": ["task.lengths=[2200]", "task.problems=[parents]", "task.max_new_tokens=4"],
+    "graphwalks_forced": ["task.lengths=[2200]", "task.problems=[parents]"],
     "agent_traces": ["task.lengths=[5000]", "task.turns=2", "task.output_tokens=40", "task.max_new_tokens=4"],
     "agent_forced": ["task.lengths=[4000]", "task.turns=2", "task.output_tokens=40"],
     "oolong": ["task.lengths=[2000]", "task.questions=2", "task.max_new_tokens=4"],
