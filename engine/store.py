@@ -42,6 +42,7 @@ from engine.placement import (
     OffloadedValues,
     Placement,
     Ragged,
+    Release,
     Searched,
     Stay,
     Whole,
@@ -104,13 +105,14 @@ class Store:
             self.layers[layer] = self.layers[layer].change(change)
         self.spend(layer, change.cost)
 
-    def change_between(self, layer: int, change: Stay) -> None:
+    def change_between(self, layer: int, change: Stay | Release) -> None:
         """The same between steps: no step attended to what leaves, and what is written is counted as rebuilt."""
         self.layers[layer].evictions = None
         self.change(layer, change)
         made = self.layers[layer]
         made.evictions = None
-        self.ledger.count_rebuilt(change.slots.shape[-1] * self.shape.h_kv * made.meter.token_bytes)
+        if isinstance(change, Stay):
+            self.ledger.count_rebuilt(change.slots.shape[-1] * self.shape.h_kv * made.meter.token_bytes)
 
     def spend(self, layer: int, cost: Cost) -> None:
         """Enter into the books what a method held, read or moved beside K and V in the step at hand."""

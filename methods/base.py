@@ -33,7 +33,7 @@ from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
 from engine.observe import Observation
 from engine.passes.trace import Trace
-from engine.placement import Change, Coder, Placement, Stay, Whole
+from engine.placement import Change, Coder, Placement, Release, Stay, Whole
 from engine.sampling.cues import Interruption
 from engine.selection import FeedSelection, Found
 from engine.shapes import ModelShape
@@ -351,17 +351,23 @@ class SelectiveAttention(Rules, ABC):
         """
         return out
 
-    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | Release | None:
         """Hold a feed's tokens within the budget of `grown`, the method on prompts as long as the conversation is.
 
         The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone. Returns which
         tokens stay, if some leave; what is written for that, and its `cost`, are `rebuilt_bytes` of the ledger.
-        A method that `fetches_more` lets the growth go to what a step fetches, beside sinks and a window of one size.
+        A method that fetches lets the growth go to what a step fetches, beside sinks and a window as long as it was
+        behind the context: what is older leaves it for the host, and can be fetched from then on.
         """
         at = self.store[layer]
-        assert self.fetches_more, f"{type(self).__name__} keeps the budget of the context"
-        if at.can_fetch:
-            self.plan = replace(self.plan, k=grown.budget.tokens - at.n_kept - at.n_window)
+        assert self.extends(self.params), f"{type(self).__name__} keeps the budget of the context"
+        if not at.can_fetch:
+            return None
+        n_over = max(0, at.n_window - at.n_latest)
+        if at.n_window < at.n_seen - at.start:  # it slid: one token at a time, or after a long feed as a whole
+            n_over = at.n_window if n_over > 1 else 0
+        self.plan = replace(self.plan, k=max(0, grown.budget.tokens - at.n_kept - at.n_window + n_over))
+        return Release(n_over) if n_over else None
 
     def read_feed(self, layer: int, feed: "Feed") -> Tensor | None:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h). None: as any row does."""

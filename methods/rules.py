@@ -76,7 +76,7 @@ class Rules:
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
-    fetches_more: ClassVar[bool] = False  # True: all but sinks and a sliding window is fetched, and can be more
+    fetches_more: ClassVar[bool] = False  # True: what leaves the window is searched as the prompt is, for any number
     no_growth: ClassVar[str] = ""  # why its budget cannot grow with a conversation, where `extends` says so
     reads_inputs: ClassVar[bool] = False  # True: it observes what attention modules are called with
     judges: ClassVar[str] = ""  # of a scorer: by what it scores a single new token, "keys" or "input"; "": it cannot

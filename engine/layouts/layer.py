@@ -59,6 +59,7 @@ class Layer(ABC):
         self.n_seen = home.s_prompt  # tokens so far, the current one included
         self.n_kept, self.kept_positions = n_kept, positions
         self.n_window, self.capacity = n_window, capacity
+        self.n_latest = n_window  # of it as the prompt ended
         self.start = home.s_prompt - n_window  # position that lies in the window's first slot
         self.newest: tuple[Tensor, Tensor]  # K and V of the current token
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped

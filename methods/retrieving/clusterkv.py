@@ -167,7 +167,9 @@ class Hits:
 
 class ClusterKV(SelectiveAttention):
     title = "ClusterKV"
-    no_growth = "fetches clusters, whose number follows from the context's length"
+    no_growth = (
+        "holds what it reads behind the context until there is enough for clusters, which may be more than a budget"
+    )
     drops = False
     packs_host = True
     skips = True

@@ -107,7 +107,6 @@ def taken(keys: Tensor, channels: Tensor, bits: int) -> Tensor:
 class DoubleSparsity(NeedsCalibration, LabelSearch):
     calibration = "channels"
     title = "Double Sparsity"
-    no_growth = "reads labels whose number was bought with the context's length"
     drops = False
     skips = True
 
@@ -258,6 +257,10 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
             channels = self.channels[layer].repeat_interleave(queries.shape[1] // len(self.channels[layer]), 0)
             queries = quantised(queries.gather(2, channels.expand(len(q), -1, -1)), self.params.label_bits)
         return queries if self.plan.per_head else queries.unflatten(1, (h_kv, -1)).sum(2)
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return super().extends(params) and params.heavy is None
 
     def n_chosen(self, n: int) -> int:
         return super().n_chosen(n) if self.params.heavy is None else self.params.heavy

@@ -55,7 +55,7 @@ from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 
 CHOICES = (
     ("repr_score", ("prob", "logit")),
@@ -90,7 +90,7 @@ def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
 
 class InfLLM(SelectiveAttention):
     title = "InfLLM"
-    no_growth = "fetches blocks, whose number follows from the context's length"
+    no_growth = "has blocks of the context alone; method.grow_blocks=true makes blocks of what follows, and grows"
     drops = False
 
     @dataclass(frozen=True)
@@ -168,6 +168,17 @@ class InfLLM(SelectiveAttention):
             budget, shape, budget.s_prompt - n_blocks * plan.block_len,
             heads * n_blocks * shape.d_h * ELEMENT_BYTES, min(plan.k, n_blocks) * plan.block_len * wide,
         )  # fmt: skip
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return super().extends(params) or params.grow_blocks
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        at = self.store[layer]
+        if at.can_fetch:
+            self.plan = replace(
+                self.plan, k=max(0, grown.budget.tokens - at.n_kept - at.n_window) // self.plan.block_len
+            )
 
     def setup(self) -> None:
         self.n_blocks, self.means, self.scores = {}, {}, {}

@@ -11,18 +11,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from engine.budget import Budget
 from engine.placement import Offloaded
 from engine.selection import Cost, Found, Selection
 from kernels.labels import by_channel, label_top
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys
 from methods.alike import select_alike
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,12 @@ class LabelSearch(SelectiveAttention):
     """A method that fetches the tokens with the largest products of label and query."""
 
     labels: dict[int, Labels]  # per layer; a variant's own where generated tokens compete
+    now: Budget  # of the context, or of the conversation as it was last held within one
+
+    no_growth = "has labels of the context alone; method.generated=compete labels what follows, and grows"
 
     def setup(self) -> None:
-        self.labels = {}
+        self.labels, self.now = {}, self.budget
 
     @abstractmethod
     def shared_labels(self, layer: int) -> Labels:
@@ -78,7 +82,14 @@ class LabelSearch(SelectiveAttention):
 
     def n_chosen(self, n: int) -> int:
         """How many of `n` tokens that compete are fetched."""
-        return self.plan.k if not self.competes else self.budget.allowance(n - self.trace.s_prompt)
+        return self.plan.k if not self.competes else self.now.allowance(n - self.now.s_prompt)
+
+    @classmethod
+    def extends(cls, params: Any) -> bool:
+        return super().extends(params) or params.generated == "compete"
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        self.now = grown.budget
 
     @property
     def competes(self) -> bool:

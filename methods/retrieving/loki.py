@@ -69,7 +69,6 @@ def turned(x: Tensor, components: Tensor) -> Tensor:
 class Loki(NeedsCalibration, LabelSearch):
     calibration = "pca"
     title = "Loki"
-    no_growth = "ranks by components whose number was bought with the context's length"
     drops = False
 
     @dataclass(frozen=True)
@@ -182,6 +181,10 @@ class Loki(NeedsCalibration, LabelSearch):
         if self.params.granularity == "query_head":
             return q[:, :, 0]
         return q[:, :, 0].float().unflatten(1, (self.trace.shape.h_kv, -1)).sum(2)  # a sum of logits is that of queries
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return super().extends(params) and params.top_k is None
 
     def n_chosen(self, n: int) -> int:
         top_k = self.params.top_k

@@ -87,8 +87,8 @@ MOST_BITS = 8  # of one code
 
 class PQCache(SelectiveAttention):
     title = "PQCache"
-    no_growth = "keeps what is read behind the context in its window, beside an index that was paid for the context"
     drops = False
+    fetches_more = True
     packs_host = True
 
     @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Not here: bounds and scores (`kernels/pages.py`).
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any, cast
@@ -47,7 +47,7 @@ from engine.turns.feed import Feed
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
 from methods.alike import select_alike
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
@@ -110,7 +110,7 @@ def tokens_of(pages: Tensor, page_len: int, n: int) -> Tensor:
 
 class Quest(SelectiveAttention):
     title = "Quest"
-    no_growth = "fetches whole pages, whose number follows from the context's length"
+    no_growth = "has pages of the context alone; method.page_generated=true pages what follows, and grows"
     drops = False
     skips = True
     pads = True
@@ -181,6 +181,13 @@ class Quest(SelectiveAttention):
         bounds = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES * ceil(s / plan.page_len)
         fetched = plan.k(s, params.variant) * plan.page_len * (shape.g if params.agg == "query_head" else 1)
         return held(budget, shape, started, bounds, fetched, cls.n_whole(params, shape))
+
+    @classmethod
+    def extends(cls, params: Params) -> bool:
+        return super().extends(params) or params.page_generated
+
+    def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
+        self.plan = replace(self.plan, tokens=grown.budget.tokens)
 
     def setup(self) -> None:
         self.bounds = {}

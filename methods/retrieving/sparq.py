@@ -103,8 +103,8 @@ class Lacking:
 
 class SparQ(SelectiveAttention):
     title = "SPARQ"
-    no_growth = "keeps what is read behind the context in its window, beside an index that was paid for the context"
     drops = False
+    fetches_more = True
 
     @dataclass(frozen=True)
     class Params:
