@@ -64,7 +64,8 @@ class ScoringMethod(SelectiveAttention):
 
     @classmethod
     def extends(cls, params: Any) -> bool:
-        by_keys = cls.score is not ScoringMethod.score and cls.scores is ScoringMethod.scores
+        own = cls.score is not ScoringMethod.score or cls.worth is not ScoringMethod.worth
+        by_keys = own and cls.scores is ScoringMethod.scores
         return super().extends(params) or (by_keys and not cls.evicts(params))
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:

@@ -22,6 +22,7 @@ class QuantisingMethod(SelectiveAttention):
 
     drops = False
     changes = True
+    no_growth = "attends to every token, in fewer bits, so that nothing of it could grow"
     takes = ("memory",)
 
     @classmethod

@@ -99,6 +99,7 @@ def output_norms(values: Tensor, projection: Tensor) -> Tensor:
 
 class CriticalKV(OverScorer):
     title = "CriticalKV"
+    no_growth = "ranks by its scorer's weights of the context, which a feed's tokens have none of"
 
     @dataclass(frozen=True)
     class Params:

@@ -46,6 +46,7 @@ USUAL_WINDOW = 64  # tokens, where nobody says where the question begins
 
 class Finch(ScoringMethod):
     title = "FINCH"
+    no_growth = "chooses tokens by the question that the context ends with"
 
     @dataclass(frozen=True)
     class Params:

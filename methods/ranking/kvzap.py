@@ -41,6 +41,7 @@ class Gated(ScoringMethod):
 
     reads_inputs = True
     judges = "input"
+    no_growth = "does not hold what its gate said of the context's tokens, against which a feed's would be ranked"
     takes = ()  # no sweep over all methods has a gate for its model
     comparable = "layers"
     is_question_free = True

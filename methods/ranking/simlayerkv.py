@@ -48,6 +48,7 @@ def lazy_share(weights: Tensor, n_sink: int, n_recent: int, n_cut: int) -> float
 
 class SimLayerKV(SelectiveAttention):
     title = "SimLayerKV"
+    no_growth = "divides layers by what they attend to in the context"
     drops = True
 
     @dataclass(frozen=True)

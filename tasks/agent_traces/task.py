@@ -74,7 +74,7 @@ class Params:
     on_bad_row: str
     mode: str
     feed: str
-    budget_base: str
+    budget_base: str | None  # None: conversation in golden, else context
 
     def __post_init__(self) -> None:
         check_choices(
@@ -87,7 +87,8 @@ class Params:
 
     @property
     def asking(self) -> Asking:
-        return Asking(self.mode, self.feed, self.budget_base)
+        usual = "conversation" if self.mode == "golden" else "context"
+        return Asking(self.mode, self.feed, self.budget_base or usual)
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ def test_an_interval_draws_samples_and_not_turns(model: str, tmp_path: Path) -> 
         (["task.questions=1", "task.mode=golden"], "needs several questions"),
         (["task.budget_base=conversation", "method=snapkv"], "grows with turns that stay"),
         (
-            ["task.budget_base=conversation", "task.mode=golden", "method=pqcache"],
-            "PQCache cannot: it keeps what is read",
+            ["task.budget_base=conversation", "task.mode=golden", "method=kvzip"],
+            "KVzip cannot: it scores tokens by how the context is repeated",
         ),
         (
             ["task.budget_base=conversation", "task.mode=golden", "method=h2o", "method.generated=on_top"],

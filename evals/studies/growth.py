@@ -1,0 +1,42 @@
+"""Which methods hold a budget that grows with a conversation, and why others do not: `python -m evals.studies.growth`.
+
+The table of docs/turns.md, from what methods say of themselves (`Rules.extends`, `Rules.no_growth`).
+
+Not here: how a row grows (`methods/base.py`, `engine/turns/talk.py`).
+"""
+
+import sys
+
+from engine.terminal import say
+from evals.studies.hardware import method_of
+from results.names import own_methods
+from results.sheet import Sheet, markdown
+
+KINDS = ("holds more of what is still there", "fetches more", "grows without a budget", "refused")
+
+
+def growth(name: str) -> tuple[int, str]:
+    """Of a method with its default settings: which of KINDS, and why it is refused."""
+    rules, params = method_of(name)
+    if rules.of_answers:
+        return 3, "compresses its own answer, and takes no questions in turn"
+    if rules.adapts(params):
+        return 3, "keeps what each context asks for, without a budget that could grow"
+    if not rules.has_budget:
+        return 2, ""
+    if rules.extends(params):
+        return (0 if rules.drops else 1), ""
+    assert rules.no_growth, f"{name} says nothing of why its budget cannot grow"
+    return 3, rules.no_growth
+
+
+def table() -> str:
+    """Methods that grow first, then the others with their reasons."""
+    found = sorted((*growth(name), name) for name in own_methods())
+    rows = [[name, KINDS[kind] + (f": {why}" if why else "")] for kind, why, name in found]
+    return markdown(Sheet(["method", "budget over a conversation"], rows, n_keys=2))
+
+
+if __name__ == "__main__":
+    say(table())
+    sys.exit(0)
