@@ -93,8 +93,8 @@ SETS = (
     Asked(
         "agents", "Work on drawn records, token by token",
         "Work of up to 2,500 tokens with four questions each, each in a prompt of its own. What is right is fed. "
-        "Values are the loss of the value's tokens: of what was seen last (fresh), of what was seen before (stale), of counts "
-        "and other things that all of the work says.",
+        "Values are the loss of the value's tokens: of what was seen last (fresh), of what was seen before (stale), of "
+        "counts and other things that all of the work says.",
         "agent_forced", {"fresh": "fresh", "stale": "stale", "count": "count"}, 8, measure="value_nll", by="group",
     ),
     Asked(

@@ -41,8 +41,8 @@ class GraphWalksForced(ForcedTask, GraphWalks):
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        assert continuation.forced is not None
-        return Agreed(continuation.forced, len(rows), sample.fields[PLACES], "nodes")
+        assert continuation.ids is not None
+        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "nodes")
 
 
 class Written(LazySamples):

@@ -413,7 +413,7 @@ def test_a_model_that_knows_the_answer_scores_1_and_one_that_knows_nothing_chanc
         (right,) = sample.references
         assert all(node in right for node in one.references)
         assert TOKENIZER.decode(answer).removesuffix(TOKENIZER.eos_token) == TOKENIZER.decode(TOKENIZER.encode(right))
-        continuation = ForcedContinuation(None, task, sample, None, frozenset())  # type: ignore[arg-type]
+        continuation = ForcedContinuation(task, sample, sample.forced)
         watch = task.watch(sample, continuation, [None, None])
         for token in answer:
             knows, guesses = torch.full((2, n_words), -50.0), torch.zeros(n_words)
