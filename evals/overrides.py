@@ -280,6 +280,7 @@ def with_files(override: Override, names: list[str]) -> Override:
         names.append(found[text])
     if not found:
         return override
+    composition.cache_clear()  # another file may have had this name
     return parse_override("method=" + ",".join(found.get(text, text) for text in given))
 
 

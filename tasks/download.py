@@ -32,7 +32,7 @@ from typing import Any
 from filelock import FileLock
 
 from engine.errors import ConfigError, unknown_name
-from tasks.known import known_tasks
+from tasks.known import own_data
 
 HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"
@@ -61,8 +61,7 @@ class Piece:
 
 def downloads() -> dict[str, tuple[Piece, ...]]:
     """What can be fetched, by the task that it is for."""
-    data = {name: kind.data for name, kind in known_tasks().items() if kind.data is not None}
-    return {name: each.pieces for name, each in data.items() if each.pieces}
+    return {name: each.pieces for name, each in own_data().items() if each.pieces}
 
 
 def cache_root() -> Path:

@@ -22,3 +22,8 @@ def known_tasks() -> dict[str, Any]:
     targets = dict.fromkeys(tree["_target_"] for tree in trees if "_target_" in tree)
     kinds = [getattr(import_module(target.rpartition(".")[0]), target.rpartition(".")[2]) for target in targets]
     return {kind.name: kind for kind in kinds}
+
+
+def own_data() -> dict[str, Any]:
+    """The data of each task that has some; what a task shares with the one that it is made of is that one's."""
+    return {name: kind.data for name, kind in known_tasks().items() if vars(kind).get("data") is not None}

@@ -325,7 +325,8 @@ def where(model: Shipped) -> str:
 
 def data() -> list[Fact]:
     """Per task, which of upstream's files a run would find, and how to get the others."""
-    return [Fact(name, found(name, kind.data)) for name, kind in tasks().items() if kind.data is not None]
+    own_data = import_module("tasks.known").own_data
+    return [Fact(name, found(name, data)) for name, data in own_data().items()]
 
 
 def found(name: str, data: Any) -> str:

@@ -9,6 +9,7 @@ Not here: times (`evals/studies/hardware.py`).
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
@@ -33,6 +34,8 @@ ELEMENT_BYTES = 2  # of weights, K and V
 def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
     kind, params = method_of(name)
     request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else FULL_REQUEST
+    if getattr(params, "protect_prompt", False):  # it would keep the whole prompt, whatever the ratio
+        params = replace(params, protect_prompt=False)
     if kind.of_answers:  # prompt and answer share as many tokens as others keep of a prompt
         request = BudgetRequest(None, floor(ratio * s), Fraction(0))
     return kind.variant_for(params, request, shape, s)

@@ -12,6 +12,7 @@ KNOW_TRANSFORMERS = {
     "engine/checkpoints/load.py",
     "engine/checkpoints/text.py",
     "engine/checkpoints/trial.py",
+    "engine/passes/rotations.py",
 }
 
 

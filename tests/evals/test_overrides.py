@@ -83,8 +83,8 @@ def test_what_is_misspelt_is_named_with_near_misses(argv: list[str], begins: str
 
 
 def test_near_misses_are_followed_by_everything_allowed() -> None:
-    tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
-    assert f"(all: {', '.join(tasks)})" in refused("task=longbnch")
+    prefills = sorted(file.stem for file in (CONF / "prefill").glob("*.yaml"))
+    assert f"(all: {', '.join(prefills)})" in refused("prefill=minferense")
 
 
 def test_a_long_list_leaves_presets_out_and_says_how_many() -> None:
