@@ -40,8 +40,8 @@ def is_right(labels: tuple[str, ...], target: str, prediction: str, question: st
     target, question, text = target.lower(), question.lower(), shortened(prediction)
     small = {label.lower() for label in labels}
     found = {label for label in small if is_in(label, text, whole_words)} - {one for one in small if one in question}
-    wanted = set(target.split(",")) if "," in target and len(target) > 3 else {target}
-    return found == wanted
+    wanted = target.split(",") if "," in target and len(target) > 3 else [target]
+    return found == set(wanted) and len(found) == len(wanted)
 
 
 def is_in(label: str, text: str, whole_words: bool) -> bool:

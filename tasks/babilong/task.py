@@ -109,7 +109,7 @@ class BabiLong(Task):
     """The rows of each chosen task and length, in turns."""
 
     name = "babilong"
-    version = 1
+    version = 2
     Params = Params
     data = Data(
         (THEIR_PROMPTS, *(f"babilong/{length}/{name}.json" for length in ("4k", "16k") for name in LISTS["first"])),

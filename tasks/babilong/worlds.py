@@ -220,8 +220,10 @@ def relations(rng: random.Random) -> list[str]:
 
 
 def ask_place(rng: random.Random, world: World) -> str:
-    """Yes and no alike often, as far as the facts allow."""
-    people = sorted({*world.place, *world.perhaps}) or ["Mary"]
+    """Yes and no alike often, as far as the facts allow; "" where they place nobody."""
+    people = sorted({*world.place, *world.perhaps})
+    if not people:
+        return ""
     person = rng.choice(people)
     near = world.perhaps.get(person, ()) or ([world.place[person]] if person in world.place else [])
     return f"Is {person} in the {rng.choice(near) if near and rng.random() < 0.5 else rng.choice(PLACES)}?"
