@@ -8,6 +8,8 @@ other module prints.
 Not here: Markdown (`results/sheet.py`), CSV and JSON (`engine/foreign.py`), HTML (the report's scripts set text).
 """
 
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -32,9 +34,13 @@ def lines_of(text: str) -> str:
 
 
 def say(*words: object, file: TextIO | None = None, end: str = "\n") -> None:
-    """As `print`: to standard output, or another stream."""
+    """As `print`: to standard output, or another stream. Where its reader has left (`| head`), the command ends."""
     stream = sys.stdout if file is None else file
-    print(lines_of(" ".join(map(str, words))), file=stream, end=end, flush=stream is sys.stderr)
+    try:
+        print(lines_of(" ".join(map(str, words))), file=stream, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes nowhere at exit
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def console(**options: Any) -> "Console":

@@ -155,11 +155,14 @@ def pivots(
     parts = with_parameters(parts, {*rows, *(columns or ())})
     if "prefill" in {*rows, *(columns or ())}:
         parts = beside_prefills(parts)
-    columns = chosen(parts, rows) if columns is None else columns
+    axes = chosen(parts, rows) if columns is None else tuple(columns)
     labels = sorted({part.of["method"] for part in parts})
     if against not in (None, FULL, *labels):
         raise WrongKey(f"no run is of {against!r}; there is {', '.join(labels)}{near(str(against), labels)}")
-    made = [pivot_of(group, tuple(rows), tuple(columns), value, against) for group in split(parts, {*rows, *columns})]
+    made = [
+        pivot_of(group, tuple(rows), chosen(group, rows) if columns is None else axes, value, against)
+        for group in split(parts, {*rows, *axes})
+    ]
     return sorted(made, key=lambda pivot: (-len(pivot.cells), str(pivot.where)))
 
 

@@ -1,6 +1,8 @@
 """The papers that cards name, as BibTeX."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +50,11 @@ def test_a_wrong_name_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_it_needs_no_torch() -> None:
     code = "import sys, methods.cite; assert methods.cite.main(['quest']) == 0; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_reader_who_leaves_ends_it_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as closed:
+        done = subprocess.run([sys.executable, "-m", "methods.cite"], stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -54,6 +54,14 @@ def test_without_a_word_it_is_methods_by_what_varies_and_full_stands_once_beside
     assert "| Full | 100.0 (" in markdown(sheet) and markdown(sheet).count("| Full |") == 1
 
 
+def test_what_varies_in_one_table_is_no_column_of_another(tmp_path: Path) -> None:
+    needles(tmp_path)
+    write(tmp_path, "pqcache", "needle", rows([1.0] * 12), model="large")
+    write(tmp_path, "pqcache", "gsm8k", rows([1.0] * 12))
+    across = {sheet.where["task"]: sheet.column_keys for sheet in pivots(load(tmp_path))}
+    assert across == {"needle": ("budget", "model"), "gsm8k": ("budget",)}
+
+
 def test_a_table_holds_the_score_of_result_json_with_its_interval(tmp_path: Path) -> None:
     _, result = write(tmp_path, "snapkv", "needle", rows(HITS))
     write(tmp_path, "pqcache", "needle", rows([1.0] * 12))
