@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, RunError
-from engine.terminal import say
+from engine.terminal import lacks, say
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -187,7 +187,7 @@ def answer(argv: list[str], show: "Show | None") -> int:
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
     except ModuleNotFoundError as error:
-        return refuse(ConfigError(f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"))
+        return refuse(ConfigError(lacks(error)))
     from evals.overrides import check_overrides
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then, where it would print and exit with 1

@@ -9,3 +9,7 @@ one model), `runner.py`, `loop.py`, and what becomes of a sample: `prepare.py`, 
 Not here: benchmarks (`tasks`), a run's folder (`results`), how a model decodes (`engine`), what a method keeps
 (`methods`), summaries over runs (`plots`).
 """
+
+from engine.terminal import refuse_without_packages
+
+refuse_without_packages()

@@ -3,3 +3,7 @@
 
 Not here: moving tokens, counting them, attending to them (`engine`).
 """
+
+from engine.terminal import refuse_without_packages
+
+refuse_without_packages()

@@ -76,3 +76,19 @@ def test_a_right_command_reaches_its_first_prefill_without_what_it_does_not_use(
     loaded = {name.partition(".")[0] for name in python(RIGHT, *words, f"out={tmp_path / 'run'}").split()}
     assert "transformers" in loaded
     assert not loaded & set(UNUSED)
+
+
+@pytest.mark.parametrize("command", ["tests.conformance", "tests.golden", "plots.table", "evals.fetch"])
+def test_a_command_of_a_python_without_packages_is_a_sentence(command: str) -> None:
+    """With -S Python has its own library alone."""
+    done = subprocess.run([sys.executable, "-S", "-m", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.endswith("; `make setup`, then `. .venv/bin/activate`\n")
+
+
+@pytest.mark.parametrize("fails", ["import plots.nothing", "1 / 0"])
+def test_a_fault_of_ours_is_shown_as_one(fails: str) -> None:
+    lines = f"import sys; sys.argv[0] = '-m'; import plots; {fails}"
+    done = subprocess.run([sys.executable, "-S", "-c", lines], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")

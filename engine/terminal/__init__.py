@@ -3,7 +3,7 @@
 Names, answers and messages come from files of others: a result, a method's title, a chat template. An escape sequence
 among them could clear the screen or write a line that was never printed. `say` prints lines, `console` gives rich's
 console for tables; both escape every character that cannot be printed, before it is measured. A test holds that no
-other module prints.
+other module prints. A command that this Python lacks a package for says so here.
 
 Not here: Markdown (`results/sheet.py`), CSV and JSON (`engine/foreign.py`), HTML (the report's scripts set text).
 """
@@ -11,9 +11,12 @@ Not here: Markdown (`results/sheet.py`), CSV and JSON (`engine/foreign.py`), HTM
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from rich.console import Console
 
 
@@ -53,3 +56,24 @@ def console(**options: Any) -> "Console":
             return super().render_str(lines_of(text), **options)
 
     return Shown(markup=False, emoji=False, **options)
+
+
+def lacks(error: ModuleNotFoundError) -> str:
+    return f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"
+
+
+def refuse_without_packages() -> None:
+    """For `python -m ROOM.COMMAND`, which imports the room first: a missing package is a sentence and exit code 2.
+
+    A program that imports the room keeps its own ways.
+    """
+    if sys.argv[0] == "-m":  # what Python puts there until it has found the command
+        sys.excepthook = refuse_missing
+
+
+def refuse_missing(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+    """As `sys.excepthook`; a module that is missing from a package that is there is a fault, not a package."""
+    if not isinstance(error, ModuleNotFoundError) or find_spec(str(error.name).partition(".")[0]) is not None:
+        return sys.__excepthook__(kind, error, trace)
+    say(lacks(error), file=sys.stderr)
+    sys.exit(2)
