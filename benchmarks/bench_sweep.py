@@ -41,7 +41,7 @@ from results.opened import open_folders
 from tasks.base import Sample
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
-RATIOS = ("0.1", "0.2")
+RATIOS = "0.1,0.2"
 MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
 
 
@@ -69,7 +69,7 @@ def cells(options: argparse.Namespace, methods: Sequence[str], out: Path) -> lis
     made = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for method in methods:
-            for ratio in RATIOS if method != "full" else RATIOS[:1]:
+            for ratio in options.ratios if method != "full" else options.ratios[:1]:
                 given = [*words, f"method={method}", f"ratio={ratio}"]
                 cfg = compose("config", given, return_hydra_config=True)
                 made.append(settings(cfg, cfg.hydra.runtime.choices, is_sweep=True))
@@ -123,8 +123,8 @@ def answers(folder: Path) -> dict[tuple[str, str], str]:
 def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
     models = Models()
     fused = cells(options, methods, scratch / "fused")
-    alone = [[one] for one in cells(options, methods, scratch / "alone")]
-    full = [cells(options, ["full"], scratch / name) for name in ("full", "full again")]
+    alone = [] if options.beside == "full" else [[one] for one in cells(options, methods, scratch / "alone")]
+    full = cells(options, ["full"], scratch / "full")
     again = cells(options, methods, scratch / "again")
     warm = argparse.Namespace(**vars(options) | {"tokens": min(2000, options.tokens)})
     with opened([cells(warm, methods, scratch / "warm")], models) as groups:
@@ -133,17 +133,18 @@ def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -
     shape = f"{len(fused)} variants, {options.tokens} tokens, {options.new} new, {name}"
     dtype = str(models.model.dtype).removeprefix("torch.")
 
-    with opened([fused, full[0], again, full[1], *alone], models) as groups:
-        one_by_one, together = asking(groups[4:]), asking(groups[:1])
-        pairs = measure(one_by_one, together, options.samples, warm_up=0)
+    with opened([fused, full, again, *alone], models) as groups:
+        pairs = measure(asking(groups[3:]), asking(groups[:1]), options.samples, warm_up=0) if alone else None
         beside_full = measure(asking(groups[1:2]), asking(groups[2:3]), options.samples, warm_up=0)
+    record("sweep: fused against full attention alone", shape, dtype, beside_full)
+    if pairs is None:
+        return
     ours, theirs = answers(scratch / "fused"), answers(scratch / "alone")
     n_same = sum(ours[key] == said for key, said in theirs.items())
     print(f"{n_same} of {len(theirs)} answers are the same fused and alone ({dtype})")
     assert ours.keys() == theirs.keys()
     assert dtype != "float32" or n_same == len(theirs), "fused and alone say different things"
     record("sweep: fused against one by one", shape, dtype, pairs)
-    record("sweep: fused against full attention alone", shape, dtype, beside_full)
 
 
 def bench_profile(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
@@ -179,6 +180,7 @@ def bench_memory(options: argparse.Namespace) -> None:
         ]
         for key in ("tokens", "new", "dtype", "max_variants"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        command += ["--ratios", ",".join(options.ratios)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         peak[which] = json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"]
     gain = peak[options.methods] - peak["full"]
@@ -191,6 +193,8 @@ def bench_memory(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--ratios", type=lambda words: words.split(","), default=RATIOS)
+    parser.add_argument("--beside", choices=("runs", "full"), default="runs", help="full: full attention alone")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--samples", type=int, default=5)

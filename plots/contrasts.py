@@ -4,8 +4,8 @@
     outcomes    each on the samples that nobody had seen when it was chosen, with Holm's correction over the whole list
 
 Whoever looks at scores and then picks what to test finds something in any noise. So a comparison says how many samples
-of its task were known when it was picked, and those do not test it. One picked when all were known is no test: it is
-told as what was found by looking, corrected for all comparisons of its kind.
+of its task were known when it was chosen, and those do not test it. One chosen when all were known is no test: it is
+told as chosen afterwards, and corrected for all comparisons of its kind.
 
 Not here: the page (`plots/findings.py`), scores (`plots/evidence.py`).
 """
@@ -39,10 +39,13 @@ class Contrast:
             (one for one in sets if one.asked.key == self.asked and {self.place, self.beside} <= one.of.keys()), None
         )
 
+    def has_room(self, scores: Scores) -> bool:
+        return all(scores.has_room(scope, memory) for scope, memory, _ in (self.place, self.beside))
+
     def fresh(self, sets: Sequence[Scores]) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
-        """Both places' scores on the samples that test it; None where there are none."""
+        """Both places' scores on the samples that test it; None where there are none, or full attention is low."""
         scores = self.of(sets)
-        if scores is None:
+        if scores is None or not self.has_room(scores):
             return None
         one, other = (dict([*scores.of[place].items()][self.seen :]) for place in (self.place, self.beside))
         both = [sample for sample in one if sample in other]

@@ -30,6 +30,7 @@ from results.read import parse_samples
 COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
 SHOWN, HIDDEN = "full_prompt", "context_only"
 FULL = "full"
+LEAST = 30  # of 100 that full attention must score; below it methods have nothing to lose
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
 
@@ -150,6 +151,10 @@ class Scores:
 
     def n(self, scope: str, memory: str) -> int:
         return len(self.full(scope, memory))
+
+    def has_room(self, scope: str, memory: str) -> bool:
+        """Whether full attention scores enough that a method has something to lose."""
+        return 100 * mean(self.full(scope, memory)) >= LEAST
 
     def share(self, place: Place) -> float:
         """Of full attention's bytes."""

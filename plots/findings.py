@@ -32,7 +32,6 @@ from results.sheet import ABSENT, Sheet, markdown
 NAME = "results"
 KEPT = "scores.csv.gz"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
-LEAST = 30  # of 100 that full attention must score; below it methods have nothing to lose
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
     "difference high", "p", "p after Holm", "compared", "best rank", "worst rank", "bytes held, share of full",
@@ -41,33 +40,32 @@ HEADS = (
 HEAD = """\
 # Results
 
-How well {models} answer with a compressed cache, by bytes:
-every method may hold the same share of the bytes of full attention's keys and values. Two things are varied: how small
-the share is, and whether the method sees the question while it compresses ("question shown") or not, because the prompt
-is compressed before anybody asks ("question hidden").
+How well {models} answer with a compressed cache.
+Every method may hold the same share of the bytes that full attention's keys and values take. Two things vary: that
+share, and what the method sees while it compresses. It sees the prompt with its question ("question shown"), or the
+prompt is compressed before anybody asks ("question hidden").
 
 {findings}
 
-Scores are 0 to 100. Intervals are 95 % over samples ([one rule for every n](intervals.md)); differences are paired,
-sample by sample, and p is that of the sign-flip test after Holm's correction. "Fresh": the comparison was fixed before
-anybody saw the samples that test it, and the numbers are of these alone ([what was tested](#what-was-tested)). "Found
-by looking": it was picked when all its scores were known, so p is corrected over all comparisons of its kind, and new
-samples have yet to confirm it. The samples of a task are the same for all methods at a budget. Every method has its
-default settings.
+Scores are 0 to 100. Intervals are 95 % over samples ([one rule for every n](intervals.md)). Differences are paired,
+sample by sample; p is that of the sign-flip test after Holm's correction. "Fixed beforehand": the comparison was chosen
+before the samples that test it were asked, and only those count ([what was tested](#what-was-tested)). "Chosen
+afterwards": it was chosen because its scores stood out, and new samples have yet to confirm it. An interval may hold 0
+where p is small: few samples cannot exclude a rare large loss. All methods at a budget are asked the same samples, and
+have their default settings.
 {short}
-Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. The
-command of its runs stands with each task; it goes on where it was stopped. Some of these were stopped, as their n says;
-who stopped them looked at the clock and not at the scores. Needles, which are asked in the order of their depth, count
-when all were asked. [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few
-samples.
+Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. Each
+task names the command of its runs, which goes on where it was stopped. Some runs were stopped early, as their n says,
+by the clock and not by the scores. Needles are asked in the order of their depth, so a budget counts when all were
+asked. [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
 """
 REGISTER = """\
 ## What was tested
 
-{n} comparisons were fixed in [plots/contrasts.py](../plots/contrasts.py). "Known before" counts the task's first
-samples, whose scores were known when the comparison was picked; only later samples test it, and n counts those. p is
-corrected over all {n}; a comparison that was not asked yet counts as if its p were the largest. Intervals are not
-corrected.
+{n} comparisons were fixed in [plots/contrasts.py](../plots/contrasts.py). "Known before" is the number of the task's
+samples, the first ones, whose scores were known when the comparison was chosen. Only later samples test it, and n is
+their number. p is corrected over all {n}; one without samples counts as if its p were the largest. Intervals are
+not corrected.
 
 {table}
 """
@@ -83,16 +81,19 @@ class Finding:
 
     contrast: Contrast
     words: str  # with {one}, {other}, {share} and the two scores {a}, {b}
-    but: Contrast | None = None  # of which the opposite must be shown
-    but_words: str = ""
+    beside: Contrast | None = None  # a second one
+    beside_words: str = ""
+    is_turned: bool = False  # the second must be shown, and the other way round; else it is told if it agrees
 
 
-DOCS, NEEDLES = CONTRASTS[:6], LOOKED
+DOCS, NEEDLES = CONTRASTS[:6], CONTRASTS[6:8]
 FINDINGS = (
     Finding(
         DOCS[0],
         "**Hide the question, and a method of last queries loses its answers**: at {share} of the bytes "
         "{one} scores {a} with the question hidden and {b} with it shown.",
+        NEEDLES[1],
+        "Of needles that are names it finds {a} of 100 with the question hidden and {b} with it shown.",
     ),
     Finding(
         DOCS[1],
@@ -103,18 +104,13 @@ FINDINGS = (
         DOCS[2],
         "**Reading the prompt twice stands in for the question**: with it hidden, {one} scores {a} at {share} of the "
         "bytes, {other} {b}.",
+        NEEDLES[0],
+        "Of needles of seven digits {one} finds {a} of 100, {other} {b}.",
     ),
     Finding(
         DOCS[3],
         "**The same method fails where bytes are fewest**: with the question shown, {one} scores {a} at {share} "
         "of the bytes, {other} {b}.",
-    ),
-    Finding(
-        NEEDLES[0],
-        "**Which needle is hidden decides who finds it**: of seven digits {one} finds {a} of 100 at {share} of the "
-        "bytes, {other} {b}, the question shown.",
-        NEEDLES[1],
-        "Of names {one} finds {a}, {other} {b}.",
     ),
     Finding(
         DOCS[4],
@@ -126,6 +122,14 @@ FINDINGS = (
         "**No eviction reaches full attention at {share} of the bytes**: with the question shown, the best of them, "
         "{one}, scores {a}, full attention {b}.",
     ),
+    Finding(
+        LOOKED[0],
+        "**Which needle is hidden decides who finds it**: of seven digits {one} finds {a} of 100 at {share} of the "
+        "bytes, {other} {b}, the question shown.",
+        LOOKED[1],
+        "Of names {one} finds {a}, {other} {b}.",
+        is_turned=True,
+    ),
 )
 MOST = 5
 
@@ -133,10 +137,12 @@ MOST = 5
 def shown(finding: Finding, sets: Sequence[Scores]) -> str:
     """The finding with its numbers; "" where it was not asked or the test does not show it."""
     found = told(finding.contrast, finding.words, sets)
-    if found is None or finding.but is None:
+    if found is None or finding.beside is None:
         return "" if found is None else found[0]
-    opposite = told(finding.but, finding.but_words, sets)
-    return "" if opposite is None or opposite[1] == found[1] else f"{found[0]} {opposite[0]}"
+    second = told(finding.beside, finding.beside_words, sets)
+    if second is not None and (second[1] != found[1]) == finding.is_turned:
+        return f"{found[0]} {second[0]}"
+    return "" if finding.is_turned else found[0]
 
 
 def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, int] | None:
@@ -151,10 +157,10 @@ def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, i
     a, b = (f"{100 * mean(values):.0f}" for values in (ours, theirs))
     share = f"{Fraction(contrast.place[1])}"
     words = words.format(one=title(contrast.place[2]), other=title(contrast.against), a=a, b=b, share=share)
-    kind = "fresh, " if fresh else "found by looking, "
-    over = f"after Holm over {found.family} comparisons"
+    kind = "the {} comparisons fixed beforehand" if fresh else "all {} of its kind, chosen afterwards"
     where = f"{scores.model}, `experiment={scores.asked.experiment}`"
-    difference = f"Difference {gap(found)}, n = {found.paired.n}, {kind}p = {found.p:.2g} {over} ({where})."
+    over = f"Holm over {kind.format(found.family)}"
+    difference = f"Difference {gap(found)}, n = {found.paired.n}, p = {found.p:.2g} ({over}; {where})."
     return f"{words} {difference}", found.sign
 
 
@@ -167,7 +173,7 @@ def gap(found: Corrected) -> str:
 def register(sets: Sequence[Scores]) -> str:
     """Every comparison that was fixed beforehand, whatever came of it."""
     found = outcomes(sets)
-    rows = [[words_of(one), *numbers_of(one, found.get(one))] for one in CONTRASTS]
+    rows = [[words_of(one), *numbers_of(one, found.get(one), one.of(sets))] for one in CONTRASTS]
     return markdown(Sheet(["comparison", "known before", "n", "difference", "p", "p after Holm", "shown"], rows))
 
 
@@ -178,9 +184,10 @@ def words_of(contrast: Contrast) -> str:
     return f"{task}: {title(method)} {pair}, {Fraction(memory)}"
 
 
-def numbers_of(contrast: Contrast, found: Corrected | None) -> list[str]:
+def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | None) -> list[str]:
     if found is None:
-        return [str(contrast.seen), *[ABSENT] * 4, "not yet"]
+        is_low = scores is not None and not contrast.has_room(scores)
+        return [str(contrast.seen), *[ABSENT] * 4, "full attention too low" if is_low else "not yet"]
     p = (f"{value:.2g}" for value in (found.paired.p, found.p))
     return [str(contrast.seen), str(found.paired.n), gap(found), *p, "yes" if found.sign else "no"]
 
@@ -196,7 +203,7 @@ def section(scores: Scores) -> str:
         f"{asked.about} {scores.model}; {ns}.",
         f"    python run.py -m experiment={asked.experiment}",
     ]
-    if low := [column for column in scores.columns if 100 * mean(scores.full(*column)) < LEAST]:
+    if low := [column for column in scores.columns if not scores.has_room(*column)]:
         levels = " and ".join(dict.fromkeys(f"{100 * mean(scores.full(*column)):.0f}" for column in low))
         parts.append(
             f"Full attention scores {levels}: methods have nothing to lose here, and no comparison is possible."

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import FULL, HIDDEN, SHOWN, Line, gathered, keep, lines_of, load, mean, read, title
+from plots.evidence import FULL, HIDDEN, LEAST, SHOWN, Line, gathered, keep, lines_of, load, mean, read, title
 from plots.figures.evidence import main_scope, named, picture
-from plots.findings import FINDINGS, LEAST, WORDS, main, page, section, shown, write
+from plots.findings import FINDINGS, WORDS, main, page, section, shown, write
 from plots.stats import paired
 from results import read_config
 from tests.plots import made_runs
@@ -58,7 +58,7 @@ def test_a_finding_is_left_out_unless_the_test_shows_it(tmp_path: Path) -> None:
     assert ((HIDDEN, "0.125", "pqcache"), "snapkv") in wanted
     assert not any(shown(finding, [weak]) for finding in FINDINGS), "four samples show nothing"
     text = written(tmp_path, lines())
-    assert f"n = {N}, found by looking, p = " in text and "experiment=evidence_docs" in text
+    assert f"n = {N}, p = " in text and "experiment=evidence_docs" in text and "kind, chosen afterwards; " in text
     assert "No comparison is shown." in written(tmp_path / "weak", [one for one in lines() if one.sample in "012"])
 
 
@@ -98,6 +98,9 @@ def test_where_full_attention_is_at_chance_nothing_is_compared(tmp_path: Path) -
     low = dict.fromkeys(LEVELS, (LEAST / 100 - 0.1, LEAST / 100 - 0.1))
     text = written(tmp_path, lines(low))
     assert "no comparison is possible" in text and "|" not in text.split("\n## ")[2]
+    fixed = [Contrast("docs", (SHOWN, "0.125", "pqcache"), "snapkv", 0)]
+    assert outcomes(gathered(lines()), fixed) and not outcomes(gathered(lines(low)), fixed)
+    assert "| full attention too low |" in text
 
 
 def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: Path) -> None:
@@ -126,9 +129,9 @@ def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: P
 
 
 def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> None:
-    finding = next(one for one in FINDINGS if one.but)
+    finding = next(one for one in FINDINGS if one.is_turned)
     first_of, second_of = LOOKED
-    assert (finding.contrast, finding.but) == (first_of, second_of)
+    assert (finding.contrast, finding.beside) == (first_of, second_of)
     scope, memory, method = first_of.place
 
     def asked(key: str, ours: float, theirs: float) -> list[Line]:
@@ -145,6 +148,9 @@ def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> N
     )
     assert "Of names" in shown(finding, gathered([*first, *other]))
     assert not shown(finding, gathered([*first, *same])) and not shown(finding, gathered(first))
+    alike = replace(finding, is_turned=False)
+    assert "Of names" in shown(alike, gathered([*first, *same])) and shown(alike, gathered(first))
+    assert "Of names" not in shown(alike, gathered([*first, *other]))
 
 
 def test_samples_that_were_known_when_a_comparison_was_picked_do_not_test_it() -> None:
