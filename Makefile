@@ -82,11 +82,12 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	done
 
 .PHONY: results hour
-results: $(DONE) ## twelve methods on tasks that tell them apart, hours on two cores, then docs/results.md
+results: $(DONE) ## twelve methods on tasks that tell them apart, hours on two cores, then docs/results.md and docs/which-method.md
 	@for task in docs needle ruler shared; do \
 		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
 	done
 	$(BIN)/python -m plots.findings runs/evidence
+	$(BIN)/python -m plots.which
 
 hour: $(DONE) ## every method at five budgets in tokens on three tasks, about two hours on two cores, then docs/hour.md
 	@for task in longbench needle fidelity; do \

@@ -1,0 +1,57 @@
+"""docs/which-method.md: what stands on it follows from the scores beside two other pages."""
+
+from pathlib import Path
+
+import pytest
+
+from plots import cited
+from plots.evidence import FULL, HIDDEN, SHOWN, gathered, load
+from plots.which import MOST, fetches, first, main, needs, page, standings, take, today
+from tests.plots.test_findings import DOCS, lines
+
+
+def test_the_page_is_what_the_scores_make() -> None:
+    sets, values = gathered(load(DOCS / "results" / "scores.csv.gz")), cited.load(DOCS / "cited" / "scores.csv.gz")
+    assert page(sets, values) == (DOCS / "which-method.md").read_text(), "run python -m plots.which"
+
+
+def test_only_what_a_machine_can_run_competes() -> None:
+    sets = gathered(lines())
+    with_host, alone = (standings(sets, HIDDEN, "0.125", has_host) for has_host in (True, False))
+    assert [*with_host] == ["kivi", "kvzip", "pqcache", "snapkv"] and [*alone] == ["kivi", "kvzip", "snapkv"]
+    assert with_host["snapkv"].in_front == 0 and with_host["snapkv"].distance == pytest.approx(-80, abs=5)
+    assert first(with_host).startswith("KIVI") and "SnapKV" not in first(with_host)
+    assert fetches("pqcache") and needs("kvzip") == "a second reading of the prompt" and needs("snapkv") == "-"
+
+
+def test_a_method_that_is_best_of_what_may_run_is_in_front_though_another_beats_it() -> None:
+    sets = gathered(lines({FULL: (0.9, 0.9), "pqcache": (0.9, 0.9), "snapkv": (0.5, 0.5), "tova": (0.1, 0.1)}))
+    assert standings(sets, SHOWN, "0.25", has_host=True)["snapkv"].in_front == 0
+    assert standings(sets, SHOWN, "0.25", has_host=False)["snapkv"].in_front == 1
+    table = take(sets)
+    assert "PQCache (0) |" in table and "SnapKV (-42) |" in table and "(1 task)" in table
+
+
+def test_a_task_that_full_attention_cannot_do_counts_for_nobody() -> None:
+    sets = gathered(lines({FULL: (0.2, 0.2), "pqcache": (0.2, 0.2), "snapkv": (0.1, 0.1)}))
+    assert standings(sets, SHOWN, "0.25", has_host=True) == {} and first({}) == "-"
+
+
+def test_many_ties_are_counted_and_not_all_named() -> None:
+    names = ["snapkv", "tova", "kvzip", "kivi", "keydiff", "h2o"]
+    sets = gathered(lines({FULL: (0.9, 0.9), **dict.fromkeys(names, (0.9, 0.9))}))
+    assert first(standings(sets, SHOWN, "0.25", has_host=False)).endswith(f" and {len(names) - MOST} more")
+
+
+def test_losses_are_counted_where_full_attention_is_above_chance() -> None:
+    def made(method: str, level: float) -> list[cited.Line]:
+        return [cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 3)) for i in range(20)]
+
+    table = today([*made("full", 0.5), *made("oracle", 0.5), *made("snapkv", 2.5), *made("pqcache", 0.5)])
+    assert "| SnapKV | 1 of 1 | MRCR: one of its kind |" in table and "| PQCache | 0 of 1 | - |" in table
+    assert "Oracle" not in table
+
+
+def test_scores_that_are_not_there_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("plots.which: ")
