@@ -126,7 +126,7 @@ def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -
     alone = [] if options.beside == "full" else [[one] for one in cells(options, methods, scratch / "alone")]
     full = cells(options, ["full"], scratch / "full")
     again = cells(options, methods, scratch / "again")
-    warm = argparse.Namespace(**vars(options) | {"tokens": min(2000, options.tokens)})
+    warm = argparse.Namespace(**vars(options) | {"tokens": min(3000, options.tokens)})
     with opened([cells(warm, methods, scratch / "warm")], models) as groups:
         asking(groups)()
     name = models.get(prepare(fused[:1])[0].settings).shape.name

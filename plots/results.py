@@ -187,21 +187,24 @@ HEAD = """\
 # What the harness shows in an hour
 
 Every method of the harness at {n_ratios} budgets, on three small tasks that need no download. The model is small and so
-are the samples, and hardly a difference is shown: [results](results.md) asks fewer methods more often. This page is
-output, tables and figures alike; `make hour` makes the runs and then the page, in these steps:
+are the samples, so hardly a difference is shown; [results](results.md) asks fewer methods more samples. `make hour`
+makes the runs and this page, in these steps:
 
     python run.py -m experiment=results_longbench out=runs/results
     python run.py -m experiment=results_needle out=runs/results
     python run.py -m experiment=results_fidelity out=runs/results
     python -m plots.results runs/results --out docs
 
-A ratio is the share of the prompt's tokens that a query head may attend to at a decode step. Methods with "(C)" drop
-tokens for good and get more of them in return ([fair budgets](fair-budgets.md)). In parentheses: 95 % intervals over
-samples. Differences to full attention are paired, sample by sample; * marks those that are shown (p below {level:.0%}
-after Holm's correction over the table), and a table with too few samples for any says so. † marks a run whose ledger
-exceeded its budget, ‡ one that holds more than {more:g} times the ratio's share of the full cache's bytes on the
-device: an index, what a first stage keeps, or layers left whole; - stands for what was not run. A ratio counts
-tokens. Every method has its default settings{presets}.
+A ratio is the share of the prompt's tokens that a query head may attend to at a decode step: tokens, not bytes. Every
+method has its default settings{presets}. In parentheses stand 95 % intervals over samples.
+
+- `(C)`: the method drops tokens for good, and gets more of them in return ([fair budgets](fair-budgets.md)).
+- `*`: a difference to full attention that is shown: paired by sample, p below {level:.0%} after Holm's correction over
+  the table. A table with too few samples for any says so.
+- `†`: the run's ledger exceeded its budget.
+- `‡`: on the device it holds more than {more:g} times the ratio's share of the full cache's bytes: an index, what a
+  first stage keeps, or layers left whole.
+- `-`: was not run.
 """
 BYTES = """\
 ## Bytes
@@ -217,10 +220,11 @@ Moved per decode step, KB: K and V of the chosen tokens, and what was read to fi
 TIMES = """\
 ## How long it took
 
-The variants of a task share one prefill per sample, but for those with a prefill of their own, and decode as few
-batches; reading is that prefill's wall time, summed over samples, and the rest went into what variants build of it and
-into their steps. Start to end and CPU time (all threads) are those of the process that finished the task; a sweep that
-was stopped had some of its work done before. Wall times include waiting for whatever else the machine did.
+The variants of a task share one prefill per sample, except those with a prefill of their own, and decode in as few
+batches as memory allows. Reading is the wall time of the shared prefill, summed over samples; the rest went into what
+variants build of the prompt and into their steps. Start to end and CPU time (of all threads) are those of the process
+that finished the task: what a stopped sweep had done before is not in them. Wall times include waiting for other work
+of the machine.
 
 {times}
 

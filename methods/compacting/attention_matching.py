@@ -262,9 +262,10 @@ class AttentionMatching(SelectiveAttention):
         params, soft = self.params, self.trace.softmax[layer]
         near, own = keys[start:end].float(), values[start:end].float()
         goal = target(q, near, soft)
+        attention = goal.weights  # (n, s)
         rule = BiasRule(*params.bounds, params.n_steps)
         if params.select == "highest":
-            idx = highest_keys(goal.weights, t, params.score)
+            idx = highest_keys(attention, t, params.score)
             weights = None
         else:
             idx, weights = pursue(goal, t, Pursuit(*PURSUITS[params.select], params.drop_below), rule)
@@ -277,7 +278,7 @@ class AttentionMatching(SelectiveAttention):
         if params.values == "kept":
             return Compacted(idx + start, bias, own[idx], False)
         few = (soft.bent(q @ near[idx].mT) + bias).softmax(1)  # (n, t)
-        new, is_ridged = fit_values(few, goal.weights @ own, params.ridge, float(own.abs().amax()))
+        new, is_ridged = fit_values(few, attention @ own, params.ridge, float(own.abs().amax()))
         return Compacted(idx + start, bias, new, is_ridged)
 
     def power_start(self, t: int, device: torch.device) -> Tensor:

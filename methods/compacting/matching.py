@@ -85,7 +85,7 @@ def squared_norm(x: Tensor, start: Tensor) -> Tensor:
 def least_squares(x: Tensor, y: Tensor) -> Tensor:
     """Plain least squares of x (n, t) for the columns of y (n, c): (t, c)."""
     found = solved(x, y)
-    return found if bool(found.isfinite().all()) else ridged(x, y, torch.tensor(RIDGE, device=x.device))
+    return found if bool(found.isfinite().all()) else ridged(x, y, RIDGE)
 
 
 def solved(x: Tensor, y: Tensor) -> Tensor:
@@ -97,19 +97,16 @@ def solved(x: Tensor, y: Tensor) -> Tensor:
         return y.new_full((x.shape[1], y.shape[1]), torch.nan)
 
 
-def ridged(x: Tensor, y: Tensor, penalty: Tensor) -> Tensor:
-    """Least squares with this penalty on squared results, in float64: (t, c)."""
+def ridged(x: Tensor, y: Tensor, penalty: float, is_share: bool = False) -> Tensor:
+    """Least squares with this penalty on squared results, in float64: (t, c).
+
+    As a share it is of the largest squared singular value of x.
+    """
     wide = x.double()
     gram = wide.mT @ wide
-    gram.diagonal().add_(penalty.double())
+    gram.diagonal().add_(penalty * torch.linalg.eigvalsh(gram)[-1] if is_share else penalty)
     factor = torch.linalg.cholesky_ex(gram).L
     return torch.cholesky_solve(wide.mT @ y.double(), factor).to(x.dtype)
-
-
-def spectral(x: Tensor) -> Tensor:
-    """The largest squared singular value of x (n, t)."""
-    wide = x.double()
-    return torch.linalg.eigvalsh(wide.mT @ wide)[-1]
 
 
 def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple[Tensor, bool]:
@@ -118,11 +115,11 @@ def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple
     Whether they had to be made again with a ridge, because some were far above `largest`, the old values' largest.
     """
     if ridge:
-        return ridged(x, wanted, ridge * spectral(x)), False
+        return ridged(x, wanted, ridge, is_share=True), False
     found = solved(x, wanted)
     if bool((found.abs().amax() <= LARGEST_GROWTH * largest).logical_and(found.isfinite().all())):
         return found, False
-    return ridged(x, wanted, RIDGE * spectral(x)), True
+    return ridged(x, wanted, RIDGE, is_share=True), True
 
 
 class Pursuit(NamedTuple):
