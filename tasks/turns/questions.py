@@ -5,7 +5,6 @@ Not here: how a conversation is asked (`evals/batch/conversation.py`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.errors import ConfigError
 from tasks.base import Sample
@@ -73,11 +72,13 @@ class QueryAware(LazySamples):
         """`n_turns` says how many each sample has."""
         self.samples = samples
         self.places = [(i, turn) for i, n in enumerate(n_turns) for turn in range(n)]
+        self.last: tuple[int, Sample] | None = None  # that was made, whose questions follow each other
 
     def __len__(self) -> int:
         return len(self.places)
 
     def sample(self, i: int) -> Sample:
         place, turn = self.places[i]
-        sample: Any = self.samples[place]
-        return one_question(sample, turn)
+        if self.last is None or self.last[0] != place:
+            self.last = place, self.samples[place]
+        return one_question(self.last[1], turn)
