@@ -43,7 +43,7 @@ In a cell: the methods in front on most tasks, and in parentheses how far they s
 mean over the tasks. A method is in front on a task where no other method of the row is shown to be better (paired
 test, corrected over all pairs); methods in front on as many tasks stand in the order of that mean. A small distance
 means that the budget is enough. A large one means that at this budget nothing is good, and more bytes are worth more
-than another method. A row from one task is a hint. Where a single method was asked there is nothing to choose.
+than another method. What one task says is a hint.
 
 The tasks: {asked}. Samples and tests are in [results.md](results.md). For another model or another kind of text run
 your own: `python run.py -m experiment=evidence_docs model=NAME`, then `python -m plots.findings runs` and
@@ -135,10 +135,9 @@ def take(sets: Sequence[Scores]) -> str:
     rows = []
     for scope, when in SCOPES.items():
         for has_host, where in PLACES.items():
-            n = sum(any(each == scope for each, _ in one.columns) for one in sets)
             rows.append(
                 [
-                    f"{when} ({n} task{'s' * (n != 1)})",
+                    when,
                     where,
                     *(first(standings(sets, scope, memory, has_host)) for memory in shares),
                 ]
@@ -155,7 +154,9 @@ def first(standing: Mapping[str, Standing]) -> str:
     names = [
         f"{title(name)} ({signed(one.distance)})" for name, one in standing.items() if one.in_front / one.tasks == most
     ]
-    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    n = max(one.tasks for one in standing.values())
+    return f"{', '.join(names[:MOST])}{more}; {n} task{'s' * (n > 1)}"
 
 
 def every(sets: Sequence[Scores]) -> str:

@@ -29,7 +29,7 @@ def test_a_method_that_is_best_of_what_may_run_is_in_front_though_another_beats_
     assert standings(sets, SHOWN, "0.25", has_host=True)["snapkv"].in_front == 0
     assert standings(sets, SHOWN, "0.25", has_host=False)["snapkv"].in_front == 1
     table = take(sets)
-    assert "PQCache (0) |" in table and "SnapKV (-42) |" in table and "(1 task)" in table
+    assert "PQCache (0); 1 task |" in table and "SnapKV (-42); 1 task |" in table
 
 
 def test_a_task_that_full_attention_cannot_do_counts_for_nobody() -> None:
@@ -40,7 +40,7 @@ def test_a_task_that_full_attention_cannot_do_counts_for_nobody() -> None:
 def test_many_ties_are_counted_and_not_all_named() -> None:
     names = ["snapkv", "tova", "kvzip", "kivi", "keydiff", "h2o"]
     sets = gathered(lines({FULL: (0.9, 0.9), **dict.fromkeys(names, (0.9, 0.9))}))
-    assert first(standings(sets, SHOWN, "0.25", has_host=False)).endswith(f" and {len(names) - MOST} more")
+    assert first(standings(sets, SHOWN, "0.25", has_host=False)).endswith(f" and {len(names) - MOST} more; 1 task")
 
 
 def test_losses_are_counted_where_full_attention_is_above_chance() -> None:
