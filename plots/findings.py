@@ -58,6 +58,8 @@ Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots
 task names the command of its runs, which goes on where it was stopped. Some runs were stopped early, as their n says,
 by the clock and not by the scores. Needles are asked in the order of their depth, so a budget counts when all were
 asked. [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
+None of the papers whose tables `make paper-tables` knows ran these two models; it puts published figures beside runs
+of the papers' own.
 """
 REGISTER = """\
 ## What was tested

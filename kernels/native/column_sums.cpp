@@ -100,38 +100,55 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
 }
 
 #ifdef HAS_TILES
-// The largest logarithms for keys [first, first + KEYS) of one head, by the matrix unit; d is a multiple of 32.
-TILED void maxima_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, const uint16_t *k, const float *lse,
-                           float scale, int64_t first, double *out) {
+// As `sums_of`, by the matrix unit; d is a multiple of 32.
+template <bool LARGEST>
+TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, const uint16_t *k, const float *lse,
+                         const float *row_weights, float scale, int64_t first, double *out) {
     constexpr int64_t SOME = 2 * SIDE;
-    const int64_t n = s - first < KEYS ? s - first : KEYS, n_some = (n + SOME - 1) / SOME;
+    const int64_t n = s - first < KEYS ? s - first : KEYS, n_some = (n + SOME - 1) / SOME, start = LARGEST ? s : s - r;
+    const float none = LARGEST ? -INFINITY : 0.0f;
     std::vector<uint16_t> keys(n_some * SOME * d), last(SOME * d);
     for (int64_t i = 0; i < n_some; i++)
         pack_right(k + (first + i * SOME) * d, n - i * SOME < SOME ? n - i * SOME : SOME, d, keys.data() + i * SOME * d);
-    std::vector<float> largest(n_some * SOME, -INFINITY);
+    std::vector<double> sums(n_some * SOME, none);
     alignas(64) float products[2][2][SIDE][SIDE];
+    vi lane;
+    for (int i = 0; i < WIDTH; i++) lane[i] = i;
     const TileShapes shapes;
     _tile_loadconfig(&shapes);
-    for (int64_t row = 0; row < r; row += SOME) {
-        const int64_t rows = r - row < SOME ? r - row : SOME;
+    const int64_t seen = first > start ? (first - start) / SOME * SOME : 0;  // rows before it see none of these keys
+    for (int64_t row = seen; row < r; row += SOME) {
+        const int64_t rows = r - row < SOME ? r - row : SOME, at = start + row;
         const uint16_t *queries = q + row * d;
         if (rows < SOME) {  // what stands behind the last may not be ours to read
             std::copy(queries, queries + rows * d, last.begin());
             queries = last.data();
         }
         for (int64_t i = 0; i < n_some; i++) {
+            const int64_t low = first + i * SOME;
+            if (at + rows <= low) break;
+            const bool is_behind = at >= low + SOME - 1;
             multiply_32(queries, keys.data() + i * SOME * d, d, &products[0][0][0][0]);
             for (int side = 0; side < 2; side++) {
-                float *best = largest.data() + i * SOME + side * SIDE;
-                vf most = load(best);
-                for (int64_t j = 0; j < rows; j++)
-                    most = maximum(most, load(products[j / SIDE][side][j % SIDE]) * splat(scale) - splat(lse[row + j]));
-                store(best, most);
+                vf total = splat(none);
+                for (int64_t j = 0; j < rows; j++) {
+                    const vf product = load(products[j / SIDE][side][j % SIDE]);
+                    const vf logarithm = product * splat(scale) - splat(lse[row + j]);
+                    if (LARGEST) {
+                        total = maximum(total, logarithm);
+                        continue;
+                    }
+                    vf weight = exponential(logarithm);
+                    if (!is_behind) weight = choose(lane <= (int32_t)(at + j - low - side * SIDE), weight, vf{});
+                    total += weight * splat(row_weights[row + j]);
+                }
+                double *sum = sums.data() + i * SOME + side * SIDE;
+                for (int l = 0; l < SIDE; l++) sum[l] = LARGEST ? (sum[l] < total[l] ? total[l] : sum[l]) : sum[l] + total[l];
             }
         }
     }
     _tile_release();
-    for (int64_t i = 0; i < n; i++) out[first + i] = largest[i];
+    for (int64_t i = 0; i < n; i++) out[first + i] = sums[i];
 }
 #endif
 
@@ -142,11 +159,11 @@ void sums(int64_t h, int64_t h_kv, int64_t s, int64_t r, int64_t d, const T *q, 
     parallel_for(h * ((s + KEYS - 1) / KEYS), n_threads, [&](int64_t item) {
         const int64_t head = item % h, first = item / h * KEYS;
 #ifdef HAS_TILES
-        if constexpr (LARGEST && std::is_same_v<T, bf16>)
+        if constexpr (std::is_same_v<T, bf16>)
             if (d % DEPTH == 0 && may_tile())
-                return maxima_by_tiles(s, r, d, (const uint16_t *)(q + head * q_stride),
-                                       (const uint16_t *)(k + head * h_kv / h * k_stride), lse + head * r, scale, first,
-                                       out + head * s);
+                return sums_by_tiles<LARGEST>(s, r, d, (const uint16_t *)(q + head * q_stride),
+                                              (const uint16_t *)(k + head * h_kv / h * k_stride), lse + head * r,
+                                              row_weights, scale, first, out + head * s);
 #endif
         sums_of<LARGEST>(s, r, d, q + head * q_stride, k + head * h_kv / h * k_stride, lse + head * r, row_weights, scale, first,
                 out + head * s);
