@@ -37,6 +37,7 @@ class TopCdf(BlockRule):
     attention_sink: bool  # the first block is always kept
 
     title: ClassVar[str] = "Top-cdf (SpargeAttention-like)"
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +85,11 @@ class TopCdf(BlockRule):
         order = logits.softmax(-1).masked_fill_(~speaks, 0).double().sort(dim=-1, descending=True, stable=True)
         if self.cdf is not None:
             by_rank = order.values.cumsum(-1)
-            by_rank[..., 0] = -torch.inf
         else:
-            by_rank = torch.arange(1.0, n_k + 1, dtype=torch.float64, device=q.device).expand_as(order.values)
+            by_rank = torch.arange(1.0, n_k + 1, dtype=torch.float64, device=q.device).repeat(
+                *order.values.shape[:2], 1
+            )
+        by_rank[..., 0] = -torch.inf  # one at least
         levels = by_rank.gather(-1, places(order.indices))
         always = ~alike_k.unsqueeze(1) | ~alike_q.unsqueeze(-1)
         if self.attention_sink:

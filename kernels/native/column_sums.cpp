@@ -74,8 +74,9 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
             const vf rest = load_some(q + row * d + whole, (int)(values - whole));
             for (int64_t i = whole; i < values; i++) queries[i] = rest[i - whole];
         }
-        for (int64_t i = 0; i < CHUNK; i++) {  // rows behind the last weigh nothing
-            minus_lse[i] = i < rows ? -lse[row + i] : none;
+        // Rows behind the last weigh nothing: what is left in their place would have weights beyond all numbers.
+        for (int64_t i = 0; i < CHUNK; i++) {
+            minus_lse[i] = i < rows ? -lse[row + i] : -INFINITY;
             weights[i] = LARGEST || i >= rows ? 0.0f : row_weights[row + i];
         }
         for (int64_t key = 0; key < n; key += TILE) {

@@ -35,6 +35,7 @@ SUM_BYTES = 4
 
 class H2ODecode(CuttingMethod):
     title = "H2O while decoding"
+    version = 2
     wants_weights = True
 
     Params = WhenToCut

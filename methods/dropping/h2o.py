@@ -57,6 +57,7 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
 
 class H2O(ScoringMethod):
     title = "H2O"
+    version = 2
     comparable = "heads"
     wants_weights = True
 

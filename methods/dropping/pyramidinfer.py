@@ -176,6 +176,7 @@ class Course(Thinning):
 
 class PyramidInfer(SelectiveAttention):
     title = "PyramidInfer"
+    version = 2
     no_growth = "thins the pass over the context itself, and a feed is read in full"
     drops = True
     thins = True

@@ -17,6 +17,7 @@ TYPES = {
     "n_labels_at_least": "NUMERIC",
 }  # fmt: skip
 FIRST_DAY = date(2024, 1, 1)
+TRIES = 1000  # more than there are questions of a kind that differ
 Question = Mapping[str, Any]
 
 
@@ -77,9 +78,9 @@ def draw_lines(rng: random.Random, n: int, sentences: Sequence[str]) -> list[Lin
     ]  # fmt: skip
 
 
-def draw(rng: random.Random, lines: Sequence[Line], kind: str) -> tuple[Question, Any]:
-    """A question of this kind with one right answer."""
-    while True:
+def draw(rng: random.Random, lines: Sequence[Line], kind: str) -> tuple[Question, Any] | None:
+    """A question of this kind with one right answer; None where short lists have ties alone."""
+    for _ in range(TRIES):
         question: dict[str, Any] = {"kind": kind}
         if kind in ("count", "user"):
             question["label"] = rng.choice(LABELS)
@@ -96,6 +97,7 @@ def draw(rng: random.Random, lines: Sequence[Line], kind: str) -> tuple[Question
         right = answer(lines, question)
         if right is not None:
             return question, right
+    return None
 
 
 def asks(question: Question) -> str:

@@ -99,15 +99,15 @@ def real(prediction: str, answer: str) -> Scored:
     elif isinstance(truth, str) and isinstance(parsed, str):
         score = float(truth.strip().lower() == parsed.strip().lower())
     elif isinstance(truth, list) and isinstance(parsed, list):
-        score = len({*truth} & {*parsed}) / len({*truth})
+        score = len({*truth} & {*parsed}) / max(1, len({*truth}))
     else:
         score = 0.0
     return Scored(parsed, confidence, score)
 
 
 def value_of(text: str) -> int | str | list[str]:
-    """A number, a list between commas, or the text."""
+    """A number, a list between commas without what is blank, or the text."""
     try:
         return int(text)
     except ValueError:
-        return [part.strip() for part in text.split(",")] if "," in text else text
+        return [part.strip() for part in text.split(",") if part.strip()] if "," in text else text

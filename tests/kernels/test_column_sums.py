@@ -44,6 +44,17 @@ def test_native_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
     torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("s", [97, 101, 107, 108, 679])
+@needs_native
+def test_logits_of_hundreds_and_a_last_chunk_of_any_length_make_no_nan(s: int, dtype: torch.dtype) -> None:
+    """As in the first layers of Qwen2.5, whose keys have biases of a hundred and more."""
+    q, k, _ = make((4, 2, s, s, 64), dtype)
+    q, k, ones = (q * 40).to(dtype), k + 20, torch.ones(s)
+    found = column_sums_native(q, k, 0.125, ones, row_lse(q, k, 0.125))
+    torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, ones), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_torch_sums_equal_those_of_the_whole_matrix(case, with_lse) -> None:

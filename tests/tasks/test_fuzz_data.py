@@ -160,9 +160,10 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
 def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
     """Every sample of the task, as a run makes it before and behind the model."""
     name, _, given = TASKS[file]
-    if name == "agent_traces":  # these two are not what is damaged
-        (folder / "agent_traces" / "airline_policy.md").write_text("Be kind.\n")
-        (folder / "agent_traces" / "airline_tools.json").write_text("[]")
+    if name == "agent_traces":  # they stand beside what is damaged
+        for beside, content in {"airline_policy.md": "Be kind.\n", "airline_tools.json": "[]"}.items():
+            path = folder / "agent_traces" / beside
+            path.exists() or path.write_text(content)
     tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
     if name == "fidelity":
         given = given | {"path": str(folder / "mine.jsonl")}

@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,7 @@ from evals.settings import choice, load_class
 from evals.typed import build_params
 from tasks.base import Sample
 from tasks.forced import ForcedContinuation
+from tasks.oolong.made import KINDS
 from tasks.prompt import encode
 from tasks.turns.encode import prompt_of
 from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
@@ -313,7 +315,10 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     "babilong": (
         {"datasets": "made", "lengths": ["1k"], "rows": 12, "scoring": "words"}, babilong, babilong_wrong, 0.2,
     ),
-    "babilong ": ({"datasets": "first", "lengths": ["2k"], "rows": 12}, babilong, babilong_wrong, 0.3),
+    "babilong ": (
+        {"datasets": [f"qa{i}" for i in (1, 2, 3, 4, 5, 6, 8, 9, 10)], "lengths": ["1k"], "rows": 12},
+        babilong, babilong_wrong, 0.2,
+    ),
     "mrcr": ({"needles": [2, 4], "lengths": [8000], "rows": 4}, mrcr, mrcr_wrong, 0.4),
     "mrcr ": (
         {"needles": [2], "lengths": [3000], "words": [10, 30], "questions": 5, "mode": "query_aware", "rows": 3},
@@ -350,6 +355,52 @@ def test_a_script_that_reads_the_prompt_is_right_and_a_wrong_one_is_at_chance(na
     wrong = [task.score(sample, guess(text_of(sample), rng)) for sample in samples]
     assert fmean(wrong) <= most
     assert all(task.score(sample, "") <= most for sample in samples if sample.references != ("",))
+
+
+def test_of_qa7_the_official_scoring_takes_every_right_answer_but_none(tmp_path: Path) -> None:
+    task, samples = made("babilong", tmp_path, datasets=["qa7"], lengths=["1k"], rows=30)
+    scores = {True: list[float](), False: list[float]()}
+    for sample in samples:
+        answer = babilong(text_of(sample), random.Random(0))
+        assert answer == sample.references[0]
+        scores[answer == "none"].append(task.score(sample, answer))
+    assert {*scores[True]} == {0.0} and {*scores[False]} == {1.0}
+
+
+@pytest.mark.parametrize("part", ["icl", "json_kv"])
+def test_each_drawn_part_of_helmet_can_be_solved_and_not_guessed(part: str, tmp_path: Path) -> None:
+    task, samples = made("helmet", tmp_path, datasets=[part], lengths=[3000], rows=20, classes=4)
+    rng = random.Random(1)
+    assert fmean(task.score(one, helmet(text_of(one), rng)) for one in samples) == 1.0
+    guessed = fmean(task.score(one, str(rng.randrange(4))) for one in samples)
+    assert 0.05 <= guessed <= 0.5 if part == "icl" else guessed == 0.0
+
+
+@pytest.mark.parametrize("problem", ["parents", "bfs"])
+def test_each_problem_of_graphwalks_can_be_solved_under_either_reading_but_for_the_first_node(
+    problem: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"problems": [problem], "lengths": [2000], "rows": 20}
+    task, samples = made("graphwalks", tmp_path, **given)
+    card, _ = made("graphwalks", tmp_path, **given, extraction="card")
+    for one in samples:
+        answer = graphwalks(text_of(one), random.Random(0))
+        n = len(one.references)
+        assert task.score(one, answer) == 1.0
+        assert card.score(one, answer) == pytest.approx((n - 1) / n if n else 0.0)  # a node that is none, in its place
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2200, 40), (6000, 2)])
+def test_each_kind_of_question_of_oolong_can_be_solved_on_short_lists_too(
+    length: int, rows: int, tmp_path: Path
+) -> None:
+    """Short lists have kinds with ties alone, which another one takes the place of."""
+    task, samples = made("oolong", tmp_path, lengths=[length], rows=rows, questions=7, mode="query_aware")
+    assert len(samples) == 7 * rows
+    for one in samples:
+        assert task.score(one, oolong(text_of(one), random.Random(0))) == 1.0
+    kinds = Counter(one.fields["kind"] for one in samples)
+    assert {*kinds} == {*KINDS} and (min(kinds.values()) == rows or length < 3000)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,0 +1,133 @@
+"""Files of the newer tasks that somebody damaged: each is refused in one sentence with the file and the line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import foreign
+from engine.errors import ConfigError
+from tasks import rows
+from tests.tasks import test_fuzz_data as fuzz
+
+TEXT = fuzz.TEXT
+ROWS: dict[str, dict[str, Any]] = {name: row for name, (_, row, _) in fuzz.TASKS.items()}
+MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # as in TASKS: task, a good row, what is asked
+    "graphwalks/long": ("graphwalks", ROWS["graphwalks/short"], {"parts": ["long"], "max_new_tokens": 8}),
+    "oolong/real": ("oolong", ROWS["oolong/synth"] | {"answer": "best, worst"}, {"form": "real", "mode": "query_aware"}),
+    "helmet/data/trec_coarse": ("helmet", {"text": TEXT, "label": 3}, {"datasets": ["trec_coarse"], "lengths": (2000,)}),
+    "helmet/data/json_kv": ("helmet", {"context": '{"a": "b"}', "question": "a", "answer": "b"},
+                            {"datasets": ["json_kv"], "lengths": (2000,)}),
+}  # fmt: skip
+NEEDED = {
+    "babilong/1k/qa1": ("input", "question", "target"),
+    "mrcr/2needle": ("prompt", "answer", "random_string_to_prepend"),
+    "graphwalks/short": ("prompt", "problem_type"),
+    "graphwalks/long": ("prompt", "problem_type"),
+    "oolong/synth": ("id", "context_window_id", "context_window_text", "question", "answer"),
+    "oolong/real": ("id", "context_window_id", "context_window_text", "question", "answer"),
+    "agent_traces/airline": ("id", "messages"),
+    "helmet/data/nq": ("question", "answers", "ctxs"),
+    "helmet/data/msmarco": ("query", "ctxs"),
+    "helmet/data/trec_coarse": ("text", "label"),
+    "helmet/data/json_kv": ("context", "question", "answer"),
+}
+Damage = Callable[[bytes, bytes], tuple[bytes, str]]  # two good lines -> the file, and what must be said
+DAMAGES: dict[str, Damage] = {
+    "half a row": lambda one, two: (one + two[:-3] + b"\n", "line 2: the line is no whole JSON object"),
+    "no object": lambda one, two: (one + b"[1, 2]\n", "line 2: the line is no JSON object"),
+    "a blank line": lambda one, two: (one + b"\n" + two, "line 2: the line is empty"),
+    "an empty file": lambda one, two: (b"", "the file is empty"),
+    "a huge line": lambda one, two: (one + b'"' + b"x" * (2 << 20) + b'"\n' + two, "line 2: the line is longer than 1 MB"),
+    "another encoding": lambda one, two: (one + b'{"\xe9": 1}\n', "line 2: byte 2 is no UTF-8"),
+    "utf-16": lambda one, two: ((one + two).decode().encode("utf-16"), "line 1: "),
+    "an archive": lambda one, two: (b"\x1f\x8b\x08" + one, "line 1: the file is "),
+    "a key twice": lambda one, two: (one + b'{"id": 1, "id": 2}\n', "line 2: the line is no whole JSON object (it has"),
+    "a number without end": lambda one, two: (one + b'{"id": ' + b"9" * 5000 + b"}\n", "line 2: the line is no whole"),
+    "a nest": lambda one, two: (one + b"[" * 9000 + b"]" * 9000 + b"\n", "line 2: the line is no whole JSON object"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (foreign, rows):
+        monkeypatch.setattr(module, "LONGEST_LINE", 1 << 20)
+    for name, one in MORE.items():
+        monkeypatch.setitem(fuzz.TASKS, name, one)
+
+
+def lines(file: str) -> tuple[bytes, bytes]:
+    _, good, _ = fuzz.TASKS[file]
+    both = [json.dumps(good | {key: i for key in ("id",) if key in good}).encode() + b"\n" for i in range(2)]
+    return both[0], both[1]
+
+
+def refusal(folder: Path, file: str, content: bytes) -> str:
+    path = folder / f"{file}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        list(fuzz.read(folder, file, "refuse"))
+    said = str(caught.value)
+    assert said.startswith(f"{path}") and "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize("file", NEEDED)
+def test_a_damaged_file_is_refused_with_its_name_and_the_line(file: str, tmp_path: Path) -> None:
+    for name, damage in DAMAGES.items():
+        content, says = damage(*lines(file))
+        assert says in refusal(tmp_path, file, content), name
+    (tmp_path / f"{file}.jsonl").write_bytes(b"".join(lines(file)))
+    assert len(list(fuzz.read(tmp_path, file, "refuse"))) == 2
+
+
+@pytest.mark.parametrize("file", NEEDED)
+def test_a_row_without_a_field_or_with_another_type_is_refused_by_its_name(file: str, tmp_path: Path) -> None:
+    first, second = lines(file)
+    for key in NEEDED[file]:
+        row = json.loads(second)
+        for bad in ({k: v for k, v in row.items() if k != key}, *(row | {key: x} for x in ({"x": 1}, None, True, 0.5))):
+            said = refusal(tmp_path, file, first + json.dumps(bad).encode() + b"\n")
+            assert "line 2: " in said and f"'{key}'" in said, (key, said)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[{", "is no JSON"), (b"{}", "holds no list of rows"), (b"[]", "the file is empty"), (b"\xff[]", "is no JSON"),
+        (b"[7]", "row 0: the line is no JSON object"), (b"[" * 9000 + b"]" * 9000, "is no JSON"),
+    ],
+)  # fmt: skip
+def test_a_list_of_rows_is_refused_by_its_row(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "babilong" / "1k" / "qa1.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        list(fuzz.read(tmp_path, "babilong/1k/qa1", "refuse"))
+    assert says in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "beside", "content"),
+    [
+        ("agent_traces/airline", "agent_traces/airline_tools.json", b"{"),
+        ("agent_traces/airline", "agent_traces/airline_tools.json", b'{"a": 1}'),
+        ("agent_traces/airline", "agent_traces/airline_tools.json", b"[1]"),
+        ("agent_traces/airline", "agent_traces/airline_policy.md", b"caf\xe9"),
+        ("babilong/1k/qa1", "babilong/prompts.json", b'{"qa1": {"instruction": 1}}'),
+        ("babilong/1k/qa1", "babilong/prompts.json", b"{"),
+        ("babilong/1k/qa1", "babilong/prompts.py", b"DEFAULT_PROMPTS = open('x')\n"),
+        ("babilong/1k/qa1", "babilong/prompts.py", b"DEFAULT_PROMPTS = {'qa2': {}}\n"),
+    ],
+)
+def test_a_damaged_file_beside_the_rows_is_named(file: str, beside: str, content: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / Path(file).parent
+    folder.mkdir(parents=True)
+    (tmp_path / f"{file}.jsonl").write_bytes(lines(file)[0])
+    (tmp_path / beside).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        list(fuzz.read(tmp_path, file, "refuse"))
+    assert Path(beside).name in str(caught.value) and "\n" not in str(caught.value)
