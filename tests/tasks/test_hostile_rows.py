@@ -16,8 +16,10 @@ TEXT = fuzz.TEXT
 ROWS: dict[str, dict[str, Any]] = {name: row for name, (_, row, _) in fuzz.TASKS.items()}
 MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # as in TASKS: task, a good row, what is asked
     "graphwalks/long": ("graphwalks", ROWS["graphwalks/short"], {"parts": ["long"], "max_new_tokens": 8}),
-    "oolong/real": ("oolong", ROWS["oolong/synth"] | {"answer": "best, worst"}, {"form": "real", "mode": "query_aware"}),
-    "helmet/data/trec_coarse": ("helmet", {"text": TEXT, "label": 3}, {"datasets": ["trec_coarse"], "lengths": (2000,)}),
+    "oolong/real": ("oolong", ROWS["oolong/synth"] | {"answer": "best, worst"},
+                    {"form": "real", "mode": "query_aware"}),
+    "helmet/data/trec_coarse": ("helmet", {"text": TEXT, "label": 3},
+                                {"datasets": ["trec_coarse"], "lengths": (2000,)}),
     "helmet/data/json_kv": ("helmet", {"context": '{"a": "b"}', "question": "a", "answer": "b"},
                             {"datasets": ["json_kv"], "lengths": (2000,)}),
 }  # fmt: skip
@@ -40,7 +42,7 @@ DAMAGES: dict[str, Damage] = {
     "no object": lambda one, two: (one + b"[1, 2]\n", "line 2: the line is no JSON object"),
     "a blank line": lambda one, two: (one + b"\n" + two, "line 2: the line is empty"),
     "an empty file": lambda one, two: (b"", "the file is empty"),
-    "a huge line": lambda one, two: (one + b'"' + b"x" * (2 << 20) + b'"\n' + two, "line 2: the line is longer than 1 MB"),
+    "a huge line": lambda one, two: (one + b'"' + b"x" * (2 << 20) + b'"\n' + two, "line 2: the line is longer than"),
     "another encoding": lambda one, two: (one + b'{"\xe9": 1}\n', "line 2: byte 2 is no UTF-8"),
     "utf-16": lambda one, two: ((one + two).decode().encode("utf-16"), "line 1: "),
     "an archive": lambda one, two: (b"\x1f\x8b\x08" + one, "line 1: the file is "),
@@ -97,8 +99,9 @@ def test_a_row_without_a_field_or_with_another_type_is_refused_by_its_name(file:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"[{", "is no JSON"), (b"{}", "holds no list of rows"), (b"[]", "the file is empty"), (b"\xff[]", "is no JSON"),
-        (b"[7]", "row 0: the line is no JSON object"), (b"[" * 9000 + b"]" * 9000, "is no JSON"),
+        (b"[{", "is no JSON"), (b"{}", "holds no list of rows"), (b"[]", "the file is empty"),
+        (b"\xff[]", "is no JSON"), (b"[7]", "row 0: the line is no JSON object"),
+        (b"[" * 9000 + b"]" * 9000, "is no JSON"),
     ],
 )  # fmt: skip
 def test_a_list_of_rows_is_refused_by_its_row(content: bytes, says: str, tmp_path: Path) -> None:

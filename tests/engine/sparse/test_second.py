@@ -1,4 +1,4 @@
-"""Each rule of a sparse prefill against a second one, written out pair by pair in float64, on drawn shapes and settings.
+"""Each rule of a sparse prefill against a second one, written out pair by pair in float64, on drawn settings.
 
 Not here: what the authors' code keeps on reference vectors (`test_rules.py`).
 """
