@@ -88,7 +88,7 @@ class Finding:
     is_turned: bool = False  # the second must be shown, and the other way round; else it is told if it agrees
 
 
-DOCS, NEEDLES = CONTRASTS[:6], CONTRASTS[6:8]
+DOCS, NEEDLES, SHARED = CONTRASTS[:6], CONTRASTS[6:8], CONTRASTS[10]
 FINDINGS = (
     Finding(
         DOCS[0],
@@ -113,6 +113,11 @@ FINDINGS = (
         DOCS[3],
         "**The same method fails where bytes are fewest**: with the question shown, {one} scores {a} at {share} "
         "of the bytes, {other} {b}.",
+    ),
+    Finding(
+        SHARED,
+        "**One compressed context can serve many questions**: with eight questions asked afterwards, {one} scores {a} "
+        "at {share} of the bytes, {other} {b}.",
     ),
     Finding(
         DOCS[4],
@@ -197,12 +202,13 @@ def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | Non
 # --- tasks ---------------------------------------------------------------------------------------
 
 
-def section(scores: Scores) -> str:
+def section(scores: Scores, every: Sequence[str] = ()) -> str:
+    """A task's part; of `every` method of the page it says which were not asked."""
     asked = scores.asked
     ns = "; ".join(f"{WORDS[scope]}: {asked_so_far(scores, scope)}" for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
-        f"{asked.about} {scores.model}; {ns}.",
+        f"{asked.about} {scores.model}; {ns}.{left_out(scores, every)}",
         f"    python run.py -m experiment={asked.experiment}",
     ]
     if low := [column for column in scores.columns if not scores.has_room(*column)]:
@@ -217,6 +223,11 @@ def section(scores: Scores) -> str:
         f"All figures, with differences, p-values, ranks and bytes held: [{asked.key}.csv]({NAME}/{asked.key}.csv)."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def left_out(scores: Scores, every: Sequence[str]) -> str:
+    names = sorted(title(name) for name in {*every} - {*scores.methods})
+    return f" Not asked: {', '.join(names)}." if names else ""
 
 
 def asked_so_far(scores: Scores, scope: str) -> str:
@@ -303,8 +314,10 @@ def page(sets: Sequence[Scores]) -> str:
     findings = "\n".join(f"{i}. {words}" for i, words in enumerate(shown_ones, start=1))
     models = " and ".join(f"`{name}`" for name in dict.fromkeys(one.model for one in sets))
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
+    every = [*dict.fromkeys(name for one in sets for name in one.methods)]
     head = HEAD.format(models=models, findings=findings or "No comparison is shown.", kept=KEPT, short=short)
-    return "\n".join([head, REGISTER.format(n=len(CONTRASTS), table=register(sets)), *(section(one) for one in sets)])
+    tested = REGISTER.format(n=len(CONTRASTS), table=register(sets))
+    return "\n".join([head, tested, *(section(one, every) for one in sets)])
 
 
 def write(out: Path, runs: Path | None) -> list[Path]:

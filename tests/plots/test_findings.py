@@ -80,6 +80,8 @@ def test_only_samples_that_all_variants_answered_count(tmp_path: Path) -> None:
     assert {len(values) for place, values in scores.of.items() if place[1] == "0.125"} == {N}
     assert mean(scores.full(SHOWN, "0.25")) == 1.0
     assert f"question hidden: n = 20 at 1/4, n = {N} at 1/8, of 100" in section(scores)
+    assert "asks. Not asked: H2O.\n" in section(scores, ["kivi", "h2o"])
+    assert "Not asked" not in section(scores, ["kivi"])
 
 
 def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
