@@ -105,10 +105,15 @@ def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
     shares, rule = row.trace.layer_shares(), cell.sparsity
     if rule is None or not shares:
         return {}
-    columns = {"prefill_share": fmean(shares), "prefill_shares": shares}
-    estimate = rule.estimate(row.trace.s_prompt) if min(shares) < 1 else 0.0
-    sees_all = any(what.of_all_weights for what in row.variant.observations)
-    return columns | {"prefill_estimate": estimate} | ({"prefill_observed": rule.observe} if sees_all else {})
+    columns: dict[str, Any] = {"prefill_share": fmean(shares), "prefill_shares": shares}
+    s, seen = row.trace.s_prompt, row.variant.observations
+    columns["prefill_estimate"] = rule.estimate(s) if min(shares) < 1 else 0.0
+    if any(what.of_all_weights for what in seen):
+        columns["prefill_observed"] = rule.observe
+    votes = max((min(s, what.looks_at or 0) for what in seen), default=0)
+    if votes and min(shares) < 1:  # rows of last queries on all keys, computed anew
+        columns["prefill_votes"] = votes * (2 * s - votes + 1) / (s * (s + 1))
+    return columns
 
 
 def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str, cell: Cell) -> SampleRow:
@@ -188,6 +193,8 @@ def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[s
         notes.append(f"prefill.density={show(rule.density)} is less than what the prefill always computes")
     if any(row.fields.get("prefill_observed") == "kept" for row in rows):
         notes.append("what the method observed of all queries is of the pairs that the sparse prefill computed")
+    if votes := [row.fields["prefill_votes"] for row in rows if "prefill_votes" in row.fields]:
+        notes.append(f"votes of the last queries look at {fmean(votes):.3f} of the pairs on top, exactly")
     if rule.asks_last and cell.settings.scope == "context_only":
         notes.append("the prefill chose by the context's last queries, and the question was not among them")
     return notes

@@ -15,7 +15,7 @@ import io
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ from results.sheet import ABSENT, Sheet, markdown
 
 NAME, KEPT = "cited", "scores.csv.gz"
 COLUMNS = ("set", "column", "model", "method", "sample", "value")
-AGES = {"recent": 500, "older": 2000, "oldest": math.inf}  # tokens
+AGES = {"recent": 500, "older": math.inf}  # tokens
+ASKED_OF_LISTS = {
+    **dict.fromkeys(("user", "date"), "named"),
+    **dict.fromkeys(("most", "least", "count", "compare", "n_labels_at_least"), "counted"),
+}
 LOSSES = (0.0, math.inf)  # what a loss may be
 SHARES = (0.0, 1.0)
+ENOUGH = 0.75  # of full attention's samples: a method that has fewer is left out, and takes none from the others
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,14 @@ class Asked:
     measure: str = ""  # a loss in nats that stands beside the score, instead of it
     chance: Mapping[str, float] | None = None  # share that guessing scores, by column
     by: str = "dataset"  # field that says which column, or "age"
+    groups: Mapping[str, str] = field(default_factory=dict[str, str])  # columns of that field's values
     of_context: bool = False  # a sample is a context, and its value the mean of its questions
 
     def column(self, row: SampleRow) -> str:
         found = row.fields.get(self.by)
         if self.by == "age" and found is not None:
             found = next(name for name, most in AGES.items() if found <= most)
+        found = self.groups.get(str(found), found)
         return str(found) if found in self.columns else ""
 
     def value(self, row: SampleRow) -> float | None:
@@ -64,7 +71,7 @@ SETS = (
         "babilong", "BABILong: facts hidden in prose",
         "Drawn worlds in 1,000 tokens of prose, without a worked example: where somebody is (`qa1`, six places), and "
         "who gave what to whom (`qa5`, seven names and things). An answer is right or wrong.",
-        "babilong", {"qa1": "where", "qa5": "who gave what"}, 14, chance={"qa1": 1 / 6, "qa5": 1 / 7},
+        "babilong", {"qa1": "where", "qa5": "who gave what"}, 30, chance={"qa1": 1 / 6, "qa5": 1 / 7},
     ),
     Asked(
         "mrcr", "MRCR: alike pieces in a dialogue, token by token",
@@ -80,9 +87,12 @@ SETS = (
     ),
     Asked(
         "oolong", "Oolong: questions on all lines",
-        "Drawn lists of 1,000 tokens with four questions each, of seven kinds in turn: counts, comparisons, what comes "
-        "most and least often. A sample is a list, and its score the mean of its questions.",
-        "oolong", {"drawn": "four questions"}, 20, of_context=True,
+        "Drawn lists of 750 tokens with four questions each, of seven kinds in turn: which user or date comes most "
+        "often, where picking any of the list scores some 12; and counts, comparisons, the most and the least frequent "
+        "label, where who knows the questions alone, and gives to each kind the answer that is right most often, "
+        "scores some 46. A sample is a list, and its score the mean of its questions.",
+        "oolong", {"named": "which user or date", "counted": "counts and labels"}, 20,
+        chance={"named": 0.12, "counted": 0.46}, by="kind", groups=ASKED_OF_LISTS, of_context=True,
     ),
     Asked(
         "helmet", "HELMET: labels by many examples, values of keys",
@@ -92,17 +102,16 @@ SETS = (
     ),
     Asked(
         "agents", "Work on drawn records, token by token",
-        "Work of up to 2,500 tokens with four questions each, each in a prompt of its own. What is right is fed. "
+        "Work of up to 1,500 tokens with two questions each, each in a prompt of its own. What is right is fed. "
         "Values are the loss of the value's tokens: of what was seen last (fresh), of what was seen before (stale), of "
         "counts and other things that all of the work says.",
-        "agent_forced", {"fresh": "fresh", "stale": "stale", "count": "count"}, 8, measure="value_nll", by="group",
+        "agent_forced", {"fresh": "fresh", "stale": "stale", "count": "count"}, 10, measure="value_nll", by="group",
     ),
     Asked(
         "airline", "Recorded calls of tau-bench, token by token",
         "Airline traces (MIT), each decision's whole past in a prompt of up to 8,000 tokens. The recorded call is fed. "
         "Values are the loss of its arguments' tokens, by how many tokens ago the oldest of them last stood.",
-        "agent_forced", {"recent": "up to 500 ago", "older": "500 to 2,000", "oldest": "above 2,000"}, 20,
-        measure="value_nll", by="age",
+        "agent_forced", {"recent": "up to 500 ago", "older": "longer ago"}, 20, measure="value_nll", by="age",
     ),
 )  # fmt: skip
 
@@ -229,6 +238,7 @@ def columns_of(asked: Asked, lines: Sequence[Line]) -> list[Column]:
             if (line.asked, line.column) == (asked.experiment, name):
                 of.setdefault(line.method, {})[line.sample] = line.value
         if FULL in of:
+            of = {method: each for method, each in of.items() if len(each) >= ENOUGH * len(of[FULL])}
             both = [sample for sample in of[FULL] if all(sample in each for each in of.values())]
             if both:
                 found.append(Column(asked, name, {method: {s: of[method][s] for s in both} for method in of}))

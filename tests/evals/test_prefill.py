@@ -145,6 +145,9 @@ def test_cells_share_a_pass_by_prefill_and_say_what_they_say_alone(
         assert shares == [None, None] if i < 2 else all(0.05 < s < 0.6 for s in shares if s)
         assert result.prefill == ("exact" if i < 2 else "minference")
         assert any("the prefill computed 0." in note for note in result.notes) == (i >= 2)
+        votes = [row.fields.get("prefill_votes") for row in rows]
+        assert votes == [None, None] if i != 3 else all(v and 0.01 < v < 0.3 for v in votes)
+        assert any(note.startswith("votes of the last queries look at 0.") for note in result.notes) == (i == 3)
     assert together[2][0].prefill_params["n_slash"] == 8
 
 

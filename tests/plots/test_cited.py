@@ -1,0 +1,51 @@
+"""The tables of docs/cited.md: which value goes into which column, and who is compared."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plots import cited
+from results import SampleRow
+from tasks.oolong.made import KINDS
+
+SETS = {asked.experiment: asked for asked in cited.SETS}
+
+
+def line(method: str, sample: str, value: float = 1.0, column: str = "icl") -> cited.Line:
+    return cited.Line("helmet", column, "m", method, sample, value)
+
+
+def test_a_method_with_few_samples_is_left_out_and_takes_none_from_the_others() -> None:
+    samples = [str(i) for i in range(8)]
+    lines = [line(method, sample) for method in ("full", "quest") for sample in samples]
+    lines += [line("h2o", sample) for sample in samples[:5]] + [line("kvzip", sample) for sample in samples[:6]]
+    (column,) = cited.columns_of(SETS["helmet"], lines)
+    assert {*column.of} == {"full", "quest", "kvzip"} and len(column.full) == 6
+    assert cited.ABSENT in cited.cell(column, "h2o", {})
+
+
+def row(**fields: object) -> SampleRow:
+    made = SampleRow.__new__(SampleRow)
+    object.__setattr__(made, "fields", fields)
+    return made
+
+
+def test_every_kind_of_question_on_a_list_and_every_age_has_a_column() -> None:
+    asked = SETS["oolong"]
+    assert {asked.column(row(kind=kind)) for kind in KINDS} == {*asked.columns}
+    ages = [SETS["airline"].column(row(age=age)) for age in (1, 500, 501, 10**6, None)]
+    assert ages == ["recent", "recent", "older", "older", ""]
+
+
+@pytest.mark.parametrize("experiment", [name for name, asked in SETS.items() if asked.chance])
+def test_full_attention_that_may_be_guessing_is_compared_with_nobody(experiment: str) -> None:
+    asked, (name, chance) = SETS[experiment], next(iter((SETS[experiment].chance or {}).items()))
+    at_chance = cited.Column(asked, name, {"full": {str(i): float(i < 10 * chance) for i in range(10)}})
+    assert at_chance.is_at_chance
+    assert not replace(at_chance, of={"full": {str(i): 1.0 for i in range(10)}}).is_at_chance
+
+
+def test_the_page_that_is_committed_is_the_one_that_its_values_make() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    assert (docs / "cited.md").read_text(encoding="utf-8") == cited.page(cited.load(docs / "cited" / cited.KEPT))
