@@ -22,9 +22,9 @@ from typing import Any
 
 from engine.foreign import CsvWriter
 from engine.terminal import say
-from plots.evidence import FULL, samples_of, title
+from plots.evidence import FULL, configured, samples_of, some, title
 from plots.stats import Corrected, corrected, paired
-from results import SampleRow, interval, read_config
+from results import SampleRow, interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME, KEPT = "cited", "scores.csv.gz"
@@ -150,13 +150,14 @@ class Line:
 
 
 def read(root: Path) -> list[Line]:
-    found = list[Line]()
-    for folder in sorted(path.parent for path in root.rglob("config.yaml")):
-        config = read_config(folder)
-        for asked in SETS:
-            if has(asked, config):
-                found += lines_of(asked, config, samples_of(folder))
-    return found
+    found = [
+        line
+        for folder, config in configured(root)
+        for asked in SETS
+        if has(asked, config)
+        for line in lines_of(asked, config, samples_of(folder))
+    ]
+    return some(found, root)
 
 
 def has(asked: Asked, config: Mapping[str, Any]) -> bool:

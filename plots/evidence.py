@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import combinations
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.foreign import CsvWriter
 from plots.stats import Corrected, Paired, corrected, paired
@@ -33,6 +33,7 @@ FULL = "full"
 LEAST = 30  # of 100 that full attention must score; below it methods have nothing to lose
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,29 @@ def title(method: str) -> str:
 
 def read(root: Path) -> list[Line]:
     """The scores of all runs below a folder that are of a task of the page."""
-    found: list[Line] = []
-    for folder in sorted(path.parent for path in root.rglob("config.yaml")):
-        config = read_config(folder)
-        for asked in SETS:
-            if asked.has(config):
-                found += lines_of(asked, config, samples_of(folder))
-    return found
+    found = [
+        line
+        for folder, config in configured(root)
+        for asked in SETS
+        if asked.has(config)
+        for line in lines_of(asked, config, samples_of(folder))
+    ]
+    return some(found, root)
+
+
+def configured(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of runs, finished or not, and their configurations. Other programs' folders are passed over."""
+    for path in sorted(root.rglob("config.yaml")):
+        config = read_config(path.parent)
+        if all(isinstance(config.get(key), dict) for key in ("task", "method", "model")):
+            yield path.parent, config
+
+
+def some(lines: list[T], root: Path) -> list[T]:
+    """The lines; an error where there are none, before they replace what is kept."""
+    if not lines:
+        raise ValueError(f"{root} holds no sample of a run of this page")
+    return lines
 
 
 def samples_of(folder: Path) -> Sequence[SampleRow]:

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from plots import cited
+from plots import cited, findings
 from results import SampleRow
 from tasks.oolong.made import KINDS
 
@@ -49,3 +50,35 @@ def test_full_attention_that_may_be_guessing_is_compared_with_nobody(experiment:
 def test_the_page_that_is_committed_is_the_one_that_its_values_make() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     assert (docs / "cited.md").read_text(encoding="utf-8") == cited.page(cited.load(docs / "cited" / cited.KEPT))
+
+
+def test_a_loss_stands_as_what_is_lost_more_with_its_test() -> None:
+    levels = {"full": [0.5 + 0.01 * i for i in range(12)], "snapkv": [2.5 + 0.02 * i for i in range(12)]}
+    lines = [
+        cited.Line("mrcr", "1needle", "m", method, f"{i}", value)
+        for method, values in (levels | {"pqcache": levels["full"]}).items()
+        for i, value in enumerate(values)
+    ]
+    text = cited.section(SETS["mrcr"], lines)
+    assert "| Full | 0.56 |" in text and "| SnapKV | +2.06 (" in text and " * |" in text
+    assert "- one of its kind: SnapKV shown to lose." in text
+
+
+@pytest.mark.parametrize("module", [cited, findings])
+@pytest.mark.parametrize("text", [None, "lr: 0.1\n", "[1, 2]\n"])
+def test_a_folder_without_runs_leaves_what_is_kept(
+    module: ModuleType, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, runs = tmp_path / "docs", tmp_path / "runs"
+    kept = out / module.NAME / module.KEPT
+    kept.parent.mkdir(parents=True)
+    cited.keep(kept, [])
+    before = kept.read_bytes()
+    if text is not None:
+        runs.mkdir()
+        (runs / "config.yaml").write_text(text)
+    assert module.main([str(runs), "--out", str(out)]) == 2
+    assert ("holds no sample of a run" in (said := capsys.readouterr().err) or "is no mapping" in said) and said.count(
+        "\n"
+    ) == 1
+    assert kept.read_bytes() == before
