@@ -282,6 +282,25 @@ def test_sums_over_all_queries_are_of_the_pairs_that_were_kept(name: str) -> Non
         assert torch.equal(trace.observed(LastQueries(4), layer), exact.observed(LastQueries(4), layer))
 
 
+@pytest.mark.parametrize("observe", ["kept", "exact"])
+@pytest.mark.parametrize("name", SMALL)
+def test_windows_above_the_prompt_and_prompts_below_a_block_are_observed(name: str, observe: str) -> None:
+    model = tiny()
+    asked = [ColumnSums(), BandSums(64), LastQueries(64)]
+    for s in (1, 2, 7, 8, 9, 17, 33):
+        with model.hooked():
+            trace = prefill(model, prompt(s), asked, sparsity=small(name, observe=observe, dense_last=3))
+            exact = prefill(model, prompt(s), asked)
+        assert 0 < (trace.share() or 0) <= 1 and trace.logits is not None and trace.logits.isfinite().all()
+        for layer in trace.shape.attention_layers:
+            sums, band = (trace.observed(what, layer) for what in asked[:2])
+            torch.testing.assert_close(sums.sum(-1), torch.full((1, 6), float(s)))
+            torch.testing.assert_close(band, sums)
+            assert trace.observed(asked[2], layer).isfinite().all()
+            if trace.share() == 1:
+                torch.testing.assert_close(trace.keys(layer), exact.keys(layer), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_reading_in_chunks_keeps_the_same(name: str) -> None:
     model = tiny()
