@@ -357,6 +357,24 @@ def test_a_script_that_reads_the_prompt_is_right_and_a_wrong_one_is_at_chance(na
     assert all(task.score(sample, "") <= most for sample in samples if sample.references != ("",))
 
 
+NASTY = (
+    *("", " ", "\n\n", ":", "::", ",", "[]", "[[]]", "{", "\0", "\ud83d", "\u0130\u0131 \u00df", "%s {0} {context}"),
+    *("<tool_call>", "<tool_call></tool_call>", "</think>", "```\n```", '{"name": 1, "arguments": {}}'),
+    *('{"name": "x", "arguments": "{}"}', '{"name": "x", "arguments": ' + "[" * 3000 + "}"),
+    *("Final Answer: []", "Final Answer: [" + "[" * 3000, "label:", "Ranking: 1 > 1 > >", "\\boxed{"),
+    *("9" * 5000, "-" * 5000, "a" * 20000, "Answer: 1e999", "Date: 0000-00-00"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_answer_breaks_a_scorer_or_leaves_0_to_1(name: str, tmp_path: Path) -> None:
+    task, samples = made(name.strip(), tmp_path, **TASKS[name][0] | {"rows": 1})
+    for sample in samples:
+        cut = [sample.references[0][:n] for n in (1, 5, 50)]
+        for answer in (*NASTY, *cut, " ".join(sample.references) * 3):
+            assert 0 <= task.score(sample, answer) <= 1, (sample.id, answer[:40])
+
+
 def test_of_qa7_the_official_scoring_takes_every_right_answer_but_none(tmp_path: Path) -> None:
     task, samples = made("babilong", tmp_path, datasets=["qa7"], lengths=["1k"], rows=30)
     scores = {True: list[float](), False: list[float]()}
