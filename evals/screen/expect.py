@@ -41,7 +41,7 @@ def is_worth_while(loads: Sequence[Load]) -> bool:
 
 def words(n_left: int, n: int, limit: int | None) -> str:
     """How many samples there are, and how others are asked."""
-    left = f"{n_left} samples" if n_left == n else f"{n_left} of {n} samples left"
+    left = f"{n_left} sample{'s' * (n_left != 1)}" if n_left == n else f"{n_left} of {n} samples left"
     return f"{left} ({'limit=N asks fewer' if limit is None else f'limit={limit}'})"
 
 

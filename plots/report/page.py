@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         out.write_text(page(runs, given.runs), encoding="utf-8", errors="replace")
     except OSError as error:
         return refuse(f"{out} cannot be written ({error.strerror}); choose another file with --out")
-    say(f"{one_line(str(out))}: {len(runs)} runs, {out.stat().st_size / 1e6:.1f} MB")
+    say(f"{one_line(str(out))}: {len(runs)} run{'s' * (len(runs) != 1)}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
@@ -89,7 +89,7 @@ def page(runs: Sequence[Run], root: Path) -> str:
         "policy": html.escape(policy(script)),
         "style": (ASSETS / "page.css").read_text(encoding="utf-8"),
         "script": script,
-        "summary": html.escape(f"{len(runs)} runs of {root.resolve().name}{repeated}"),
+        "summary": html.escape(f"{len(runs)} run{'s' * (len(runs) != 1)} in {root.resolve().name}/{repeated}"),
         "cut": html.escape(packed_samples.cut),
         "data": "\n".join(f'<script type="text/plain" id="{name}">{text}</script>' for name, text in data.items()),
     }
