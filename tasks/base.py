@@ -85,9 +85,14 @@ class Task(ABC):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         """All samples in their fixed order; the runner applies `limit`."""
 
-    @abstractmethod
+    @property
+    def is_embedded(self) -> bool:
+        """Whether its samples come with the harness, or are drawn."""
+        return self.data_source == "embedded"
+
     def score(self, sample: Sample, prediction: str) -> float:
-        """The score of one answer, 0 to 1."""
+        """The score of one answer, 0 to 1. A task writes this or `verdict`."""
+        return self.verdict(sample, prediction)[0]
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         """The score, and other figures by name that the same look at the answer gives; the run averages both."""

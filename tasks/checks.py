@@ -68,6 +68,15 @@ def check_length(length: int, shape: ModelShape) -> None:
         )
 
 
+def check_lengths(lengths: Sequence[int], shape: ModelShape) -> None:
+    """Drawn samples of `task.lengths` tokens fit into the model's window."""
+    if max(lengths) > shape.window:
+        raise ConfigError(
+            f"task.lengths={list(lengths)} asks for more than the {shape.window} tokens of {shape.name}; give shorter "
+            "ones"
+        )
+
+
 def prompt_room(window: int, n_new: int) -> int:
     """Tokens that a window leaves for the prompt, beside an answer of up to `n_new`."""
     return window - n_new - SLACK

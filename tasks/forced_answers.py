@@ -27,13 +27,10 @@ class Fed(LazySamples):
 
     def __init__(self, samples: Sequence[Sample], tokenizer: Any, part: Callable[[Any, Sample], Sequence[int]]) -> None:
         """`part` says which tokens of a sample's answer are averaged apart."""
-        self.samples, self.tokenizer, self.part = samples, tokenizer, part
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        self.places, self.tokenizer, self.part = samples, tokenizer, part
 
     def sample(self, i: int) -> Sample:
-        one = self.samples[i]
+        one = self.places[i]
         *ids, last = first_ids(self.tokenizer, one.context + one.question)
         forced = (last, *answer_ids(self.tokenizer, one.references[0]))
         return replace(

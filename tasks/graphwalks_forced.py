@@ -49,13 +49,10 @@ class Written(LazySamples):
     """Samples whose nodes stand in the line that an answer ends with."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        self.all = samples
-
-    def __len__(self) -> int:
-        return len(self.all)
+        self.places = samples
 
     def sample(self, i: int) -> Sample:
-        one = self.all[i]
+        one = self.places[i]
         return replace(one, references=(f"{CUE} [{', '.join(one.references)}]",))
 
 

@@ -399,9 +399,6 @@ class Gsm8k(Task):
     def _count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         answer = sample.references[0]
         if self.params.thinking:

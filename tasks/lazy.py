@@ -47,6 +47,11 @@ def most_units(n_tokens: Callable[[int], int], limit: int, fewest: int, guess: i
 class LazySamples(Sequence[Sample]):
     """A sequence whose samples are made one by one: all of them at once could fill the memory."""
 
+    places: Sequence[Any]  # what each sample is made from
+
+    def __len__(self) -> int:
+        return len(self.places)
+
     @abstractmethod
     def sample(self, i: int) -> Sample:
         """Sample number i, from 0."""
@@ -78,9 +83,6 @@ class FilledSamples(LazySamples):
     @abstractmethod
     def surplus(self, units: int, excess: int) -> int:
         """How many units to leave out of a sample that has `excess` tokens too many; at least one is."""
-
-    def __len__(self) -> int:
-        return len(self.datasets)
 
     def sample(self, i: int) -> Sample:
         dataset = self.datasets[i]

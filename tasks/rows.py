@@ -7,16 +7,16 @@ Not here: what a row means (its task's file), where files come from (`tasks/sour
 (`engine/foreign.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes
+from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
 
 ON_BAD_ROW = ("refuse", "skip")
-LARGEST_LIST = 256 << 20  # bytes of a .json file; it is read whole
+LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one; it is read whole
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
 TYPE_NAMES = {
     str: "a text",
@@ -113,7 +113,7 @@ def parse(line: bytes | None) -> Any:
 def with_fields(row: Any, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
     """An object that has these fields."""
     if not isinstance(row, dict):
-        raise BadRow("the line is no JSON object")
+        raise BadRow("it is no JSON object")
     for name, types in fields.items():
         if name not in row:
             raise BadRow(f"field {name!r} is missing")
@@ -122,6 +122,28 @@ def with_fields(row: Any, fields: Mapping[str, type | tuple[type, ...]]) -> Mapp
             wanted = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
             raise BadRow(f"field {name!r} is not {wanted}")
     return row
+
+
+def percent_of(scores: Sequence[float]) -> float:
+    """The mean in percent, to two decimals."""
+    return round(100 * sum(scores) / len(scores), 2)
+
+
+def write_means(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    is_sorted: bool = False,
+    mean: Callable[[Sequence[float]], float] = percent_of,
+    **columns: str,
+) -> None:
+    """A run's table of means: its rows by these fields, each under its column's name."""
+    scores: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["score"] is not None:
+            scores.setdefault(tuple(row[field] for field in columns.values()), []).append(row["score"])
+    groups = sorted(scores.items()) if is_sorted else scores.items()
+    write_csv(path, [*columns, "rows", "score_percent"], [[*key, len(each), mean(each)] for key, each in groups])
 
 
 def unusable(line: bytes, why: str) -> str:

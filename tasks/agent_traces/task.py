@@ -42,7 +42,7 @@ from tasks.agent_traces import made
 from tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
 from tasks.agent_traces.render import Message, Renderer, Talk, spoken
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_numbers
+from tasks.checks import check_choices, check_counts, check_lengths, check_numbers
 from tasks.lazy import LazySamples, most_units
 from tasks.prompt import first_ids
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows
@@ -135,19 +135,11 @@ class AgentTraces(Task):
         self.policy, self.tools = made.POLICY, list[Any]()
         self.notes: list[str] = []
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
     def check(self, shape: ModelShape) -> None:
         params, self.window = self.params, shape.window
         self.notes = [NOTE]
         if self.is_embedded:
-            if max(params.lengths) > shape.window:
-                raise ConfigError(
-                    f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of "
-                    f"{shape.name}; give shorter ones"
-                )
+            check_lengths(params.lengths, shape)
             self.tools = [schema(*tool) for tool in made.TOOLS]
             self.notes.append(f"drawn work; notes in outputs: {prose.prose_name()}")
             return
@@ -267,9 +259,6 @@ class AgentTraces(Task):
         return first[:n]
 
     # -- scores --
-
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         fields = sample.fields
@@ -408,9 +397,6 @@ class Drawn(LazySamples):
         self.places = [(length, i) for i in range(task.params.rows or 10) for length in task.params.lengths]
         self.events: dict[int, int] = {}  # that fitted a length last
         self.last: tuple[int, Sample | None] = (-1, None)  # the sample that was made last: `query_aware` asks it often
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     @property
     def fewest(self) -> int:

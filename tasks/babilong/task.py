@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
@@ -38,7 +37,7 @@ from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_datasets, chosen
 from tasks.download import Piece
 from tasks.lazy import LazySamples, in_turns
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
 from tasks.texts import digest, sentences
 
 DATASETS = tuple(f"qa{i}" for i in range(1, 21))
@@ -132,10 +131,6 @@ class BabiLong(Task):
         self.words: Mapping[str, Mapping[str, str]] = OWN
         self.notes: list[str] = []
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
     def check(self, shape: ModelShape) -> None:
         longest = max(map(n_tokens, self.params.lengths))
         if longest + AROUND + self.params.max_new_tokens > shape.window:
@@ -203,12 +198,7 @@ class BabiLong(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """babilong.csv: per task and length its rows and their mean in percent."""
-        scores: dict[tuple[str, str], list[float]] = {}
-        for row in rows:
-            if row["score"] is not None:
-                scores.setdefault((row["dataset"], row["length"]), []).append(row["score"])
-        lines = [[*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in scores.items()]
-        write_csv(folder / "babilong.csv", ["dataset", "length", "rows", "score_percent"], lines)
+        write_means(folder / "babilong.csv", rows, dataset="dataset", length="length")
 
 
 class Rows(LazySamples):
@@ -223,9 +213,6 @@ class Rows(LazySamples):
     def n_rows(self, cell: tuple[str, str]) -> int:
         n = self.task.params.rows
         return (n or 100) if self.task.is_embedded else min(n or len(self.task.rows[cell]), len(self.task.rows[cell]))
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def sample(self, i: int) -> Sample:
         name, length, number = self.places[i]

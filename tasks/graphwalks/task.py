@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
@@ -37,7 +36,7 @@ from tasks.graphwalks import graphs
 from tasks.graphwalks.scores import CUE, verdict
 from tasks.lazy import LazySamples, in_turns, most_units
 from tasks.prompt import encode
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
 from tasks.texts import digest
 
 REVISION = "f338bb265735a56a79f4b0f5def722c9c3268ead"
@@ -128,10 +127,6 @@ class GraphWalks(Task):
         self.notes: list[str] = []
 
     @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
-    @property
     def extraction(self) -> str:
         """How answers are read."""
         usual = "harness" if self.is_embedded else "card"
@@ -200,9 +195,6 @@ class GraphWalks(Task):
             fields={"dataset": walk.kind, "depth": walk.depth, "n_right": len(right), **fields},
         )
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         text = prediction.rstrip() if self.params.strip_end else prediction
         (other,) = set(READINGS) - {self.extraction}
@@ -211,12 +203,7 @@ class GraphWalks(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """graphwalks.csv: by problem and depth."""
-        scores: dict[tuple[str, int], list[float]] = {}
-        for row in rows:
-            if row["score"] is not None:
-                scores.setdefault((row["dataset"], row["depth"]), []).append(row["score"])
-        lines = [[*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in sorted(scores.items())]
-        write_csv(folder / "graphwalks.csv", ["problem", "depth", "rows", "score_percent"], lines)
+        write_means(folder / "graphwalks.csv", rows, is_sorted=True, problem="dataset", depth="depth")
 
 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:
@@ -232,9 +219,6 @@ class Drawn(LazySamples):
         cells = [(kind, length) for length in task.params.lengths for kind in task.params.problems]
         self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
         self.edges: dict[int, int] = {}  # that fitted a length last
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def sample(self, i: int) -> Sample:
         kind, length, number = self.places[i]

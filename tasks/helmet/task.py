@@ -29,15 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, check_numbers, chosen
+from tasks.checks import check_choices, check_counts, check_datasets, check_lengths, check_numbers, chosen
 from tasks.helmet import scores
 from tasks.lazy import LazySamples, in_turns, most_units
 from tasks.prompt import encode
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
 from tasks.texts import digest
 
 UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
@@ -140,17 +139,9 @@ class Helmet(Task):
         self.rows: dict[str, list[Mapping[str, Any]]] = {}
         self.notes: list[str] = []
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
     def check(self, shape: ModelShape) -> None:
         params = self.params
-        if max(params.lengths) > shape.window:
-            raise ConfigError(
-                f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of {shape.name}; "
-                "give shorter ones"
-            )
+        check_lengths(params.lengths, shape)
         self.window = shape.window
         self.notes = [f"chat template: {'yes' if params.use_chat else 'no, as published'}"]
         if self.is_embedded:
@@ -191,12 +182,7 @@ class Helmet(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """helmet.csv: per part its rows and their mean in percent."""
-        each: dict[str, list[float]] = {}
-        for row in rows:
-            if row["score"] is not None:
-                each.setdefault(row["dataset"], []).append(row["score"])
-        lines = [[name, len(found), round(100 * sum(found) / len(found), 2)] for name, found in each.items()]
-        write_csv(folder / "helmet.csv", ["dataset", "rows", "score_percent"], lines)
+        write_means(folder / "helmet.csv", rows, dataset="dataset")
 
 
 # --- many-shot labels --------------------------------------------------------------------------
@@ -303,9 +289,6 @@ class Rows(LazySamples):
         sizes = {name: n or 20 if task.is_embedded else min(n or 1 << 30, len(task.rows[name])) for name, _ in cells}
         self.places = in_turns([[(*cell, i) for i in range(sizes[cell[0]])] for cell in cells])
         self.units: dict[tuple[str, int], int] = {}  # that fitted last
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def sample(self, i: int) -> Sample:
         name, length, number = self.places[i]

@@ -121,9 +121,6 @@ class IfevalSystem(Task):
             fields={"instructions": row["instruction_id_list"], "values": values_of(row)},
         )
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         if self.params.ask == "leak":
             found = leakage(sample.references[0], prediction)

@@ -308,13 +308,10 @@ class Published(LazySamples):
     def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
         by_task = [[(name, row) for _, row in task.rows[name].rows] for name in task.params.names]
-        self.rows = in_turns(by_task)
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        self.places = in_turns(by_task)
 
     def sample(self, i: int) -> Sample:
-        name, row = self.rows[i]
+        name, row = self.places[i]
         whole = self.task.sample(name, f"{name}-{row['id']}", row, {})
         limit = self.task.params.max_prompt_tokens or prompt_room(self.task.window, whole.max_new_tokens)
         text, before, after = middle_truncate(self.tokenizer, whole.context + whole.question, limit)

@@ -403,9 +403,6 @@ class InTurns(LazySamples):
         self.task, self.tokenizer = task, tokenizer
         self.places = in_turns([[(name, i) for i in range(task.n_rows(name))] for name in task.names])
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     def sample(self, i: int) -> Sample:
         name, number = self.places[i]
         if self.task.asking is not None:

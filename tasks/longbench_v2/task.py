@@ -30,21 +30,20 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import NoJson, parse_json, read_bytes, read_text
+from engine.foreign import read_text
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_room, prompt_room
 from tasks.lazy import LazySamples
 from tasks.longbench.prompts import shortened
-from tasks.rows import LONGEST_ID, ON_BAD_ROW
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from tasks.texts import digest
 
 DATA = "longbench_v2/data.json"
 UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"
 PROMPTS = {"0shot": "longbench_v2/prompts/0shot.txt", "no_context": "longbench_v2/prompts/0shot_no_context.txt"}
 PROMPTS_SOURCE = "GitHub THUDM/LongBench (folder prompts)"
-LARGEST = 1 << 30  # bytes of the data file, twice the published one
 LETTERS = "ABCD"
 DIFFICULTIES, LENGTHS = ("easy", "hard"), ("short", "medium", "long")
 CHOICES = "\n".join(f"({letter}) $C_{letter}$" for letter in LETTERS)
@@ -146,11 +145,12 @@ class LongBenchV2(Task):
         self.whose = "own" if words is None else "official"
         self.template = OWN_PROMPTS[self.params.prompt] if words is None else checked_template(words)
         self.data_digest = digest([path] if words is None else [path, words])
-        rows, skipped = usable_rows(path, self.params.on_bad_row)
-        self.rows = [row for row in rows if self.params.lengths is None or row["length"] in self.params.lengths]
+        found = read_rows(path, {}, self.params.on_bad_row, unique="_id", check=check_row)
+        lengths = self.params.lengths
+        self.rows = [row for _, row in found.rows if lengths is None or row["length"] in lengths]
         if not self.rows:
-            raise ConfigError(f"{path} has no row of task.lengths={list(self.params.lengths or ())}; give others")
-        self.notes = [f"prompts: {self.whose}", *skipped]
+            raise ConfigError(f"{path} has no row of task.lengths={list(lengths or ())}; give others")
+        self.notes = [f"prompts: {self.whose}", *found.notes]
         if n := sum(bool(PLACEHOLDER.search(row["context"])) for row in self.rows):
             self.notes.append(f"{n} texts hold a placeholder, which the authors' code fills in")
 
@@ -186,9 +186,6 @@ class LongBenchV2(Task):
             },
         )
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         letter = chosen_letter(prediction)
         return float(letter == sample.references[0]), {"no_answer": float(letter is None)}
@@ -210,55 +207,22 @@ class Rows(LazySamples):
     """The rows, cut to fit when they are asked for."""
 
     def __init__(self, task: LongBenchV2, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-
-    def __len__(self) -> int:
-        return len(self.task.rows)
+        self.task, self.tokenizer, self.places = task, tokenizer, task.rows
 
     def sample(self, i: int) -> Sample:
-        return self.task.sample(self.tokenizer, self.task.rows[i])
+        return self.task.sample(self.tokenizer, self.places[i])
 
 
 # --- rows and prompts --------------------------------------------------------------------------
 
 
-def usable_rows(path: Path, on_bad_row: str) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The rows of data.json, and a sentence for each that was left out."""
-    try:
-        content = parse_json(read_bytes(path, LARGEST))
-    except NoJson as error:
-        raise ConfigError(f"{path} is no JSON ({error}); get it again from {UPSTREAM}") from None
-    if not isinstance(content, list):
-        raise ConfigError(f"{path} holds no list of rows; get it again from {UPSTREAM}")
-    rows, skipped, seen = list[Mapping[str, Any]](), list[str](), set[str]()
-    for i, row in enumerate(content):
-        problem = wrong_with(row, seen)
-        if problem is None:
-            seen.add(row["_id"])
-            rows.append(row)
-        elif on_bad_row == "refuse":
-            raise ConfigError(
-                f"{path}, row {i}: {problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
-            )
-        else:
-            skipped.append(f"row skipped: {path}, row {i}: {problem}")
-    if not rows:
-        raise ConfigError(f"{path}: no row can be used; fetch it again")
-    return rows, skipped
-
-
-def wrong_with(row: Any, seen: set[str]) -> str | None:
-    """Why a row cannot be used."""
-    if not isinstance(row, dict):
-        return "it is no object"
+def check_row(row: Mapping[str, Any]) -> None:
+    """What a row must hold: texts, and one of the letters."""
     for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
         if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
-            return f"field {key!r} is no text, or empty"
+            raise BadRow(f"field {key!r} is no text, or empty")
     if row["answer"] not in LETTERS or len(row["answer"]) != 1:
-        return f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D"
-    if len(row["_id"]) > LONGEST_ID or row["_id"] in seen:
-        return "field '_id' is too long, or stands there twice"
-    return None
+        raise BadRow(f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D")
 
 
 def checked_template(path: Path) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigError
-from engine.foreign import LARGEST_FILE, read_json, read_text
+from engine.foreign import LARGEST_FILE, read_text
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
@@ -36,7 +36,7 @@ from tasks.lazy import in_turns
 from tasks.longproc import scores
 from tasks.longproc.countdown import Search, examples
 from tasks.reasoning.answers import Room, fitted
-from tasks.rows import ON_BAD_ROW
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows
 from tasks.texts import digest
 
 PARTS = ("countdown", "path_traversal", "tom_tracking")
@@ -82,7 +82,7 @@ class LongProc(Task):
         self.data_source = "local"
         listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
         self.dataset = f"{listed}/{params.length}"
-        self.rows: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+        self.rows: dict[str, Sequence[tuple[int, Mapping[str, Any]]]] = {}
         self.templates: dict[str, str] = {}
         self.window = 0
 
@@ -92,8 +92,9 @@ class LongProc(Task):
             wanted = [f"longproc/{name}/{name}_{self.params.length}.json", f"longproc/{name}/prompts.yaml"]
             rows, prompts = (sources.require(file, self.data_dir, UPSTREAM) for file in wanted)
             self.templates[name] = template_of(prompts)
-            self.rows[name], skipped = usable_rows(name, rows, self.params.on_bad_row)
-            notes += skipped
+            found = read_rows(rows, {}, self.params.on_bad_row, check=check_row(name))
+            self.rows[name] = found.rows
+            notes += found.notes
             files += [rows, prompts]
         self.data_digest = digest(files)
         self.notes = notes
@@ -115,9 +116,6 @@ class LongProc(Task):
             | ({"numbers": list(row["nums"]), "target": row["target"]} if name == "countdown" else {}),
         )
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         found = judged(sample.fields["dataset"], prediction, sample.references[0], sample.fields)
         return found.accuracy, {
@@ -137,53 +135,34 @@ def judged(name: str, prediction: str, reference: str, fields: Mapping[str, Any]
 # --- rows --------------------------------------------------------------------------------------
 
 
-def usable_rows(name: str, path: Path, on_bad_row: str) -> tuple[list[tuple[int, Mapping[str, Any]]], list[str]]:
-    """The rows of a part by their index, from 0, and a sentence for each that was left out."""
-    content = read_json(path, f"get it again from {UPSTREAM}")
-    if not isinstance(content, list):
-        raise ConfigError(f"{path} holds no list of rows; get it again from {UPSTREAM}")
-    rows, skipped = list[tuple[int, Mapping[str, Any]]](), list[str]()
-    for i, row in enumerate(content):
-        problem = wrong_with(name, row)
-        if problem is None:
-            rows.append((i, row))
-        elif on_bad_row == "refuse":
-            raise ConfigError(
-                f"{path}, row {i}: {problem}; mend the file, or leave such rows out with task.on_bad_row=skip"
-            )
-        else:
-            skipped.append(f"row skipped: {path}, row {i}: {problem}")
-    if not rows:
-        raise ConfigError(f"{path}: no row can be used; fetch it again")
-    return rows, skipped
-
-
-def wrong_with(name: str, row: Any) -> str | None:
-    """Why a row cannot be used."""
-    if not isinstance(row, dict):
-        return "it is no object"
+def check_row(name: str) -> Any:
+    """What a row of a part must hold."""
     if name == "countdown":
-        return wrong_with_countdown(row)
+        return check_countdown
     texts = ("story", "question", "solution") if name == "tom_tracking" else ("context_nl", "answer_nl")
-    for key in texts:
-        if not isinstance(row.get(key), str) or not row[key].strip():
-            return f"field {key!r} is no text, or empty"
-    if name == "tom_tracking":
-        return None if scores.beliefs(row["solution"]) else "field 'solution' has no step"
-    ends = row.get("question_repr")
-    if isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, str) for end in ends):
-        return None
-    return "field 'question_repr' is no list of two texts"
+
+    def check(row: Mapping[str, Any]) -> None:
+        for key in texts:
+            if not isinstance(row.get(key), str) or not row[key].strip():
+                raise BadRow(f"field {key!r} is no text, or empty")
+        if name == "tom_tracking":
+            if not scores.beliefs(row["solution"]):
+                raise BadRow("field 'solution' has no step")
+            return
+        ends = row.get("question_repr")
+        if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+            raise BadRow("field 'question_repr' is no list of two texts")
+
+    return check
 
 
-def wrong_with_countdown(row: Mapping[str, Any]) -> str | None:
+def check_countdown(row: Mapping[str, Any]) -> None:
     numbers, target = row.get("nums"), row.get("target")
     values = [*numbers, target] if isinstance(numbers, list) else []
     if len(values) != 5 or not all(type(value) is int and 0 <= value <= MOST_NUMBER for value in values):
-        return "fields 'nums' and 'target' are no four numbers and one"
+        raise BadRow("fields 'nums' and 'target' are no four numbers and one")
     if not Search(values[:4], values[4]).is_found:
-        return f"no equation makes {target} of {numbers}"
-    return None
+        raise BadRow(f"no equation makes {target} of {numbers}")
 
 
 def values_of(name: str, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,17 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.foreign import NoJson, parse_json, write_csv
+from engine.foreign import NoJson, parse_json
 from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_numbers, check_some
+from tasks.checks import check_choices, check_counts, check_lengths, check_numbers, check_some
 from tasks.download import Piece
 from tasks.lazy import LazySamples, in_turns, most_units
 from tasks.mrcr.made import WORDS, Dialogue, Plan
 from tasks.prompt import first_ids, rendered
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
 from tasks.texts import digest, sentences
 from tasks.turns.conversation import Asking, Conversation, Turn
 from tasks.turns.questions import QueryAware, QuestionParams
@@ -138,10 +138,6 @@ class MRCR(Task):
         self.rows: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
         self.notes: list[str] = []
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
     def check(self, shape: ModelShape) -> None:
         self.window = shape.window
         params = self.params
@@ -149,11 +145,7 @@ class MRCR(Task):
         self.notes += [f"answer: {params.answer_part}"] if params.answer_part != "all" else []
         self.notes += ["blanks before an answer are forgiven, which the authors do not"] if params.strip_start else []
         if self.is_embedded:
-            if max(params.lengths) > shape.window:
-                raise ConfigError(
-                    f"task.lengths={list(params.lengths)} asks for more than the {shape.window} tokens of "
-                    f"{shape.name}; give shorter ones"
-                )
+            check_lengths(params.lengths, shape)
             self.notes += ["drawn dialogues, not comparable with MRCR", f"pieces: {prose.prose_name()}"]
             return
         used = list[Path]()
@@ -232,9 +224,6 @@ class MRCR(Task):
         cut = text.rindex(turns[-1]["content"].strip())
         return text[:cut], text[cut:], len(first_ids(tokenizer, text))
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         if self.params.answer_part == "after_think":
             prediction = prediction.rpartition("</think>")[2].lstrip()
@@ -245,12 +234,7 @@ class MRCR(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """mrcr.csv: by number of needles and bin, never over bins of unlike size."""
-        scores: dict[tuple[str, str], list[float]] = {}
-        for row in rows:
-            if row["score"] is not None:
-                scores.setdefault((row["dataset"], row["bin"]), []).append(row["score"])
-        lines = [[*key, len(each), round(100 * sum(each) / len(each), 2)] for key, each in sorted(scores.items())]
-        write_csv(folder / "mrcr.csv", ["dataset", "bin", "rows", "score_percent"], lines)
+        write_means(folder / "mrcr.csv", rows, is_sorted=True, dataset="dataset", bin="bin")
 
 
 class Drawn(LazySamples):
@@ -262,9 +246,6 @@ class Drawn(LazySamples):
         cells = [(needles, length) for length in task.params.lengths for needles in task.params.needles]
         self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
         self.words: dict[int, int] = {}  # that fitted a length last
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def sample(self, i: int) -> Sample:
         needles, length, number = self.places[i]

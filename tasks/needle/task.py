@@ -443,7 +443,9 @@ class Cells(LazySamples):
         self.task, self.tokenizer = task, tokenizer
         grid = task.grid
         assert grid.lengths, "check was not called"
-        self.cells = [(length, depth, i) for length in grid.lengths for depth in grid.depths for i in range(grid.seeds)]
+        self.places = [
+            (length, depth, i) for length in grid.lengths for depth in grid.depths for i in range(grid.seeds)
+        ]
         self.stops = full_stop_ids(tokenizer) if task.params.snap == "period" else None
         self.ids = self._haystack_ids(max(grid.lengths))
         self.by_length: dict[int, list[int]] = {}  # cells of one length start from the same ids
@@ -468,11 +470,8 @@ class Cells(LazySamples):
             self.by_length[length] = self._ids(self.tokenizer.decode(self.ids[:length]))
         return self.by_length[length]
 
-    def __len__(self) -> int:
-        return len(self.cells)
-
     def sample(self, i: int) -> Sample:
-        length, depth, seed_index = self.cells[i]
+        length, depth, seed_index = self.places[i]
         params = self.task.params
         ask = self.task.ask(length, depth, seed_index)
         needles = [self._ids(needle) for needle in ask.needles]

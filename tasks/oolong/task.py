@@ -109,10 +109,6 @@ class Oolong(Task):
         self.notes: list[str] = []
 
     @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
-    @property
     def n_drawn(self) -> int:
         """Questions on a drawn list."""
         return self.params.questions or DRAWN_QUESTIONS
@@ -247,9 +243,6 @@ class Drawn(LazySamples):
         self.task, self.tokenizer = task, tokenizer
         self.places = [(length, i) for i in range(task.params.rows or 10) for length in task.params.lengths]
         self.lines: dict[int, int] = {}  # that fitted a length last
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def sample(self, i: int) -> Sample:
         length, number = self.places[i]

@@ -144,9 +144,6 @@ class Reasoning(Task):
     def grading(self) -> Grading:
         return Grading(self.params.grader, self.params.answer_part)
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        return self.verdict(sample, prediction)[0]
-
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         more = {key: sample.fields[key] for key in ("solution", "dataset") if key in sample.fields}
         return self.grading.verdict(prediction, sample.references[0], **more)

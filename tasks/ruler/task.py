@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import read_text, write_csv
+from engine.foreign import read_text
 from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
@@ -34,7 +34,7 @@ from tasks.base import Data, Sample, Task
 from tasks.checks import check_choices, check_counts, check_datasets, check_length, chosen
 from tasks.lazy import FilledSamples, in_turns
 from tasks.needle.task import ESSAYS, UPSTREAM
-from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
+from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows, write_means
 from tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
 from tasks.texts import digest
 
@@ -257,12 +257,7 @@ class Ruler(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: per task its rows and their mean in percent."""
-        scored = [row for row in rows if row["score"] is not None]
-        scores: dict[str, list[float]] = {}
-        for row in scored:
-            scores.setdefault(row["dataset"], []).append(row["score"])
-        lines = ([name, len(each), percent(each)] for name, each in scores.items())
-        write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent"], lines)
+        write_means(folder / "datasets.csv", rows, mean=percent, dataset="dataset")
 
 
 class Generated(FilledSamples):

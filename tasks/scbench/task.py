@@ -119,10 +119,6 @@ class SCBench(Task):
         self.rows: dict[str, list[Mapping[str, Any]]] = {}
         self.pools: dict[str, list[tuple[str, str]]] = {}  # functions that answers are held against, by repository
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.data_source == "embedded"
-
     def check(self, shape: ModelShape) -> None:
         self.window = shape.window
         path = None if self.params.prompts == "own" or self.is_embedded else sources.find(TEMPLATES, self.data_dir)
@@ -261,9 +257,6 @@ class Conversations(LazySamples):
             n = n if task.is_embedded else min(n, len(task.rows[name]))
             columns += [[(name, length, i) for i in range(n)] for length in lengths]
         self.places: list[tuple[str, int | None, int]] = in_turns(columns)
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def row(self, i: int) -> Mapping[str, Any]:
         name, length, number = self.places[i]

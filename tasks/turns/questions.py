@@ -74,9 +74,6 @@ class QueryAware(LazySamples):
         self.places = [(i, turn) for i, n in enumerate(n_turns) for turn in range(n)]
         self.last: tuple[int, Sample] | None = None  # that was made, whose questions follow each other
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     def sample(self, i: int) -> Sample:
         place, turn = self.places[i]
         if self.last is None or self.last[0] != place:

@@ -121,8 +121,8 @@ def test_a_finished_run_has_both_tables(tokenizer, folder) -> None:
         ({"answer": "E"}, "'answer' is 'E'"),
         ({"choice_C": 3}, "'choice_C' is no text"),
         ({"context": " "}, "'context' is no text, or empty"),
-        ({"_id": "one"}, "stands there twice"),
-        ({"_id": "x" * 2000}, "too long"),
+        ({"_id": "one"}, "stands in line 0 already"),
+        ({"_id": "x" * 2000}, "more than 1000"),
     ],
 )
 def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, message) -> None:
@@ -130,7 +130,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, messa
     with pytest.raises(ConfigError, match=rf"data\.json, row 1: .*{message}"):
         asked(folder, tokenizer)
     made, samples = asked(folder, tokenizer, on_bad_row="skip")
-    assert len(samples) == 1 and "row 2: it is no object" in str(made.notes)
+    assert len(samples) == 1 and "row 2: it is no JSON object" in str(made.notes)
 
 
 def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None:

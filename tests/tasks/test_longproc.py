@@ -174,7 +174,7 @@ def test_each_part_is_asked_in_its_prompt_and_right_answers_count(tokenizer, fol
         ("path_traversal", {"context_nl": "x", "answer_nl": "x", "question_repr": ["A"]}, "'question_repr'"),
         ("tom_tracking", {"story": "x", "question": "x", "solution": "no steps"}, "has no step"),
         ("tom_tracking", {"story": 5}, "'story' is no text"),
-        ("tom_tracking", 7, "no object"),
+        ("tom_tracking", 7, "no JSON object"),
     ],
 )
 def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, name, content, message) -> None:
