@@ -55,6 +55,14 @@ def whole_numbers(group: str, params: object, **lowest: int) -> None:
             whole_number(f"{group}.{name}", value, least)
 
 
+def votes(window: int, kernel: int) -> None:
+    """Last queries that vote, and the neighbours that each vote is pooled over."""
+    if window < 1:
+        raise ConfigError(f"method.window={window} is out of range; it is a number of tokens, at least 1")
+    if kernel < 1 or kernel % 2 == 0:
+        raise ConfigError(f"method.kernel={kernel} has no middle; use an odd number of tokens, 1 for no pooling")
+
+
 def tokens(key: str, value: int) -> None:
     """A number of tokens."""
     if value < 0:

@@ -65,7 +65,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         ledger["within_budget"] = False
     probes = row.variant.probes
     probe_s = sum(row.trace.probes[what].seconds for what in probes) if probes else None
-    report = row.shortened() | row.report()
+    report = row.reported()
     score, measures = cell.task.verdict_now(sample, reply.text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=draw_id(sample.id, cell.draw),

@@ -226,15 +226,16 @@ class SelectiveAttention(Rules, ABC):
         return [layer for layer in self.trace.shape.attention_layers if layer < self.params.full_layers]
 
     def protected(self, layer: int) -> Sequence[int]:
-        """Positions that this method promises to attend to at the step just made, whatever the query."""
-        return ()
+        """Positions that this method promises to attend to at the step just made, whatever the query.
 
-    def sinks_and_window(self, layer: int, n_sink: int = 0) -> Sequence[int]:
-        """What a retrieving method protects: the first tokens and the window; everything where nothing is fetched."""
+        A retrieving method's are sinks and window, and everything where nothing is fetched.
+        """
+        if self.drops or not self.attends_current:
+            return ()
         n, n_window = self.store[layer].n_seen, self.store[layer].n_window
         if not self.store[layer].can_fetch:
             return range(n)
-        return [*range(min(n_sink, n - n_window)), *range(n - n_window, n)]
+        return [*range(min(getattr(self.plan, "n_sink", 0), n - n_window)), *range(n - n_window, n)]
 
     def select(self, layer: int, q: Tensor) -> Found:
         """What to fetch for this query (1, h, 1, d_h): positions (1, h_kv or h, k) without repeats, a `Selection`."""
@@ -296,8 +297,12 @@ class SelectiveAttention(Rules, ABC):
         return None
 
     def report(self) -> dict[str, Any]:
-        """Facts of this sample, as JSON: its line has them as `method_report` where there are any."""
+        """Facts of this sample, as JSON; nobody asks full attention."""
         return {}
+
+    def reported(self) -> dict[str, Any]:
+        """What the sample's line has as `method_report`, where that is anything."""
+        return {} if self.variant.is_full else self.shortened() | self.report()
 
     def overall_ratio(self, share: Fraction | float) -> float:
         """A share of the tokens over all layers, where it is that of the layers that are not skipped."""

@@ -258,7 +258,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
             q_new, k_new, v_new = (normal(heads, 1) for heads in (shape.h, shape.h_kv, shape.h_kv))
             attend_group(counting, [row], LAYER, q_new, k_new, v_new, soft, step)
     last = row.store.ledger.entries[-1]
-    build = float(row.report().get("build_flops", 0.0))
+    build = float(row.reported().get("build_flops", 0.0))
     found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
     return replace(found, searched_numbers=numbers.n)
 

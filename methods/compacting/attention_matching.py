@@ -291,8 +291,6 @@ class AttentionMatching(SelectiveAttention):
         return [*range(frame.n_prefix), *range(s - frame.n_suffix, n)]
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         rows = self.plan.n_queries * self.trace.shape.g
         report: dict[str, Any] = {"queries": self.params.queries, "n_queries": rows, "n_parts": len(self.plan.chunks)}
         if self.n_ridged:

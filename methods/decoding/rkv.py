@@ -29,8 +29,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from engine.checks import each_one_of, share
-from engine.errors import ConfigError
+from engine.checks import each_one_of, share, votes
 from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.decoding.schedule import WhenToCut
@@ -90,12 +89,7 @@ class Voting(WhenToCut):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(
-                f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
-            )
+        votes(self.window, self.kernel)
         each_one_of("method", self, order=("score", "position"))
 
 

@@ -20,10 +20,8 @@ Fails     as SnapKV; and where a head with flat scores holds what is asked for: 
 Figures   drop after the prompt, by its last queries: #E07401, plus, -
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +29,10 @@ from torch import Tensor
 from engine.budget import Budget, BudgetRequest, show
 from engine.checks import each_one_of
 from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
 from methods.allocator import Allocator
 from methods.dropping.allocators import Counts, head_mix, head_mix_published
-from methods.dropping.snapkv import SnapKV, fit_window, shrunk_window, voted_scores, voter
-from methods.scoring import ScoringMethod
+from methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 
 
 def normalised_heads(scores: Tensor, c: int) -> Tensor:
@@ -45,7 +41,7 @@ def normalised_heads(scores: Tensor, c: int) -> Tensor:
     return scores * (best / scores.sum(-1).clamp(min=torch.finfo(scores.dtype).tiny)).unsqueeze(-1)
 
 
-class AdaKV(ScoringMethod):
+class AdaKV(WindowVotes):
     title = "Ada-SnapKV"
     no_growth = "gives heads numbers of tokens of their own, in buffers that are cut to the context's"
     is_scorer = False  # its own division of the budget is what it is
@@ -105,19 +101,6 @@ class AdaKV(ScoringMethod):
         label = super().label(params, request)
         return label if params.floor == "mix" else label.replace(cls.title, f"{cls.title}, protect")
 
-    @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
-        return (LastQueries(params.window),)
-
-    def scores(self, layer: int) -> Tensor:
-        return voted_scores(self.trace, self.params, self.plan.window, layer)
-
-    def scorer(self) -> Hashable:
-        return voter(self.params)
-
-    def n_free(self) -> int:
-        return self.plan.cap - self.plan.window
-
     def of_heads(self, layer: int, c: int) -> Counts:
         params = self.params
         if self.trace.shape.attention_layers.index(layer) < params.skip:
@@ -130,6 +113,3 @@ class AdaKV(ScoringMethod):
         if params.match_published:
             return head_mix_published(scores, c, float(params.alpha))
         return head_mix(scores, c, params.alpha)
-
-    def report(self) -> dict[str, Any]:
-        return super().report() | shrunk_window(self)

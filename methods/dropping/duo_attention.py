@@ -222,8 +222,6 @@ class DuoAttention(SelectiveAttention):
 
     def report(self) -> dict[str, Any]:
         """How many heads keep everything, and what the others keep of the prompt."""
-        if self.variant.is_full:
-            return {}
         recent = [self.n_recent(n) for n in self.plan.recent.values()]
         n_sink = min(self.plan.n_sink, self.trace.s_prompt)
         sizes = {"n_sink": n_sink, "n_recent": [min(recent), max(recent)]} if recent else {}

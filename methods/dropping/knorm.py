@@ -125,8 +125,6 @@ class Knorm(ScoringMethod):
         return range(n - 1 if self.prunes else self.trace.s_prompt, n)
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         share = self.plan.tokens / self.trace.s_prompt
         spread = torch.stack(self.trace.gathered(self.spreads)).mean().item()
         return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}

@@ -153,7 +153,5 @@ class KVzip(ScoringMethod):
 
     def report(self) -> dict[str, Any]:
         """What heads and layers keep of the prompt."""
-        if self.variant.is_full:
-            return {}
         kept = [self.store[layer].kept_counts() for layer in self.trace.shape.attention_layers]
         return super().report() | {"kept_layers": [sum(layer) / len(layer) for layer in kept]}

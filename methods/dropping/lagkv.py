@@ -286,8 +286,6 @@ class LagKV(ScoringMethod):
         return sorted({*range(n_first), *range(n - self.plan.lag if self.cuts else self.trace.s_prompt - n_last, n)})
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         n_flat = int(torch.stack(self.trace.gathered(self.flat)).sum()) if self.flat else 0
         return (
             super().report()

@@ -15,19 +15,15 @@ Fails     as SnapKV; and where a high layer needs more than `window` + C / `beta
 Figures   drop after the prompt, by its last queries: #FA5D36, diamond, --
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from engine.budget import Budget
 from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation
 from engine.shapes import ModelShape
 from methods.dropping.allocators import pyramid
-from methods.dropping.snapkv import SnapKV, fit_window, shrunk_window, voted_scores, voter
-from methods.scoring import ScoringMethod
+from methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 
 
 def schedule(s: int, cap: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":
@@ -45,7 +41,7 @@ def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -
     return next(plan for plan in tries if plan.total <= n_tokens * n_layers)
 
 
-class PyramidKV(ScoringMethod):
+class PyramidKV(WindowVotes):
     title = "PyramidKV"
     no_growth = "gives layers numbers of tokens of their own, which follow from the context's length"
     is_scorer = False  # its own division of the budget is what it is
@@ -91,21 +87,9 @@ class PyramidKV(ScoringMethod):
     def uncodable(cls, params: Params) -> str:
         return super().uncodable(params) or "PyramidKV keeps other numbers of tokens in each layer"
 
-    @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
-        return (LastQueries(params.window),)
-
-    def scores(self, layer: int) -> Tensor:
-        return voted_scores(self.trace, self.params, self.plan.window, layer)
-
-    def scorer(self) -> Hashable:
-        return voter(self.params)
-
     def counts(self) -> Sequence[int]:
         return self.plan.counts
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         kept = [count + self.plan.window for count in self.plan.counts]
-        return shrunk_window(self) | {"kept_tokens": kept}
+        return super().report() | {"kept_tokens": kept}

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from engine.budget import Budget, key_bytes
-from engine.checks import each_one_of
-from engine.errors import ConfigError
+from engine.checks import each_one_of, votes
 from engine.observe import LastQueries, Observation, window_scores
-from engine.passes.trace import Trace
 from engine.placement import Stay
 from engine.selection import Cost
 from engine.shapes import ModelShape
@@ -45,13 +43,33 @@ def fit_window(cap: int, window: int) -> int:
     return window if cap > window else max(1, cap // 2)
 
 
-def voted_scores(trace: Trace, params: "SnapKV.Params", window: int, layer: int) -> Tensor:
-    """The scorer: the window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
-    votes = window_votes(trace, LastQueries(params.window), window, layer)
-    return pool_scores(reduce_group(votes, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+class WindowVotes(ScoringMethod):
+    """A scorer by the votes of the prompt's last queries, in front of which a layer keeps the winners."""
+
+    @classmethod
+    def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
+        return (LastQueries(params.window),)
+
+    def scores(self, layer: int) -> Tensor:
+        """The window's votes for the tokens before it, pooled, (1, h_kv, s - window), or h for `query_head`."""
+        params, plan, trace = self.params, self.plan, self.trace
+        found = window_votes(trace, LastQueries(params.window), plan.window, layer)
+        return pool_scores(reduce_group(found, trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+
+    def n_free(self) -> int:
+        return self.plan.cap - self.plan.window
+
+    def scorer(self) -> Hashable:
+        """Beside the window's length: methods that share it share their scores."""
+        return "votes", self.params.kernel, self.params.pooling, self.params.reduce
+
+    def report(self) -> dict[str, Any]:
+        """The window too, where the budget left room for a shorter one than was asked for."""
+        window = self.plan.window
+        return super().report() | ({"window": window} if window < self.params.window else {})
 
 
-class SnapKV(ScoringMethod):
+class SnapKV(WindowVotes):
     title = "SnapKV"
     comparable = "heads"
 
@@ -63,12 +81,7 @@ class SnapKV(ScoringMethod):
         reduce: str
 
         def __post_init__(self) -> None:
-            if self.window < 1:
-                raise ConfigError(f"method.window={self.window} is out of range; it is a number of tokens, at least 1")
-            if self.kernel < 1 or self.kernel % 2 == 0:
-                raise ConfigError(
-                    f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
-                )
+            votes(self.window, self.kernel)
             each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
 
     @dataclass(frozen=True)
@@ -89,21 +102,8 @@ class SnapKV(ScoringMethod):
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         return SnapKV.Plan(budget.tokens, fit_window(budget.tokens, params.window))
 
-    @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
-        return (LastQueries(params.window),)
-
-    def scores(self, layer: int) -> Tensor:
-        return voted_scores(self.trace, self.params, self.plan.window, layer)
-
-    def n_free(self) -> int:
-        return self.plan.cap - self.plan.window
-
     def n_summed(self) -> int:
         return self.plan.window
-
-    def scorer(self) -> Hashable:
-        return voter(self.params)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
         """The feed's last queries vote for all that is held before them; neighbours are those in the cache."""
@@ -112,23 +112,9 @@ class SnapKV(ScoringMethod):
         n = keys.shape[2]
         if n <= plan.cap:
             return None
-        votes = window_scores(q[:, :, -window:], keys, self.trace.softmax[layer])
-        scores = pool_scores(reduce_group(votes, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+        voted = window_scores(q[:, :, -window:], keys, self.trace.softmax[layer])
+        scores = pool_scores(reduce_group(voted, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
         best = keep_top(scores, plan.cap - window)
         last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)
         room = store.n_new - (at.n_seen - self.trace.s_prompt)
         return Stay(torch.cat([best, last], -1), room, cost=Cost(rebuilt_bytes=n * key_bytes(self.trace.shape, 1)))
-
-    def report(self) -> dict[str, Any]:
-        return super().report() | shrunk_window(self)
-
-
-def voter(params: SnapKV.Params) -> Hashable:
-    """What the votes depend on, beside the window's length: methods that share it share their scores."""
-    return "votes", params.kernel, params.pooling, params.reduce
-
-
-def shrunk_window(method: ScoringMethod) -> dict[str, Any]:
-    """For the sample's `method_report`: the window, where the budget left room for a shorter one than was asked for."""
-    wanted, window = method.params.window, method.plan.window
-    return {"window": window} if window < wanted and not method.variant.is_full else {}

@@ -260,8 +260,6 @@ class XKV(ScoringMethod):
 
     def report(self) -> dict[str, Any]:
         """Plan and retention per layer; with `profile_bins` also what the paper's Figures 2 to 4 draw."""
-        if self.variant.is_full:
-            return {}
         retention = retention_ratio(self.weights, self.counted)
         n_kept = sum(self.counted) + self.plan.ows * len(self.counted)
         report = {

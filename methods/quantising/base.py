@@ -4,7 +4,7 @@ Not here: any codec of a method; a layer of codes (`engine/caches/coded.py`).
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -72,6 +72,3 @@ class QuantisingMethod(SelectiveAttention):
 
     def arrange(self, layer: int) -> Coded:
         return Coded(self.coder(self.params, self.plan))
-
-    def protected(self, layer: int) -> Sequence[int]:
-        return range(self.store[layer].n_seen)

@@ -164,7 +164,7 @@ class HFQuantizedCache(QuantisingMethod):
         return lambda k, v, n_new, _: WholeCodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
-        return {} if self.variant.is_full else {"bits": self.plan.bits, "group": self.plan.group}
+        return {"bits": self.plan.bits, "group": self.plan.group}
 
 
 def both_bytes(h_kv: int, d_h: int, d_v: int, n_packed: int, n_exact: int, plan: "HFQuantizedCache.Plan") -> int:

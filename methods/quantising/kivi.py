@@ -227,8 +227,6 @@ class KIVI(QuantisingMethod):
         return lambda k, v, n_new, _: KIVICodec(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         plan = self.plan
         return {
             "key_bits": plan.key_bits, "value_bits": plan.value_bits, "group": plan.group, "residual": plan.residual,

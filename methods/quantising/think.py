@@ -232,7 +232,5 @@ class ThinK(QuantisingMethod):
 
     def report(self) -> dict[str, Any]:
         """Where the budget chose how many channels go, and where no token is old enough to lose any."""
-        if self.variant.is_full:
-            return {}
         thin = max(0, self.trace.s_prompt - self.plan.recent)
         return {"dropped_channels": self.plan.n_dropped, "thin_tokens": thin}

@@ -348,7 +348,7 @@ class TurboQuant(QuantisingMethod):
         return parts
 
     def report(self) -> dict[str, Any]:
-        return {} if self.variant.is_full else {"preset": self.plan.preset}
+        return {"preset": self.plan.preset}
 
 
 def boundary(params: TurboQuant.Params, shape: ModelShape) -> frozenset[int]:

@@ -154,4 +154,4 @@ class Finch(ScoringMethod):
         return self.place(layer, best.expand(-1, self.trace.shape.h_kv, -1).contiguous())
 
     def report(self) -> dict[str, Any]:
-        return super().report() | ({} if self.variant.is_full else {"question_tokens": self.plan.window})
+        return super().report() | {"question_tokens": self.plan.window}

@@ -87,8 +87,6 @@ class Gated(ScoringMethod):
 
     def report(self) -> dict[str, Any]:
         """Which gate it was."""
-        if self.variant.is_full:
-            return {}
         return super().report() | {"gate": self.gate_of(self.params).named(self.trace)}
 
 

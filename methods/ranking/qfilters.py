@@ -138,8 +138,6 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return range(n - max(1, self.plan.window), n)
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         lengths = torch.stack(
             self.trace.gathered(self.filters(layer).norm(dim=-1).amin() for layer in self.scored_layers())
         )

@@ -151,8 +151,6 @@ class SimLayerKV(SelectiveAttention):
         return [*range(min(self.plan.n_sink, s)), *range(max(0, s - self.few + self.plan.n_sink), n)]
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         kept = [self.store[layer].kept_counts() for layer in self.shares]
         whole = sum(min(counts) >= self.trace.s_prompt for counts in kept)
         return {"whole_layers": whole, "lazy_shares": [round(share, 6) for share in self.shares.values()]}

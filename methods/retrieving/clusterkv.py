@@ -356,12 +356,7 @@ class ClusterKV(SelectiveAttention):
         self.clusters[layer] = append_clusters(self.clusters[layer], late)
         return Release(cost=Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         report: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,
             "n_clusters": self.plan.n_clusters,

@@ -266,8 +266,6 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
         return super().n_chosen(n) if self.params.heavy is None else self.params.heavy
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         shape, share = self.trace.shape, self.plan.k / self.trace.s_prompt
         layers = [at for at in shape.attention_layers if at in self.channels]
         return self.origin() | {

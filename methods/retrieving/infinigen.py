@@ -283,13 +283,8 @@ class InfiniGen(SelectiveAttention):
         own = shape.h_kv * n_channels if layer in self.late else 0  # the current token's key, which nobody looks for
         return Cost(ELEMENT_BYTES * elements, read_bytes=ELEMENT_BYTES * (elements - own))
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer)
-
     def report(self) -> dict[str, Any]:
         """Tokens selected, as a mean over steps and layers, and how often the budget bound and not `alpha`."""
-        if self.variant.is_full:
-            return {}
         n = max(1, self.n_selections)
         k_mean = self.n_selected / n if self.n_selections else float(self.plan.k_most)
         share = k_mean / self.trace.s_prompt

@@ -370,13 +370,8 @@ class InfLLM(SelectiveAttention):
         scores[:, -plan.block_len :] = 0
         return Release(plan.block_len, cost=Cost(rebuilt_bytes=plan.block_len * key_bytes(self.trace.shape, 1)))
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     def report(self) -> dict[str, Any]:
         """Per layer: what the prompt's representatives take as they are kept, and as `comm` prices them."""
-        if self.variant.is_full:
-            return {}
         plan, shape = self.plan, self.trace.shape
         n_blocks = plan.n_blocks(self.trace.s_prompt)
         heads = shape.h_kv if self.params.repr_granularity == "kv_head" else shape.h

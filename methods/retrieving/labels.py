@@ -137,9 +137,6 @@ class LabelSearch(SelectiveAttention):
         n_bytes = self.labels[layer].n_bytes(self.n_searched(layer))
         return Cost(n_bytes, n_bytes)
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer)
-
 
 def best(labels: Labels, asked: Tensor, n: int, ks: Sequence[int]) -> list[Tensor]:
     """For rows of asked (rows, heads, c') the `ks` best of the first `n` tokens: positions (1, heads, k) each."""

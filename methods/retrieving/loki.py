@@ -193,8 +193,6 @@ class Loki(NeedsCalibration, LabelSearch):
         return max(1, int(top_k * n)) if top_k <= 1 else int(top_k)
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         shape = self.trace.shape
         counts = [each.keys.shape[2] for _, each in sorted(self.labels.items())]
         return self.origin() | {

@@ -347,12 +347,7 @@ class MagicPIG(SelectiveAttention):
         idx, weights = (x.view(h, m, x.shape[-1]).transpose(0, 1).contiguous() for x in (idx, weights))
         return FeedSelection(idx, costs, weights)
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         indexes, n_layers = list(self.indexes.values()), len(self.indexes)
         report: dict[str, Any] = {
             "budget_holds_in": "mean",

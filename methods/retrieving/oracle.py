@@ -119,9 +119,6 @@ class Oracle(SelectiveAttention):
         self.trace.hold(layer)  # the search reads all keys where they were computed
         return Offloaded(self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     @classmethod
     def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
         """All rows score the same prompt, so its keys are read once for all of them."""

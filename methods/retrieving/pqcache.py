@@ -452,12 +452,7 @@ class PQCache(SelectiveAttention):
                 self.pending[layer] = self.start(layer, n - self.plan.n_sink, old)
                 self.n_rebuilds += 1
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         plan, d_h = self.plan, self.trace.shape.d_h
         report: dict[str, Any] = {
             "m": plan.m,

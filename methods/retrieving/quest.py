@@ -292,12 +292,7 @@ class Quest(SelectiveAttention):
         paged, at = self.params.page_generated and self.keeps_current, self.store[layer]
         return Release() if paged and at.can_fetch and at.n_seen % self.plan.page_len == 0 else None
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         s, page_len = self.trace.s_prompt, self.plan.page_len
         k = self.plan.k(s, self.params.variant)
         share = min(k * page_len, s) / s

@@ -390,12 +390,7 @@ class RetroInfer(SelectiveAttention):
             n, MEMBER_BYTES * index.tokens.numel(), cost=Cost(rebuilt_bytes=n * token_bytes(self.trace.shape))
         )
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         plan = self.plan
         report: dict[str, Any] = self.shortened() | {
             "n_clusters": plan.n_clusters,

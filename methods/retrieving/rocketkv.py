@@ -39,7 +39,7 @@ from torch import Tensor
 
 from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from engine.checks import each_one_of, whole_numbers
+from engine.checks import each_one_of, votes, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.passes.trace import Trace
@@ -137,11 +137,8 @@ class RocketKV(SelectiveAttention):
 
         def __post_init__(self) -> None:
             each_one_of("method", self, tier=TIERS, budget_rule=("harness", "official"))
-            whole_numbers("method", self, window=1, kernel=1, longest_answer=0)
-            if self.kernel % 2 == 0:
-                raise ConfigError(
-                    f"method.kernel={self.kernel} has no middle; use an odd number of tokens, 1 for no pooling"
-                )
+            votes(self.window, self.kernel)
+            whole_numbers("method", self, longest_answer=0)
 
     @dataclass(frozen=True)
     class Plan:
@@ -265,8 +262,6 @@ class RocketKV(SelectiveAttention):
         return n, min(plan.k + t * plan.grows, n), r, cost
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         plan, s = self.plan, self.trace.s_prompt
         return {
             "kept": min(plan.n_kept, s),
@@ -325,5 +320,5 @@ def least_comm(n_kept: int, s: int, d_h: int) -> float:
 
 def voted_scores(trace: Trace, params: RocketKV.Params, window: int, layer: int) -> Tensor:
     """The first stage: the window's votes for the tokens before it, summed over a group, then pooled, (1, h_kv, n)."""
-    votes = window_votes(trace, LastQueries(params.window), window, layer)
-    return pool_scores(reduce_group(votes, trace.shape.h_kv, "sum"), params.kernel, "max")
+    voted = window_votes(trace, LastQueries(params.window), window, layer)
+    return pool_scores(reduce_group(voted, trace.shape.h_kv, "sum"), params.kernel, "max")

@@ -341,12 +341,7 @@ class ShadowKV(SelectiveAttention):
             keys = turn[layer](keys.unsqueeze(1), idx[0]).squeeze(1)  # every head has positions of its own
         return keys.to(self.store[layer].newest[0].dtype).unsqueeze(0)
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer)
-
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         plan = self.plan
         report: dict[str, Any] = {
             "chunk": plan.chunk,

@@ -184,9 +184,6 @@ class SparQ(SelectiveAttention):
                 self.means[layer] = self.means[layer].clone()
         return Offloaded(plan.n_sink, n_past, plan.n_window if slides else None)
 
-    def protected(self, layer: int) -> Sequence[int]:
-        return self.sinks_and_window(layer, self.plan.n_sink)
-
     # A decode step.
 
     def take_in(self, layer: int) -> None:
@@ -305,8 +302,6 @@ class SparQ(SelectiveAttention):
         return torch.lerp(mean, out.float(), self.covered.view(1, -1, 1, 1)).to(out.dtype)
 
     def report(self) -> dict[str, Any]:
-        if self.variant.is_full:
-            return {}
         shape = self.trace.shape
         twice = self.params.layout == "columns"
         return {

@@ -146,7 +146,7 @@ def test_a_window_as_large_as_the_budget_shrinks_to_half_of_it_and_is_reported()
     row = snapkv_row(tokens(60), PARAMS, 7)
     assert row.plan == SnapKV.Plan(7, 3)
     assert row.report() == {"window": 3}
-    assert snapkv_row(tokens(60), PARAMS, 9).report() == {}
+    assert snapkv_row(tokens(60), PARAMS, 9).reported() == {}
 
 
 def test_a_prompt_shorter_than_the_window_is_halved_too() -> None:

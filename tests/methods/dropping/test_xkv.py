@@ -375,7 +375,7 @@ def test_its_report_is_json_and_says_what_was_kept() -> None:
 
 def test_a_whole_prompt_has_nothing_to_report() -> None:
     trace = layers()
-    assert built(row_for(XKV, PARAMS, request(ratio="1"), trace, 4)).report() == {}
+    assert built(row_for(XKV, PARAMS, request(ratio="1"), trace, 4)).reported() == {}
 
 
 def test_profiles_and_curves_of_a_uniform_layer_are_straight() -> None:

@@ -358,7 +358,7 @@ def test_the_whole_budget_observes_nothing_and_keeps_all(position: bool | str) -
     for t in range(10):
         take(row, t, q, k, v)
         assert row.store.attended(0).all()
-    assert row.report() == {}
+    assert row.reported() == {}
 
 
 SHAPE = trace_of(*tokens(4)[1:], 4).shape

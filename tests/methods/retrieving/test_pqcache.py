@@ -634,4 +634,4 @@ def test_the_report_says_which_quantiser_it_was() -> None:
     assert said["iterations"] == [10]
     assert 0 < said["kmeans_rounds"] <= 10
     json.dumps(said)
-    assert variant(tokens, 110, ask=request("1")).report() == {}
+    assert variant(tokens, 110, ask=request("1")).reported() == {}

@@ -189,7 +189,7 @@ def test_the_whole_budget_is_full_attention_though_it_is_no_multiple_of_a_page()
         full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
         for (out, _), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
             assert torch.equal(out, expected)
-        assert row.report() == {}
+        assert row.reported() == {}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -412,7 +412,7 @@ def test_the_report_says_what_the_second_copy_of_k_takes() -> None:
     trace = trace_of(k, v, 6)
     assert reports["columns"] == {"n_components": 2, "columns_host_bytes": key_bytes(trace.shape, 60 + 64)}
     assert reports["rows"]["columns_host_bytes"] == 0
-    assert row_of(SparQ, PARAMS, trace, request("1", comm="0")).report() == {}
+    assert row_of(SparQ, PARAMS, trace, request("1", comm="0")).reported() == {}
 
 
 def test_wrong_parameters_are_refused() -> None:
