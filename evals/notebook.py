@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import BudgetRequest
+from engine.checks import word
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
@@ -227,11 +228,3 @@ class _Looking:
 def words(keys: dict[str, Any]) -> list[str]:
     """Python's values as words of the command line."""
     return [f"{key}={word(value)}" for key, value in keys.items()]
-
-
-def word(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(word, value))}]"
-    return str(value)

@@ -8,26 +8,22 @@ Where full attention is not shown to be better than guessing, a column says so, 
 Not here: statistics (`plots/stats.py`), what tasks are (docs/tasks.md).
 """
 
-import argparse
-import csv
-import gzip
-import io
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from math import fsum
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import CsvWriter
-from engine.terminal import say
-from plots.evidence import FULL, configured, samples_of, some, title
+from plots import kept
+from plots.evidence import FULL, mean, title
+from plots.kept import KEPT, configured, run, samples_of, some
 from plots.stats import Corrected, corrected, paired
 from results import SampleRow, interval
 from results.sheet import ABSENT, Sheet, markdown
 
-NAME, KEPT = "cited", "scores.csv.gz"
+NAME = "cited"
 COLUMNS = ("set", "column", "model", "method", "sample", "value")
 AGES = {"recent": 500, "older": math.inf}  # tokens
 ASKED_OF_LISTS = {
@@ -178,21 +174,14 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:
-    """The same lines make the same bytes."""
-    text = io.StringIO()
-    writer = CsvWriter(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for line in lines:
-        writer.writerow((line.asked, line.column, line.model, line.method, line.sample, f"{line.value:.4g}"))
-    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    kept.keep(path, COLUMNS, ((*astuple(line)[:-1], f"{line.value:.4g}") for line in lines))
 
 
 def load(path: Path) -> list[Line]:
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        return [
-            Line(row["set"], row["column"], row["model"], row["method"], row["sample"], float(row["value"]))
-            for row in csv.DictReader(file)
-        ]
+    return [
+        Line(row["set"], row["column"], row["model"], row["method"], row["sample"], float(row["value"]))
+        for row in kept.load(path)
+    ]
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -244,10 +233,6 @@ def columns_of(asked: Asked, lines: Sequence[Line]) -> list[Column]:
             if both:
                 found.append(Column(asked, name, {method: {s: of[method][s] for s in both} for method in of}))
     return found
-
-
-def mean(values: Mapping[str, float]) -> float:
-    return fsum(values.values()) / len(values)
 
 
 def cell(column: Column, method: str, against: Mapping[str, Corrected]) -> str:
@@ -325,18 +310,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.cited", description="Write docs/cited.md.")
-    parser.add_argument("runs", nargs="?", type=Path, help="folder of runs; without it the kept values")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        paths = write(options.out, options.runs)
-    except (ValueError, OSError) as error:
-        say(f"plots.cited: {error}", file=sys.stderr)
-        return 2
-    for path in paths:
-        say(path)
-    return 0
+    return run("plots.cited", "Write docs/cited.md.", write, arguments)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ samples. Budgets may have more or fewer; one whose samples come in an order coun
 Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 """
 
-import csv
-import gzip
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +16,13 @@ from functools import cached_property
 from itertools import combinations
 from math import fsum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from engine.foreign import CsvWriter
+from plots import kept
+from plots.kept import configured, samples_of, some
 from plots.stats import Corrected, Paired, corrected, paired
-from results import SampleRow, read_config
+from results import SampleRow
 from results.names import own_methods
-from results.read import parse_samples
 
 COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
 SHOWN, HIDDEN = "full_prompt", "context_only"
@@ -33,7 +30,6 @@ FULL = "full"
 LEAST = 30  # of 100 that full attention must score; below it methods have nothing to lose
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,27 +215,6 @@ def read(root: Path) -> list[Line]:
     return some(found, root)
 
 
-def configured(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders of runs, finished or not, and their configurations. Other programs' folders are passed over."""
-    for path in sorted(root.rglob("config.yaml")):
-        config = read_config(path.parent)
-        if all(isinstance(config.get(key), dict) for key in ("task", "method", "model")):
-            yield path.parent, config
-
-
-def some(lines: list[T], root: Path) -> list[T]:
-    """The lines; an error where there are none, before they replace what is kept."""
-    if not lines:
-        raise ValueError(f"{root} holds no sample of a run of this page")
-    return lines
-
-
-def samples_of(folder: Path) -> Sequence[SampleRow]:
-    """Of a run that has ended or not, of whatever version of result.json."""
-    path = folder / "samples.jsonl"
-    return [*parse_samples(path, path.read_bytes())[0].values()] if path.is_file() else []
-
-
 def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:
     """One for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
@@ -304,20 +279,15 @@ def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:
-    """The same lines make the same bytes."""
-    text = io.StringIO()
-    writer = CsvWriter(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for line in lines:
-        numbers = f"{line.score:.4g}", f"{line.device_bytes:.0f}"
-        writer.writerow((line.asked, line.model, *line.place, line.sample, *numbers))
-    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    rows = (
+        (one.asked, one.model, *one.place, one.sample, f"{one.score:.4g}", f"{one.device_bytes:.0f}") for one in lines
+    )
+    kept.keep(path, COLUMNS, rows)
 
 
 def load(path: Path) -> list[Line]:
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        return [
-            Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
-                 float(row["score"]), float(row["device_bytes"]))
-            for row in csv.DictReader(file)
-        ]  # fmt: skip
+    return [
+        Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
+             float(row["score"]), float(row["device_bytes"]))
+        for row in kept.load(path)
+    ]  # fmt: skip

@@ -9,7 +9,6 @@ out where the test does not show it. What is on the page is made anew by either 
 Not here: statistics (`plots/stats.py`), reading (`plots/evidence.py`), the figures (`plots/figures/evidence.py`).
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +18,17 @@ from pathlib import Path
 import matplotlib
 
 from engine.foreign import write_csv
-from engine.terminal import say
 from plots import style
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
 from plots.evidence import FULL, HIDDEN, SETS, SHOWN, Scores, gathered, keep, load, mean, read, title
 from plots.figures.evidence import picture
 from plots.figures.results import SVG, save
+from plots.kept import KEPT, run
 from plots.stats import Corrected, rank_ranges
 from results import interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "results"
-KEPT = "scores.csv.gz"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
@@ -337,18 +335,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.findings", description="Write docs/results.md.")
-    parser.add_argument("runs", nargs="?", type=Path, help="folder of runs; without it the kept scores")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where to write")
-    options = parser.parse_args(arguments)
-    try:
-        paths = write(options.out, options.runs)
-    except (ValueError, OSError) as error:
-        say(f"plots.findings: {error}", file=sys.stderr)
-        return 2
-    for path in paths:
-        say(path)
-    return 0
+    return run("plots.findings", "Write docs/results.md.", write, arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
     standings            of one column: which is best, which is no worse by the corrected test, or that none can be told
     rank_ranges          of one column: the ranks that each name may have
     front                of points with a cost: which are shown to be better than all that cost no more
-    holm, benjamini_hochberg   p-values adjusted for how many were looked at
+    holm                 p-values adjusted for how many were looked at
 
 What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say. Scores are
 those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
@@ -388,16 +388,6 @@ def holm(p_values: Sequence[float] | Array, family: int | None = None) -> Array:
     stepped = p[order] * ((family or len(p)) - np.arange(len(p)))
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(stepped))
-    return adjusted
-
-
-def benjamini_hochberg(p_values: Sequence[float] | Array) -> Array:
-    """Adjusted p-values that keep the share of false findings at the level (Benjamini and Hochberg, 1995)."""
-    p = finite(p_values)
-    order = np.argsort(p, kind="stable")
-    stepped = p[order] * len(p) / np.arange(1, len(p) + 1)
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(1.0, np.minimum.accumulate(stepped[::-1])[::-1])
     return adjusted
 
 

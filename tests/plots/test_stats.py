@@ -10,7 +10,6 @@ from plots.stats import (
     TIED,
     UNDECIDED,
     WORSE,
-    benjamini_hochberg,
     corrected,
     front,
     holm,
@@ -137,12 +136,6 @@ def test_pairs_see_what_two_separate_intervals_do_not() -> None:
     assert found.p < 0.001
     apart, other = interval(better), interval(reference)
     assert apart and other and apart.low < other.high
-
-
-@given(P_VALUES)
-def test_false_discoveries_are_adjusted_as_by_scipy(p: list[float]) -> None:
-    theirs = scipy.stats.false_discovery_control(p, method="bh")
-    assert benjamini_hochberg(p) == pytest.approx(theirs)
 
 
 @given(P_VALUES)

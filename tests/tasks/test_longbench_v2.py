@@ -150,7 +150,7 @@ def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None
     with pytest.raises(ConfigError, match="holds no list"):
         asked(folder, tokenizer)
     write(folder, [])
-    with pytest.raises(ConfigError, match="no row can be used"):
+    with pytest.raises(ConfigError, match="the file is empty"):
         asked(folder, tokenizer)
     (folder / "longbench_v2" / "data.json").write_text("[{")
     with pytest.raises(ConfigError, match="is no JSON"):
