@@ -13,17 +13,17 @@ positions from `select`. Either may leave single layers `Whole`. A method says w
 (`engine/placement.py`, `engine/selection.py`) and reads what there is (`store[layer]`); an engine does the rest.
 
 Heavy work may start a thread in `arrange` and wait for it in `select`. Work that variants of one method can share goes
-through `trace.once`. A method that can score many rows at once overrides `select_rows`.
+through `trace.once`. A method that can score many rows at once writes `kind` and `search`.
 
 Not here: any method.
 """
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -242,8 +242,26 @@ class SelectiveAttention(Rules, ABC):
         return None
 
     @classmethod
-    def select_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> Sequence[Found]:
+    def select_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
+        places: dict[Hashable, list[int]] = {}
+        for i, row in enumerate(rows):
+            places.setdefault(row.kind(layer), []).append(i)
+        if len(places) == 1:
+            return cls.search(rows, layer, q)
+        found: list[Found] = [None] * len(rows)
+        for alike in places.values():
+            for i, one in zip(alike, cls.search([rows[i] for i in alike], layer, q[alike]), strict=True):
+                found[i] = one
+        return found
+
+    def kind(self, layer: int) -> Hashable:
+        """Rows of which this is the same are searched together."""
+        return None
+
+    @classmethod
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
+        """`select` for rows of one kind."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
@@ -257,7 +275,7 @@ class SelectiveAttention(Rules, ABC):
         return kind.resident is base.resident and kind.resident_rows.__func__ is base.resident_rows.__func__
 
     @classmethod
-    def resident_rows(cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor) -> list[list["Part"]]:
+    def resident_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[list["Part"]]:
         """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""
         return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
@@ -271,7 +289,7 @@ class SelectiveAttention(Rules, ABC):
 
     @classmethod
     def after_rows(
-        cls, rows: Sequence["SelectiveAttention"], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
         """Both for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
         if cls.after_attention is not SelectiveAttention.after_attention:

@@ -17,7 +17,7 @@ Figures   drop while decoding: #D34794, bowtie, --
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Self
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from engine.caches.eviction import Learning, learn_rows
 from engine.observe import ColumnSums, Observation
 from engine.placement import Change, Placement
 from engine.selection import Cost
-from methods.base import SelectiveAttention
 from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from methods.decoding.schedule import Schedule, WhenToCut
 from methods.scorers import reduce_group
@@ -76,15 +75,15 @@ class H2ODecode(CuttingMethod):
 
     @classmethod
     def after_rows_on_gpu(
-        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
         """All rows add up."""
-        mine, h_kv = cast("Sequence[H2ODecode]", rows), rows[0].trace.shape.h_kv
+        h_kv = rows[0].trace.shape.h_kv
         given = [x for x in weights if x is not None]
-        learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(mine, given, strict=True)]
-        for row, sums in zip(mine, learn_rows(learning, h_kv, "sum"), strict=True):
+        learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(rows, given, strict=True)]
+        for row, sums in zip(rows, learn_rows(learning, h_kv, "sum"), strict=True):
             row.sums[layer] = sums
-        return [Change(cost=Cost(held_bytes=SUM_BYTES * row.sums[layer].numel())) for row in mine]
+        return [Change(cost=Cost(held_bytes=SUM_BYTES * row.sums[layer].numel())) for row in rows]
 
     def behind(self, layer: int, weights: Tensor | None) -> Change:
         """Add up what each token got."""

@@ -27,7 +27,7 @@ Figures   drop while decoding: #BE3383, down, -
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from engine.placement import Change, Evict, Kept, Stay
 from engine.selection import Cost
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
-from methods.base import SelectiveAttention, Variant
+from methods.base import Variant
 from methods.evicting import read_evicting
 from methods.scorers import keep_top, lowest_slot, reduce_group
 from methods.scoring import ScoringMethod
@@ -159,11 +159,11 @@ class H2O(ScoringMethod):
 
     @classmethod
     def after_rows_on_gpu(
-        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
         """Rows that reduce alike learn in one launch."""
         learning: dict[str, list[tuple[H2O, Learning]]] = {}
-        for row, given in zip(cast("Sequence[H2O]", rows), weights, strict=True):
+        for row, given in zip(rows, weights, strict=True):
             if not row.is_still:
                 assert given is not None, "H2O learns from the weights"
                 learning.setdefault(row.params.reduce, []).append((row, row.learning(layer, given)))

@@ -21,7 +21,7 @@ Figures   drop while decoding: #CA2F42, plus, --
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Self
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from engine.observe import MeanWeights, Observation
 from engine.placement import Change, Evict, Kept, Placement, Stay
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
-from methods.base import SelectiveAttention, Variant
+from methods.base import Variant
 from methods.evicting import grown_cache, read_evicting
 from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
@@ -116,12 +116,12 @@ class TOVA(ScoringMethod):
 
     @classmethod
     def after_rows_on_gpu(
-        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
         """All rows evict."""
         full = [
             Learning(row.store[layer], given, candidates=EVERY)
-            for row, given in zip(cast("Sequence[TOVA]", rows), weights, strict=True)
+            for row, given in zip(rows, weights, strict=True)
             if row.wants_weights and given is not None and given.shape[-1] > row.plan.tokens
         ]
         if full:

@@ -23,7 +23,7 @@ Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, b
 from kernels.packed.tokens import Ageing, code_tokens
 from kernels.packed.tokens import Book as TokenBook
 from kernels.rows.append import Place
-from methods.base import SelectiveAttention
 from methods.quantising import codebooks
 from methods.quantising.base import QuantisingMethod
 
@@ -323,11 +322,11 @@ class TurboQuant(QuantisingMethod):
         return sorted(boundary(self.params, self.trace.shape))
 
     @classmethod
-    def resident_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> list[list[Part]]:
+    def resident_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[list[Part]]:
         """On a GPU all rows' queries are rotated at once."""
         if q.is_cuda:
             rotated: dict[Hashable, Tensor] = {}
-            for i, row in enumerate(cast("Sequence[TurboQuant]", rows)):
+            for i, row in enumerate(rows):
                 kind = row.params.rotation, row.params.seed
                 if (rotation := row.rotation(layer)) is not None:
                     if kind not in rotated:

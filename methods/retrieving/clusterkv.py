@@ -29,12 +29,12 @@ Figures   retrieve pages, blocks, clusters: #0472AA, plus, -.
 Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds of k-means (`kernels/kmeans.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fractions import Fraction
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ from kernels.choices import METRICS
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
 from kernels.topk import sort_keys
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
@@ -305,24 +304,22 @@ class ClusterKV(SelectiveAttention):
         return self.clusters[layer]
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
+        clusters, agg, n_sink = rows[0].clusters[layer], rows[0].params.agg, rows[0].plan.n_sink
+        k, owned = max(row.plan.k for row in rows), (clusters.sizes, clusters.ends, clusters.tokens)
+        if q.is_cuda:
+            order = sort_keys(cluster_keys_triton(q, clusters.centroids, agg))  # ids in the lower halves
+            tokens = cluster_tokens_triton(order, *owned, k, n_sink)
+        else:
+            order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
+            tokens = cluster_tokens(order, *owned, k)  # (n, heads, k)
+            order, tokens = order.to(torch.int32), tokens + n_sink
+        costs = [row.note(layer, clusters, order[i]) for i, row in enumerate(rows)]
+        return [Selection(tokens[i : i + 1, :, : row.plan.k], costs[i]) for i, row in enumerate(rows)]
 
-        def select(alike: Sequence[ClusterKV], q: Tensor) -> list[Found]:
-            clusters, agg, n_sink = alike[0].clusters[layer], alike[0].params.agg, alike[0].plan.n_sink
-            k, owned = max(row.plan.k for row in alike), (clusters.sizes, clusters.ends, clusters.tokens)
-            if q.is_cuda:
-                order = sort_keys(cluster_keys_triton(q, clusters.centroids, agg))  # ids in the lower halves
-                tokens = cluster_tokens_triton(order, *owned, k, n_sink)
-            else:
-                order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
-                tokens = cluster_tokens(order, *owned, k)  # (n, heads, k)
-                order, tokens = order.to(torch.int32), tokens + n_sink
-            costs = [row.note(layer, clusters, order[i]) for i, row in enumerate(alike)]
-            return [Selection(tokens[i : i + 1, :, : row.plan.k], costs[i]) for i, row in enumerate(alike)]
-
-        clusterkvs = cast("Sequence[ClusterKV]", rows)
-        return select_alike(clusterkvs, q, lambda row: (id(row.ready(layer)), row.params.agg), select)
+    def kind(self, layer: int) -> Hashable:
+        return id(self.ready(layer)), self.params.agg
 
     def note(self, layer: int, clusters: Clusters, order: Tensor) -> Cost:
         """Note one selection: what it cost."""

@@ -44,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,7 +60,6 @@ from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys, top_stable
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
 CHOICES = {
@@ -226,24 +225,18 @@ class InfiniGen(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same partial keys are foretold in one product."""
-        infinigens = cast("Sequence[InfiniGen]", rows)
-        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(infinigens)]
+        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(rows)]
+        q, soft = queries[0] if len(queries) == 1 else torch.cat(queries), rows[0].trace.softmax[layer]
+        in_torch = soft.cap or any(layer in row.late or row.params.alpha is not None for row in rows)
+        if q.is_cuda and not in_torch:
+            return choose_keys(rows, layer, q)
+        partial, logits = foretold_logits(q, rows[0].proxies[layer], soft)
+        return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(rows)]
 
-        def select(alike: Sequence[InfiniGen], q: Tensor) -> Sequence[Found]:
-            soft = alike[0].trace.softmax[layer]
-            in_torch = soft.cap or any(layer in row.late or row.params.alpha is not None for row in alike)
-            if q.is_cuda and not in_torch:
-                return choose_keys(alike, layer, q)
-            partial, logits = foretold_logits(q, alike[0].proxies[layer], soft)
-            return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(alike)]
-
-        def alike(row: InfiniGen) -> Hashable:
-            return id(row.proxies[layer]), row.params.agg
-
-        asked = queries[0] if len(queries) == 1 else torch.cat(queries)
-        return select_alike(infinigens, asked, alike, select)
+    def kind(self, layer: int) -> Hashable:
+        return id(self.proxies[layer]), self.params.agg
 
     def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Selection:
         """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil, floor
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ from kernels.gather import gather_tokens
 from kernels.pages import expand_keys_triton
 from kernels.rows.logits import block_keys
 from kernels.topk import top_keys, top_stable
-from methods.alike import select_alike
 from methods.base import SelectiveAttention, Variant
 
 CHOICES = (
@@ -261,20 +260,17 @@ class InfLLM(SelectiveAttention):
         self.scores[layer][:, band] += self.trace.softmax[layer].bent(logits.flatten(0, 1))
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU rows with as many blocks are compared at once."""
-        infllms = cast("Sequence[InfLLM]", rows)
         if not q.is_cuda:
-            return [row.select(layer, q[i : i + 1]) for i, row in enumerate(infllms)]
-        queries = [q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(infllms)]
-        if any(row.q_far is not None for row in infllms):
-            q = torch.cat(queries)
+            return super().search(rows, layer, q)
+        if any(row.q_far is not None for row in rows):
+            q = torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
+        return select_blocks(rows, layer, q)
 
-        def kind(row: InfLLM) -> Hashable:
-            heads, plan = row.means[layer].shape[1], row.plan
-            return row.n_blocks[layer], heads, plan.n_sink, plan.block_len, row.params.per_head
-
-        return select_alike(infllms, q, kind, lambda alike, q: select_blocks(alike, layer, q))
+    def kind(self, layer: int) -> Hashable:
+        heads, plan = self.means[layer].shape[1], self.plan
+        return self.n_blocks[layer], heads, plan.n_sink, plan.block_len, self.params.per_head
 
     def select(self, layer: int, q: Tensor) -> Selection:
         tokens = self.best_tokens(layer, q if self.q_far is None else self.q_far)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from engine.selection import Cost, Found, Selection
 from kernels.labels import by_channel, label_top
 from kernels.rows.logits import channel_keys
 from kernels.topk import top_keys
-from methods.alike import select_alike
 from methods.base import SelectiveAttention, Variant
 
 
@@ -106,20 +105,13 @@ class LabelSearch(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same labels are searched at once."""
-        searching = cast("Sequence[LabelSearch]", rows)
-        counts = {id(row): row.take_in(layer) for row in searching}
-
-        def select(alike: Sequence[LabelSearch], q: Tensor) -> list[Found]:
-            n, ks = alike[0].n_searched(layer), [counts[id(row)] for row in alike]
-            found = best(alike[0].labels[layer], alike[0].asked(layer, q), n, ks)
-            return [Selection(idx, row.cost(layer)) for row, idx in zip(alike, found, strict=True)]
-
-        return select_alike(searching, q, lambda row: row.kind(layer), select)
+        ks = [row.take_in(layer) for row in rows]
+        found = best(rows[0].labels[layer], rows[0].asked(layer, q), rows[0].n_searched(layer), ks)
+        return [Selection(idx, row.cost(layer)) for row, idx in zip(rows, found, strict=True)]
 
     def kind(self, layer: int) -> Hashable:
-        """Rows of which this is the same are searched together."""
         return id(self.labels[layer].keys)
 
     def n_searched(self, layer: int) -> int:

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -287,18 +287,18 @@ class MagicPIG(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         if not q.is_cuda:
-            return super().select_rows(rows, layer, q)
-        pigs, h = cast("Sequence[MagicPIG]", rows), q.shape[1]
+            return super().search(rows, layer, q)
+        h = q.shape[1]
         selections: list[Found] = [None] * len(rows)
-        searched = [i for i, row in enumerate(pigs) if row.plan.middle(row.trace.s_prompt)]
+        searched = [i for i, row in enumerate(rows) if row.plan.middle(row.trace.s_prompt)]
         if not searched:
             return selections
-        hidden = [pigs[i].hidden(layer, h) for i in searched]
+        hidden = [rows[i].hidden(layer, h) for i in searched]
         found, entries = find_rows(q if len(searched) == len(rows) else q[searched], hidden, LEAST)
         for at, i in enumerate(searched):
-            row, (idx, weights) = pigs[i], found[at]
+            row, (idx, weights) = rows[i], found[at]
             cost = Cost(
                 moved_bytes=BOUND_BYTES * h * row.indexes[layer].n_tables, reads=Reads(entries[at], ENTRY_BYTES)
             )

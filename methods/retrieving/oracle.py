@@ -15,10 +15,10 @@ Figures   others: #777777, cross, :
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from engine.softmax import Softmax
 from engine.store import Store
 from kernels.rows.logits import Searched, token_logits, weigh_logits
 from kernels.topk import top_keys
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
@@ -120,22 +119,24 @@ class Oracle(SelectiveAttention):
         return Offloaded(self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """All rows score the same prompt, so its keys are read once for all of them."""
-        oracles = cast("Sequence[Oracle]", rows)
         if q.is_cuda:
-            return select_alike(oracles, q, lambda row: row.params.agg, lambda alike, q: select_keys(alike, layer, q))
+            return select_keys(rows, layer, q)
         soft = rows[0].trace.softmax[layer]
         logits = all_logits([row.store for row in rows], layer, q, soft)
-        scores = {agg: token_scores(logits, agg, soft) for agg in dict.fromkeys(row.params.agg for row in oracles)}
+        scores = {agg: token_scores(logits, agg, soft) for agg in dict.fromkeys(row.params.agg for row in rows)}
         chosen: list[Found] = []
-        for i, row in enumerate(oracles):
+        for i, row in enumerate(rows):
             n, own_scores = logits.shape[-1], scores[row.params.agg][i : i + 1]
             idx = top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window)
             chosen.append(Selection(idx, row.cost(layer)))
             if row.params.lost_mass == "spread":
                 row.weights = soft.weights(logits[i].flatten(0, 1), (-1,))  # (h, n)
         return chosen
+
+    def kind(self, layer: int) -> Hashable:
+        return self.params.agg if self.trace.device.type == "cuda" else None
 
     def cost(self, layer: int) -> Cost:
         return Cost(searched_bytes=key_bytes(self.trace.shape, self.store[layer].n_seen))

@@ -48,7 +48,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -68,7 +68,6 @@ from kernels.choices import EMPTY, MERGES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
 from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
 from kernels.topk import top_keys
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 from methods.retrieving.pqcache_quantiser import (
     Lane,
@@ -310,24 +309,14 @@ class PQCache(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
-        """On a GPU rows with quantisers of one shape are scored at once."""
-        pqcaches = cast("Sequence[PQCache]", rows)
-        if not q.is_cuda:
-            return [row.select(layer, q[i : i + 1]) for i, row in enumerate(pqcaches)]
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
+        return select_keys(rows, layer, q) if rows[0].kind(layer) else super().search(rows, layer, q)
 
-        def kind(row: PQCache) -> Hashable:
-            """False where there is nothing to choose from, or another way to choose."""
-            n, plan = row.candidates(layer), row.plan
-            chooses = n > plan.k > 0 and row.params.group_merge == "softmax_sum"
-            return chooses and (plan.b, row.with_codes(layer, n).resident.shape)
-
-        def select(alike: Sequence[PQCache], q: Tensor) -> Sequence[Found]:
-            if not kind(alike[0]):
-                return [row.select(layer, q[i : i + 1]) for i, row in enumerate(alike)]
-            return select_keys(alike, layer, q)
-
-        return select_alike(pqcaches, q, kind, select)
+    def kind(self, layer: int) -> Hashable:
+        """On a GPU the quantiser's shape; False where there is nothing to choose from, or another way to choose."""
+        n, plan = self.candidates(layer), self.plan
+        chooses = self.lane is not None and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
+        return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     def candidates(self, layer: int) -> int:
         """Tokens that are neither sinks nor in the window."""

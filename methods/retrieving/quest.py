@@ -31,7 +31,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
 from kernels.topk import top_keys, top_stable
-from methods.alike import select_alike
 from methods.base import SelectiveAttention, Variant
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
@@ -225,33 +224,28 @@ class Quest(SelectiveAttention):
         return ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1) if self.keeps_current else (n, k)
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same pages score them in one product."""
-        quests = cast("Sequence[Quest]", rows)
-        for row in quests:
+        for row in rows:
             if row.params.page_generated:
                 row.take_in(layer)
+        first = rows[0]
+        n, bounds, page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
+        n_pages = ceil(n / page_len)
+        counts, costs = [row.n_chosen(layer, n_pages) for row in rows], [row.cost(layer, n_pages) for row in rows]
+        if not q.is_cuda:
+            scores = scores_of_rows(q, bounds, n_pages)
+            chosen = [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(rows)]
+        elif max(counts) == 0:
+            chosen = [None] * len(rows)
+        else:
+            keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
+            tokens = expand_keys_triton(top_keys(keys, counts), 0, page_len, n)
+            chosen = [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
+        return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
 
-        def select(alike: Sequence[Quest], q: Tensor) -> list[Found]:
-            first = alike[0]
-            n, bounds, page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
-            n_pages = ceil(n / page_len)
-            counts, costs = [row.n_chosen(layer, n_pages) for row in alike], [row.cost(layer, n_pages) for row in alike]
-            if not q.is_cuda:
-                scores = scores_of_rows(q, bounds, n_pages)
-                chosen = [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(alike)]
-            elif max(counts) == 0:
-                chosen = [None] * len(alike)
-            else:
-                keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
-                tokens = expand_keys_triton(top_keys(keys, counts), 0, page_len, n)
-                chosen = [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
-            return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
-
-        def alike(row: Quest) -> Hashable:
-            return id(row.bounds[layer].kmin), row.candidates(layer)[0], row.params.agg
-
-        return select_alike(quests, q, alike, select)
+    def kind(self, layer: int) -> Hashable:
+        return id(self.bounds[layer].kmin), self.candidates(layer)[0], self.params.agg
 
     def selects_feeds(self, layer: int) -> bool:
         return not self.params.page_generated

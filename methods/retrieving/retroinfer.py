@@ -31,13 +31,13 @@ Figures   retrieve pages, blocks, clusters: #067FDE, bowtie, :
 Not here: rounds of k-means (`kernels/kmeans.py`), the order of tokens within a selection (`kernels/clusters.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
 from math import ceil, floor, lcm
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ from kernels.clusters import (
 )
 from kernels.kmeans import cluster_means, kmeans
 from kernels.topk import sort_keys
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
 TOKENS_PER_CLUSTER = 16  # as published, where `comm` pays for it
@@ -324,15 +323,13 @@ class RetroInfer(SelectiveAttention):
         return self.indexes[layer]
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same clusters rank them in one product."""
+        order = cluster_ranking(q, rows[0].index(layer), rows[0].trace.softmax[layer])
+        return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(rows)]
 
-        def select(alike: Sequence[RetroInfer], q: Tensor) -> list[Found]:
-            index = alike[0].index(layer)
-            order = cluster_ranking(q, index, alike[0].trace.softmax[layer])
-            return [row.choose(layer, order[i : i + 1]) for i, row in enumerate(alike)]
-
-        return select_alike(cast("Sequence[RetroInfer]", rows), q, lambda row: id(row.index(layer)), select)
+    def kind(self, layer: int) -> Hashable:
+        return id(self.index(layer))
 
     def choose(self, layer: int, order: Tensor) -> Selection:
         """The tokens of the best clusters in order (1, h_kv, c), (1, h_kv, k); the next clusters are estimated."""

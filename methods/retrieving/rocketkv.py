@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, isqrt, log2
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -227,23 +227,22 @@ class RocketKV(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU all rows are searched in one launch."""
-        rockets = cast("Sequence[RocketKV]", rows)
         if not q.is_cuda:
-            return [row.search(layer, q[i : i + 1]) for i, row in enumerate(rockets)]
-        counts = [row.counted(layer) for row in rockets]
+            return super().search(rows, layer, q)
+        counts = [row.counted(layer) for row in rows]
         searched = [
-            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r, _) in zip(rockets, counts, strict=True)
+            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r, _) in zip(rows, counts, strict=True)
         ]
-        newest = [row.store[layer].newest[0] for row in rockets]
+        newest = [row.store[layer].newest[0] for row in rows]
         keys = newest[0] if len(newest) == 1 else torch.cat(newest)
-        soft = rockets[0].trace.softmax[layer]
+        soft = rows[0].trace.softmax[layer]
         found = chunk_keys(q, keys, searched, soft.scale, soft.cap, soft.sink)
         best = top_keys(found, [k for _, k, _, _ in counts])
         return [Selection(best[i : i + 1, :, :k], cost) for i, (_, k, _, cost) in enumerate(counts)]
 
-    def search(self, layer: int, q: Tensor) -> Selection:
+    def select(self, layer: int, q: Tensor) -> Selection:
         """The places of the tokens to attend to, (1, h_kv, k)."""
         n, k, r, cost = self.counted(layer)
         take_in(self.bounds[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -302,14 +302,14 @@ class ShadowKV(SelectiveAttention):
     # A decode step.
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU all rows' chunks are found, and their keys made, at once."""
-        mine, trace = cast("Sequence[ShadowKV]", rows), rows[0].trace
-        if not q.is_cuda or not mine[0].turns_pairs(layer):
-            return super().select_rows(rows, layer, q)
-        soft, chunks = trace.softmax[layer], [row.chunks(layer) for row in mine]
+        trace = rows[0].trace
+        if not q.is_cuda or not rows[0].turns_pairs(layer):
+            return super().search(rows, layer, q)
+        soft, chunks = trace.softmax[layer], [row.chunks(layer) for row in rows]
         found = make_rows(q, chunks, trace.rotation(layer), soft.scale, soft.cap, soft.sink)
-        return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(mine, found, strict=True)]
+        return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(rows, found, strict=True)]
 
     def turns_pairs(self, layer: int) -> bool:
         return self.trace.turn is None or self.trace.rotation(layer) is not None

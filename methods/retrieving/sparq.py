@@ -31,7 +31,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ from engine.softmax import Softmax
 from engine.turns.feed import Feed
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
 from kernels.topk import top_keys, top_stable
-from methods.alike import select_alike
 from methods.base import SelectiveAttention
 
 
@@ -197,29 +196,27 @@ class SparQ(SelectiveAttention):
             self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
 
     @classmethod
-    def select_rows(cls, rows: Sequence[SelectiveAttention], layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with as many components read their columns together."""
-        sparqs = cast("Sequence[SparQ]", rows)
         if q.is_cuda:
-            return select_alike(sparqs, q, kind_of, lambda alike, q: select_keys(alike, layer, q))
-        for row in sparqs:
+            return select_keys(rows, layer, q)
+        for row in rows:
             row.take_in(layer)
+        plan, params, trace = rows[0].plan, rows[0].params, rows[0].trace
+        components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
+        read = read_columns if params.layout == "columns" else read_rows
+        keys = read(rows, layer, components).to(q.device).float()  # (n, h_kv, r, s)
+        soft = trace.softmax[layer]
+        weights = query_weights(q, components, soft.scale)
+        scores = summed(weights, keys, soft).split(1)  # n of (1, h_kv, 1, s)
+        logits = [None] * len(rows)  # else n of (1, h_kv, g, s)
+        if params.reallocate:
+            logits = soft.capped(weights @ keys).split(1)
+        found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(rows)]
+        return [Selection(idx, row.cost(layer)) for row, idx in zip(rows, found, strict=True)]
 
-        def select(alike: Sequence[SparQ], q: Tensor) -> list[Found]:
-            plan, params, trace = alike[0].plan, alike[0].params, alike[0].trace
-            components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
-            read = read_columns if params.layout == "columns" else read_rows
-            keys = read(alike, layer, components).to(q.device).float()  # (n, h_kv, r, s)
-            soft = trace.softmax[layer]
-            weights = query_weights(q, components, soft.scale)
-            scores = summed(weights, keys, soft).split(1)  # n of (1, h_kv, 1, s)
-            logits = [None] * len(alike)  # else n of (1, h_kv, g, s)
-            if params.reallocate:
-                logits = soft.capped(weights @ keys).split(1)
-            found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(alike)]
-            return [Selection(idx, row.cost(layer)) for row, idx in zip(alike, found, strict=True)]
-
-        return select_alike(sparqs, q, kind_of, select)
+    def kind(self, layer: int) -> Hashable:
+        return self.plan.r, self.params.layout, self.params.reallocate
 
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
         """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
@@ -280,16 +277,14 @@ class SparQ(SelectiveAttention):
 
     @classmethod
     def after_rows_on_gpu(
-        cls, rows: Sequence[SelectiveAttention], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
-        sparqs = cast("Sequence[SparQ]", rows)
-        for i, row in enumerate(sparqs):
+        for i, row in enumerate(rows):
             lacking = row.lacking
             if lacking is not None and lacking.place == 0:
                 n = len(lacking.covered)
                 assert all(
-                    other.lacking is not None and other.lacking.covered is lacking.covered
-                    for other in sparqs[i : i + n]
+                    other.lacking is not None and other.lacking.covered is lacking.covered for other in rows[i : i + n]
                 ), "rows that were searched together lie apart"
                 blend(out[i : i + n], lacking.covered, lacking.table, row.trace.shape.h_kv)
         return ()
@@ -321,11 +316,6 @@ def n_components(comm: Fraction, d_h: int) -> int:
 
 
 TINY = 2.0**-126  # the least normal number of float32
-
-
-def kind_of(row: SparQ) -> Hashable:
-    """Rows of which this is the same are searched together."""
-    return row.plan.r, row.params.layout, row.params.reallocate
 
 
 def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]:

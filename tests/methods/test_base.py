@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from engine.budget import BudgetRequest, resolve
 from engine.placement import Made
 from engine.selection import Found, selection
 from engine.shapes import ModelShape
-from methods.alike import select_alike
 from methods.base import SelectiveAttention, Variant
 from tests.vectors import built, step, trace_of
 
@@ -62,20 +62,28 @@ def test_a_method_that_changes_what_it_keeps_is_asked_even_with_the_whole_prompt
     torch.testing.assert_close(out(Halving), out(unchanged) / 2)
 
 
-def test_rows_with_equal_keys_are_selected_for_together_and_answered_in_their_order() -> None:
+def test_rows_of_one_kind_are_searched_together_and_answered_in_their_order() -> None:
+    together: list[list[int]] = []
+
+    class Searching(Halving):
+        apart = True
+
+        def kind(self, layer: int) -> int:
+            return self.apart and self.budget.tokens
+
+        @classmethod
+        def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[Found]:
+            together.append([row.budget.tokens for row in rows])
+            return [None if one[0, 0, 0] == 3 else one[0, 0, 0] for one in q]
+
     draw = torch.Generator().manual_seed(0)
     _, k, v = (torch.randn(1, heads, 61, 8, generator=draw) for heads in (4, 2, 2))
     trace, q = trace_of(k, v, 4, 60), torch.arange(4.0).view(4, 1, 1, 1).expand(-1, 4, 1, 8)
-    rows = [variant(tokens).row(trace, 4) for tokens in (50, 40, 50, 40)]
-    together: list[list[int]] = []
-
-    def select(alike: Sequence[SelectiveAttention], queries: Tensor) -> list[Found]:
-        together.append([row.budget.tokens for row in alike])
-        return [None if q[0, 0, 0] == 3 else q[0, 0, 0] for q in queries]
-
-    selections = select_alike(rows, q, lambda row: row.budget.tokens, select)
+    rows = [variant(tokens, method=Searching).row(trace, 4) for tokens in (50, 40, 50, 40)]
+    selections = Searching.select_rows(rows, 0, q)  # type: ignore[arg-type]
     assert together == [[50, 50], [40, 40]]
     found = [selection(each).idx for each in selections]
     assert [None if idx is None else idx.item() for idx in found] == [0, 1, 2, None]
-    assert len(select_alike(rows, q, lambda row: 0, select)) == 4
+    Searching.apart = False
+    assert len(Searching.select_rows(rows, 0, q)) == 4  # type: ignore[arg-type]
     assert together[2:] == [[50, 40, 50, 40]]
