@@ -21,19 +21,18 @@ from dataclasses import replace
 from typing import Any
 
 from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
 from tasks.agent_traces.actions import action_of, values
 from tasks.agent_traces.task import AgentTraces
 from tasks.base import Sample
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch
-from tasks.forced_answers import PLACES, Agreed, Fed, places_of
+from tasks.forced_answers import FedTask, places_of
 
 
-class AgentForced(ForcedTask, AgentTraces):
+class AgentForced(FedTask, AgentTraces):
     """A sample for each decision, whose recorded action is fed."""
 
     name = "agent_forced"
     version = 2
+    part = "value"
     asking: Any = None  # no turns: each decision has a prompt of its own
 
     def __init__(self, params: Any, data_dir: str | None, seed: int) -> None:
@@ -44,21 +43,10 @@ class AgentForced(ForcedTask, AgentTraces):
         AgentTraces.check(self, shape)
         self.notes[0] = "a score says how often a token is the recorded one, not whether the job is done"
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Fed(AgentTraces.samples(self, tokenizer), tokenizer, value_places)
-
-    def watch(
-        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
-    ) -> ForcedWatch:
-        assert continuation.ids is not None
-        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "value")
-
-
-def value_places(tokenizer: Any, sample: Sample) -> Sequence[int]:
-    """Which tokens of an action hold argument values; all of them where a value is the whole answer."""
-    (reference,) = sample.references
-    action = action_of(reference)
-    if action["kind"] != "call":
-        return range(len(tokenizer.encode(reference, add_special_tokens=False)))
-    spans = [(at, at + len(value)) for value in values(action["arguments"]) if (at := reference.rfind(value)) >= 0]
-    return places_of(tokenizer, reference, spans)
+    def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
+        """Which tokens of an action hold argument values; all of them where a value is the whole answer."""
+        action = action_of(answer)
+        if action["kind"] != "call":
+            return range(len(tokenizer.encode(answer, add_special_tokens=False)))
+        spans = [(at, at + len(value)) for value in values(action["arguments"]) if (at := answer.rfind(value)) >= 0]
+        return places_of(tokenizer, answer, spans)

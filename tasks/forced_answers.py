@@ -7,35 +7,61 @@ the compressed cache, and counts.
 Not here: which answers (`agent_forced.py`, `mrcr_forced.py`).
 """
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from methods.base import SelectiveAttention
 from tasks.base import Sample
-from tasks.forced import Outcome
+from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome
 from tasks.lazy import LazySamples
 from tasks.prompt import first_ids
 
 PLACES = "part_tokens"  # field of a sample: which tokens of its answer are averaged apart
 
 
+class FedTask(ForcedTask):
+    """Another task's samples, whose right answers are fed."""
+
+    part: ClassVar[str]  # name of the tokens that are averaged apart
+
+    def answer(self, sample: Sample) -> str:
+        """What is fed."""
+        return sample.references[0]
+
+    @abstractmethod
+    def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
+        """Which tokens of an answer are averaged apart."""
+
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        return Fed(self, super().samples(tokenizer), tokenizer)  # type: ignore[safe-super]
+
+    def watch(
+        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
+    ) -> ForcedWatch:
+        assert continuation.ids is not None
+        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], self.part)
+
+
 class Fed(LazySamples):
     """Samples as prompts of tokens, with the right answer behind them."""
 
-    def __init__(self, samples: Sequence[Sample], tokenizer: Any, part: Callable[[Any, Sample], Sequence[int]]) -> None:
-        """`part` says which tokens of a sample's answer are averaged apart."""
-        self.places, self.tokenizer, self.part = samples, tokenizer, part
+    def __init__(self, task: FedTask, samples: Sequence[Sample], tokenizer: Any) -> None:
+        self.task, self.places, self.tokenizer = task, samples, tokenizer
 
     def sample(self, i: int) -> Sample:
         one = self.places[i]
+        answer = self.task.answer(one)
         *ids, last = first_ids(self.tokenizer, one.context + one.question)
-        forced = (last, *answer_ids(self.tokenizer, one.references[0]))
+        forced = (last, *answer_ids(self.tokenizer, answer))
         return replace(
-            one, context="", question="", ids=tuple(ids), forced=forced, max_new_tokens=len(forced), is_rendered=False,
-            fields={**one.fields, PLACES: [*self.part(self.tokenizer, one)]},
+            one, context="", question="", references=(answer,), ids=tuple(ids), forced=forced,
+            max_new_tokens=len(forced), is_rendered=False,
+            fields={**one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)]},
         )  # fmt: skip
 
 

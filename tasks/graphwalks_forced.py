@@ -17,46 +17,25 @@ Not here: graphs (`tasks/graphwalks`), what is measured (`forced_answers.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from methods.base import SelectiveAttention
 from tasks.base import Sample
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch
-from tasks.forced_answers import PLACES, Agreed, Fed, places_of
+from tasks.forced_answers import FedTask, places_of
 from tasks.graphwalks.scores import CUE
 from tasks.graphwalks.task import GraphWalks
-from tasks.lazy import LazySamples
 
 
-class GraphWalksForced(ForcedTask, GraphWalks):
+class GraphWalksForced(FedTask, GraphWalks):
     """The samples of each chosen problem, whose nodes are fed."""
 
     name = "graphwalks_forced"
     version = 1
+    part = "nodes"
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Fed(Written(GraphWalks.samples(self, tokenizer)), tokenizer, node_places)
+    def answer(self, sample: Sample) -> str:
+        """The nodes in the line that an answer ends with."""
+        return f"{CUE} [{', '.join(sample.references)}]"
 
-    def watch(
-        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
-    ) -> ForcedWatch:
-        assert continuation.ids is not None
-        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "nodes")
-
-
-class Written(LazySamples):
-    """Samples whose nodes stand in the line that an answer ends with."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.places = samples
-
-    def sample(self, i: int) -> Sample:
-        one = self.places[i]
-        return replace(one, references=(f"{CUE} [{', '.join(one.references)}]",))
-
-
-def node_places(tokenizer: Any, sample: Sample) -> Sequence[int]:
-    """The tokens between the brackets."""
-    (reference,) = sample.references
-    return places_of(tokenizer, reference, [(len(CUE) + 2, len(reference) - 1)])
+    def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
+        """The tokens between the brackets."""
+        return places_of(tokenizer, answer, [(len(CUE) + 2, len(answer) - 1)])

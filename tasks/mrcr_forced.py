@@ -19,35 +19,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from methods.base import SelectiveAttention
 from tasks.base import Sample
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch
-from tasks.forced_answers import PLACES, Agreed, Fed, places_of
+from tasks.forced_answers import FedTask, places_of
 from tasks.mrcr.task import MRCR
 
 
-class MRCRForced(ForcedTask, MRCR):
+class MRCRForced(FedTask, MRCR):
     """A sample for each question, whose piece is fed."""
 
     name = "mrcr_forced"
     version = 1
+    part = "piece"
 
     def __init__(self, params: Any, data_dir: str | None, seed: int) -> None:
         apart = replace(params, mode="query_aware") if params.questions > 1 else params
         MRCR.__init__(self, apart, data_dir, seed)
         self.asking = None  # no turns: each question has a prompt of its own
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Fed(MRCR.samples(self, tokenizer), tokenizer, piece_places)
-
-    def watch(
-        self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
-    ) -> ForcedWatch:
-        assert continuation.ids is not None
-        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], "piece")
-
-
-def piece_places(tokenizer: Any, sample: Sample) -> Sequence[int]:
-    """The tokens behind the ten characters."""
-    (reference,) = sample.references
-    return places_of(tokenizer, reference, [(len(sample.fields["start"]), len(reference))])
+    def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
+        """The tokens behind the ten characters."""
+        return places_of(tokenizer, answer, [(len(sample.fields["start"]), len(answer))])
