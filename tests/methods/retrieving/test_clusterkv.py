@@ -300,7 +300,7 @@ def test_a_prompt_within_the_budget_is_dense_and_needs_no_clusters(n_tokens: int
     for (_, ours), (_, theirs) in zip(walk(mine, 4), walk(full, 4), strict=True):
         assert torch.equal(ours, theirs)
         assert mine.store.attended(0).all()
-    assert (mine.clusters, mine.pending, mine.report()) == ({}, {}, {})
+    assert (mine.clusters, mine.pending, mine.reported()) == ({}, {}, {})
 
 
 # --- Clusters of generated tokens -------------------------------------------------------------
