@@ -8,10 +8,9 @@ Not here: what an interval is (`results/intervals.py`), statistics over runs (`p
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import exp, fsum, log
+from math import comb, exp, fsum, log
 from typing import Any, cast
 
-from results.draws import by_prompt, pass_at_k
 from results.intervals import interval
 from results.schema import LEDGER_MEANS, METRICS, STATUSES, RunFacts, RunResult, SampleRow
 from results.scores import Scores, describe
@@ -162,3 +161,32 @@ def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
         return "another metric than samples.jsonl"
     same = result.score == combined(rows, result.metric)
     return None if same else "another score than samples.jsonl"
+
+
+# --- several answers to one prompt ---
+
+
+def by_prompt(rows: Iterable[SampleRow]) -> list[list[SampleRow]]:
+    """Lines of one prompt together."""
+    found: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        found.setdefault(row.sample_id, []).append(row)
+    return list(found.values())
+
+
+def chance_of_one(n: int, n_right: int, k: int) -> float:
+    """The chance that of `k` answers out of `n`, of which so many are right, one at least is: without bias."""
+    assert 1 <= k <= n and 0 <= n_right <= n, (n, n_right, k)
+    return 1 - comb(n - n_right, k) / comb(n, k)
+
+
+def pass_at_k(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
+    """By k = 1, 2, 4 … up to the draws of a prompt; None without draws, or where an answer is partly right."""
+    drawn = [row for row in rows if "draw" in row.fields]
+    if not drawn or any(row.score not in (0, 1) for row in drawn):
+        return None
+    prompts = by_prompt(drawn)
+    n = min(map(len, prompts))
+    ks = [1 << i for i in range(n.bit_length()) if 1 << i < n] + [n]
+    right = [(len(each), sum(row.score == 1 for row in each)) for each in prompts]
+    return {str(k): fsum(chance_of_one(*counts, k) for counts in right) / len(right) for k in ks}

@@ -7,11 +7,10 @@ in (`engine/budget.py`).
 Not here: means over samples (`results/`), and bytes really allocated (`Store.allocated_bytes`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from engine.books.entries import footprint, share_of_full
 from engine.budget import Budget, find_bytes, token_bytes
 from engine.shapes import ModelShape
 
@@ -224,3 +223,18 @@ SUMMARY = (
     "resident_share", "bytes_buffer", "moved_bytes_per_step", "within_budget",
     "peak_entries", "footprint_entries", "footprint",
 )  # fmt: skip
+
+
+def triangle(n: int) -> float:
+    """Entries of full attention over `n` tokens; one is a token that a KV head of a layer holds for a query."""
+    return n * (n + 1) / 2
+
+
+def footprint(s_prompt: int, steps: Sequence[float], of_prompt: float | None = None) -> float:
+    """Entries of a prompt and of what is attended to at each step behind it; a dense prefill unless `of_prompt`."""
+    return (triangle(s_prompt) if of_prompt is None else of_prompt) + sum(steps)
+
+
+def share_of_full(entries: float, s_prompt: int, n_steps: int) -> float:
+    """A footprint relative to full attention over the same tokens."""
+    return entries / triangle(s_prompt + n_steps)

@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.budget import ELEMENT_BYTES
-from engine.caches.unions import union_of
 from engine.layouts.home import Home
 from engine.layouts.layer import Growing, Layer
 from engine.layouts.memory import Buffers, Memory
@@ -244,3 +243,18 @@ def moves(slots: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
     leaves = torch.zeros(*slots.shape[:-1], n, dtype=torch.uint8, device=slots.device)
     order = leaves.scatter_(-1, slots, 1)[..., n - k :].sort(dim=-1, stable=True).indices
     return slots.sort(dim=-1).values, order
+
+
+def union_of(chosen: Tensor, h_kv: int, s: int) -> tuple[Tensor, Tensor]:
+    """Of tokens that query heads chose (1, h, k) those that their KV head has to keep, and who sees which of them.
+
+    Ascending positions (1, h_kv, n), filled up with tokens that nobody chose, and (1, h, n) bool.
+    """
+    h = chosen.shape[1]
+    asked = torch.zeros(h, s + 1, dtype=torch.bool, device=chosen.device)  # the last column is for no token
+    asked = asked.scatter_(1, chosen[0].where(chosen[0] >= 0, s), True)[:, :s]
+    wanted = asked.unflatten(0, (h_kv, -1)).any(1)  # (h_kv, s)
+    n = int(wanted.sum(-1).max())
+    kept = wanted.int().sort(dim=-1, descending=True, stable=True).indices[:, :n]  # (h_kv, n)
+    mask = asked.gather(1, kept.repeat_interleave(h // h_kv, 0))
+    return kept.unsqueeze(0), mask.unsqueeze(0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.attend import attend_own
+from engine.attend import Part, attend_own, attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
 from engine.causal import Chunk, weighed
@@ -27,9 +27,8 @@ from engine.readers import Readers
 from engine.row import Row, Variant
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
-from engine.step import cut
+from engine.step import behind_rows, cut, step_rows
 from engine.turns.at_once import moments, read_at_once
-from engine.turns.dense import read_dense
 from engine.turns.feed import Feed
 from engine.turns.state import fork_of
 
@@ -307,3 +306,27 @@ def attend_own_past(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int 
         return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=soft.scale)
     hidden = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
     return soft.finish(*weighed(soft.logits(q, grouped[0]) + hidden, grouped[1], q.dtype))[0]
+
+
+def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    """The output (1, h, 1, d_h) of one token over all that its row's host tier holds: `task.feed=dense`.
+
+    The method takes its step all the same, so that its window, codes and counters go on as ever; what it would have
+    attended to and corrected is replaced. The books say that the token attended to everything, and that all of the
+    host's tokens moved for it.
+    """
+    kind, at = type(row), row.store[layer]
+    host = at.host
+    if row.wants_weights or host is None or not host.has_keys:
+        raise ConfigError(
+            f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
+        )
+    step_rows(kind, [row], layer, q, k, v)
+    n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
+    parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
+    out, _ = attend_rows(q, [parts], soft, [False])
+    for _, change in behind_rows(kind, [row], layer, out.clone(), [None]):
+        row.store.change(layer, change)
+    at.meter.count_whole(n_held - at.n_kept - at.n_window)
+    row.store.close(layer)
+    return out

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.books.entries import footprint, share_of_full, triangle
-from engine.books.ledger import Entry, Ledger
+from engine.books.ledger import Entry, Ledger, footprint, share_of_full, triangle
 from engine.budget import Budget, Fraction
 from engine.shapes import ModelShape
 from methods.decoding.schedule import Schedule

@@ -8,7 +8,7 @@ import pytest
 from engine.errors import ConfigError
 from evals.runner import run_cells
 from results import RunFolder, read_samples
-from results.draws import chance_of_one
+from results.summary import chance_of_one
 from tests.tiny_run import cell, save_tiny, sweep
 
 NEEDLE = (

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, RunError
 from engine.shapes import ModelShape
 from engine.workers import limited
 from evals.typed import build_params
-from results.draws import chance_of_one
+from results.summary import chance_of_one
 from tasks.aime.task import Aime
 from tasks.gsm8k import Gsm8k
 from tasks.math500.task import Math500
