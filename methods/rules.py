@@ -72,7 +72,6 @@ class Rules:
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
     is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
-    search_is_free: ClassVar[bool] = False  # True: it reads more than any `comm` allows and is labelled so
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
     rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing

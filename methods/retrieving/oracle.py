@@ -61,7 +61,6 @@ class Oracle(SelectiveAttention):
     title = "Oracle"
     drops = False
     fetches_more = True
-    search_is_free = True
 
     @dataclass(frozen=True)
     class Params:
