@@ -73,7 +73,7 @@ class Rules:
     is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
     keeps_budget_in: ClassVar[str] = "step"  # "mean": selections are random, and steps hold the budget in the mean
-    rolls_back: ClassVar[bool] = True  # False: its state lies where `mark` cannot copy it, and no turn can be undone
+    rolls_back: ClassVar[bool] = True  # False: its state lies where `fork_of` cannot copy it, and no turn can be undone
     of_answers: ClassVar[bool] = False  # True: its budget is of prompt and answer together, and `comm` means nothing
     fetches_more: ClassVar[bool] = False  # True: what leaves the window is searched as the prompt is, for any number
     no_growth: ClassVar[str] = ""  # why its budget cannot grow with a conversation, where `extends` says so

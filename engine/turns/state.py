@@ -1,4 +1,4 @@
-"""Copies of what a variant knows of a sample, so that it can go back to a moment: `fork_of`, `Mark`.
+"""Copies of what a variant knows of a sample, so that it can go back to a moment: `fork_of`.
 
 What the trace holds is shared by all variants and never written to, so that copies share it too. All the rest is
 copied: slots, windows, rings, tails, caches, counters, scores, codes, generators. Tensors that share memory share it in
@@ -31,21 +31,6 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), range, slice)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-
-class Mark:
-    """A moment of a row. It may be gone back to any number of times."""
-
-    def __init__(self, row: Row) -> None:
-        self.frozen = fork_of(row)
-
-    def restore(self, row: Row) -> None:
-        """Let the row be as it was; its ledger begins anew."""
-        fresh = vars(fork_of(self.frozen))
-        for name in [*vars(row)]:
-            delattr(row, name)
-        for name, value in fresh.items():
-            setattr(row, name, value)
 
 
 def fork_of(row: R) -> R:

@@ -12,7 +12,7 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.passes.trace import Trace
 from engine.prefill import prefill
-from engine.turns.state import Mark, fork_of
+from engine.turns.state import fork_of
 from engine.turns.talk import Talk
 from methods.base import SelectiveAttention, Variant
 from methods.dropping.snapkv import SnapKV
@@ -70,13 +70,13 @@ def goes_back(name: str) -> None:
     trace, row = row_of(conformance.ours(name))
     with torch.inference_mode():
         built(row)
-    mark = Mark(row)
+    mark = fork_of(row)
     alone = said(trace, [fork_of(row)], FEED)
     for other in (OTHER, prompt(5, 3)):
         said(trace, [row], other)
-        mark.restore(row)
+        row = fork_of(mark)
     assert said(trace, [row], FEED) == alone
-    mark.restore(row)
+    row = fork_of(mark)
     assert said(trace, [row, fork_of(row)], FEED) == alone * 2
 
 
@@ -230,9 +230,9 @@ def test_a_generator_goes_back_too() -> None:
     with torch.inference_mode():
         built(row)
     row.draw = torch.Generator().manual_seed(3)
-    mark = Mark(row)
+    mark = fork_of(row)
     drawn = torch.rand(4, generator=row.draw)
-    mark.restore(row)
+    row = fork_of(mark)
     assert torch.equal(torch.rand(4, generator=row.draw), drawn)
 
 
@@ -245,7 +245,7 @@ def test_a_method_that_cannot_go_back_says_so() -> None:
     with torch.inference_mode():
         row = built(Stubborn.variant_for(params, request(ratio="0.2"), trace.shape, trace.s_prompt).row(trace, 4))
     with pytest.raises(ConfigError, match="rolls_back=False"):
-        Mark(row)
+        fork_of(row)
 
 
 @pytest.mark.parametrize("name", ["pqcache", "oracle", "quest", "sparq"])

@@ -12,7 +12,7 @@ from engine.caches.blocks import BlockCacheSpec
 from engine.caches.packed_host import PackedHost, host_of
 from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
-from engine.turns.state import Mark
+from engine.turns.state import fork_of
 from evals.asked import coding_of, rules_and_params
 from evals.settings import from_words
 from kernels.packed.codes import quantise_tokens, rebuild_tokens
@@ -159,7 +159,7 @@ def test_going_back_forgets_what_was_written() -> None:
     variant = one.kind.variant_for(params, request(tokens=40, comm="1/16"), trace.shape, 96, partner=FOUR)
     with torch.inference_mode():
         row = built(variant.row(trace, 4))
-        mark, q = Mark(row), torch.randn(1, 4, 4, 16)
+        mark, q = fork_of(row), torch.randn(1, 4, 4, 16)
 
         def read(order: list[int]) -> list[torch.Tensor]:
             return [
@@ -168,9 +168,9 @@ def test_going_back_forgets_what_was_written() -> None:
             ]
 
         once = read([0, 1, 2])
-        mark.restore(row)
+        row = fork_of(mark)
         read([3, 2])
-        mark.restore(row)
+        row = fork_of(mark)
         assert all(torch.equal(a, b) for a, b in zip(once, read([0, 1, 2]), strict=True))
 
 
