@@ -27,7 +27,6 @@ from results.names import own_methods
 Polygon = tuple[tuple[float, float], ...]
 
 INK = "#000000"  # of full attention; the dark page draws it in its own white
-GREY = "#777777"
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,6 @@ LOOKS = {
 
 # Colours of a heat map from low to high: cividis, even in lightness and nearly the same for all colour vision.
 HEAT = "cividis"
-HEAT_STOPS = (
-    "#00224E", "#123570", "#3B496C", "#575D6D", "#707173", "#8A8678", "#A59C74", "#C3B369", "#E1CC55", "#FEE838",
-)  # fmt: skip
 
 
 SHOWN: ContextVar[Mapping[str, Look]] = ContextVar("SHOWN")  # looks of the user's own methods within `told_apart`

@@ -22,7 +22,6 @@ LARGEST = {  # bytes of one file
     "samples.jsonl": 256 << 20, "scores.jsonl": 64 << 20, "ledger.parquet": 256 << 20,
 }  # fmt: skip
 USUAL = 1 << 20  # of others
-NOT_READ = {"README.md", "LICENSE"}
 
 
 @dataclass(frozen=True)

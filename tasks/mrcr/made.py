@@ -32,10 +32,6 @@ class Dialogue:
     wanted: int  # from 1
     place: int  # of the message that asks for the wanted piece
 
-    @property
-    def n_chars(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
-
 
 def dialogue(pieces: Sequence[Piece], format: str, topic: str, wanted: int, start: str) -> Dialogue:
     """All pieces one behind the other, then the question."""

@@ -83,12 +83,12 @@ def test_every_colour_can_be_seen_on_paper_and_on_the_reports_pages(paper: str) 
 
 def test_the_heat_maps_ends_are_apart_for_all_eyes() -> None:
     """The ends of red, amber and green looked alike in deuteranopia."""
-    assert distance(looks.HEAT_STOPS[0], looks.HEAT_STOPS[-1]) > 0.6
-    for low, high in pairwise(looks.HEAT_STOPS):
+    stops = [to_hex(colormaps[looks.HEAT](i / 9)).upper() for i in range(10)]
+    assert distance(stops[0], stops[-1]) > 0.6
+    for low, high in pairwise(stops):
         assert distance(low, high) > 0.04
     old = colour_vision.distance("#F0496E", "#0CD79F", "deutan")
     assert old < 0.12
-    assert looks.HEAT_STOPS == tuple(to_hex(colormaps[looks.HEAT](i / 9)).upper() for i in range(10))
 
 
 def test_no_look_from_outside_is_one_of_ours() -> None:

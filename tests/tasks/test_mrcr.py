@@ -135,7 +135,8 @@ def run_made(path: Path) -> list[Check]:
         text = json.dumps(list(ours.messages), ensure_ascii=False, separators=(",", ":"))
         got = {
             "question": ours.messages[-1]["content"], "answer": ours.answer, "desired_msg_index": ours.place,
-            "total_messages": len(ours.messages), "n_chars": ours.n_chars, "n_needles": ours.n_alike,
+            "total_messages": len(ours.messages), "n_needles": ours.n_alike,
+            "n_chars": sum(len(one["content"]) for one in ours.messages),
             "messages_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }  # fmt: skip
         wrong = [key for key, value in got.items() if value != row[key]]
