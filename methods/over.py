@@ -5,7 +5,7 @@ Its parameter `scorer` is another method with its parameters; what that one obse
 Not here: the ways to choose (`methods/ranking/chunkkv.py`, `methods/ranking/criticalkv.py`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -40,6 +40,16 @@ class OverScorer(ScoringMethod):
 
     With `params.match_published`, tokens that the scorer protects compete with all others, at 1 above the layer's best.
     """
+
+    @dataclass(frozen=True)
+    class Plan:
+        inner: Any  # the scorer's own integers
+
+    plan: Any
+
+    @classmethod
+    def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> Any:
+        return cls.Plan(cls.inner_plan(params, budget, shape))
 
     @classmethod
     def comparable_over(cls, params: Any) -> str:

@@ -31,14 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget
 from engine.checks import share
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import ModelFact, Observation, at_once
 from engine.passes.trace import Known
 from engine.placement import Placement
-from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.topk import top_stable
 from methods.allocator import Allocator
@@ -121,27 +119,18 @@ class CriticalKV(OverScorer):
                     "again; use method.scorer={name:expected_attention,value_norm:false}"
                 )
 
-    @dataclass(frozen=True)
-    class Plan:
-        inner: object  # the scorer's own integers
-
     params: Params
-    plan: Plan
 
     @classmethod
     def own_allocator(cls, params: Params) -> Allocator | None:
         return None if params.alpha == 1 else Allocator("head_protect", params.alpha)
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        return CriticalKV.Plan(cls.inner_plan(params, budget, shape))
-
-    @classmethod
     def notes(cls, params: Params) -> list[str]:
         return ["heads share"] * (params.alpha < 1) + super().notes(params)
 
     @classmethod
-    def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
+    def observations(cls, params: Params, plan: OverScorer.Plan) -> tuple[Observation, ...]:
         return *super().observations(params, plan), OutputProjection()
 
     def scores(self, layer: int) -> Tensor:

@@ -25,11 +25,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
+from engine.budget import BudgetRequest
 from engine.checks import tokens
 from engine.errors import ConfigError
 from engine.placement import Change, Delayed, Judged, Placement, Ragged
-from engine.shapes import ModelShape
 from methods.over import OverScorer, refuse_query_heads
 from methods.rules import Scorer
 
@@ -57,12 +56,7 @@ class DMS(OverScorer):
                     "method.decode=false, or a scorer such as knorm or kvzap"
                 )
 
-    @dataclass(frozen=True)
-    class Plan:
-        inner: Any  # the scorer's own integers
-
     params: Params
-    plan: Plan
 
     @classmethod
     def adapts(cls, params: Params) -> bool:
@@ -71,10 +65,6 @@ class DMS(OverScorer):
     @classmethod
     def evicts(cls, params: Params) -> str:
         return "Delayed eviction goes on while it decodes; use method.decode=false with it" if params.decode else ""
-
-    @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
-        return DMS.Plan(cls.inner_plan(params, budget, shape))
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
