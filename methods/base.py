@@ -226,7 +226,8 @@ class SelectiveAttention(Rules, ABC):
         return [layer for layer in self.trace.shape.attention_layers if layer < self.params.full_layers]
 
     def protected(self, layer: int) -> Sequence[int]:
-        """Positions that this method promises to attend to at the step just made, whatever the query.
+        """Positions that this method promises to attend to at the step just made, whatever the query; nobody asks full
+        attention.
 
         A retrieving method's are sinks and window, and everything where nothing is fetched.
         """

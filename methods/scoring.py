@@ -197,6 +197,4 @@ class ScoringMethod(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n, n_first, n_last = self.store[layer].n_seen, *self.ends()
-        if self.variant.is_full:
-            return range(n)
         return [*range(n_first), *range(self.trace.s_prompt - n_last, n)]

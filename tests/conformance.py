@@ -322,9 +322,10 @@ def look_at(row: Any, step: int, layer: int) -> Step:
     entry = next(e for e in reversed(row.store.ledger.entries) if e.layer == layer)
     assert entry.step == step, f"layer {layer} has no entry in the books for step {step}"
     held, (n_read, n_pseudo) = row.store[layer], row.n_read[layer]
+    promised = [*(range(held.n_seen) if row.variant.is_full else row.protected(layer))]
     return Step(
         step, layer, held.attended(), held.positions()[0].clone(), [idx.clone() for idx in held.fetched()],
-        n_read, entry.attended, n_pseudo, entry.pseudo_tokens, entry.moved_meta_bytes, list(row.protected(layer)),
+        n_read, entry.attended, n_pseudo, entry.pseudo_tokens, entry.moved_meta_bytes, promised,
     )  # fmt: skip
 
 

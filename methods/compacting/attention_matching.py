@@ -286,8 +286,6 @@ class AttentionMatching(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n, s, frame = self.store[layer].n_seen, self.trace.s_prompt, self.plan.frame
-        if self.variant.is_full:
-            return range(n)
         return [*range(frame.n_prefix), *range(s - frame.n_suffix, n)]
 
     def report(self) -> dict[str, Any]:

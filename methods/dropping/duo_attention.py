@@ -214,8 +214,6 @@ class DuoAttention(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n, s = self.store[layer].n_seen, self.trace.s_prompt
-        if self.variant.is_full:
-            return range(n)
         n_recent = min((self.plan.recent.get((layer, head), s) for head in range(self.trace.shape.h_kv)), default=s)
         end = s if self.params.evict == "prompt" else n - 1
         return [*range(min(self.plan.n_sink, n)), *range(max(self.plan.n_sink, end - n_recent), n)]

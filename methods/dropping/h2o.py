@@ -229,8 +229,6 @@ class H2O(ScoringMethod):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
         past = self.trace.s_prompt if self.params.generated == "on_top" else n - 1
         start = max(0, past - self.plan.n_recent)
         return sorted({*range(min(self.plan.n_sink, n)), *range(start, n)})

@@ -125,6 +125,4 @@ class KeyDiff(ScoringMethod):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
         return range(n - 1 if self.params.evict == "always" else self.trace.s_prompt, n)

@@ -120,7 +120,7 @@ class Knorm(ScoringMethod):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full or layer in self.whole:
+        if layer in self.whole:
             return range(n)
         return range(n - 1 if self.prunes else self.trace.s_prompt, n)
 

@@ -280,8 +280,6 @@ class LagKV(ScoringMethod):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
         n_first, n_last = self.ends()
         return sorted({*range(n_first), *range(n - self.plan.lag if self.cuts else self.trace.s_prompt - n_last, n)})
 

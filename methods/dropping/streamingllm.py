@@ -107,8 +107,6 @@ class StreamingLLM(SelectiveAttention):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
         return [*range(self.plan.n_sink), *range(max(self.plan.n_sink, n - self.plan.n_recent), n)]
 
     @property

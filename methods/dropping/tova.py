@@ -153,6 +153,4 @@ class TOVA(ScoringMethod):
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
-        if self.variant.is_full:
-            return range(n)
         return range(n - 1 if self.params.evict == "always" else self.trace.s_prompt - 1, n)
