@@ -315,7 +315,7 @@ class PQCache(SelectiveAttention):
     def kind(self, layer: int) -> Hashable:
         """On a GPU the quantiser's shape; False where there is nothing to choose from, or another way to choose."""
         n, plan = self.candidates(layer), self.plan
-        chooses = self.lane is not None and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
+        chooses = self.trace.device.type == "cuda" and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     def candidates(self, layer: int) -> int:
