@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -165,8 +165,24 @@ class GivenKeeping:
         return {"positions": self.positions, "dropped": self.dropped, "merging": merging}
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Keys of conf/config.yaml that a run's settings have as they are."""
+
+    compose_order: Literal["drop_first", "quantise_first"]  # whether the method chooses among exact tokens
+    cache: BlockCacheSpec  # of retrieving methods
+    seed: int
+    limit: int | None
+    data_dir: str | None
+    accesses: bool  # write what was fetched
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: Any
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None  # accelerate's, among all GPUs
+    weights: Literal["trained", "random"]  # random where only time is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Plain):
     """One run, as the user asked for it."""
 
     method: Choice
@@ -177,23 +193,13 @@ class Settings:
     budget: BudgetRequest
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
-    compose_order: str  # of ORDERS: whether the method chooses among exact tokens
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
     keeping: GivenKeeping
-    cache: BlockCacheSpec  # of retrieving methods
     scope: str
-    seed: int
-    limit: int | None
-    dtype: str
-    device: str
-    device_map: str | None  # how accelerate divides the model's layers among all GPUs; None: one device has all
     graphs: bool  # whether decode steps on a GPU may be captured
-    weights: str  # "trained", or "random" where only time is asked for
-    data_dir: str | None
     out: Path | None
     logger: Choice  # where a copy of a finished run goes
     profile: bool  # write where the time went; the key is `trace`
-    accesses: bool  # write what was fetched
     is_sweep: bool  # then `out` is the parent of the run's folder
     max_variants: int | None  # decoded at once; None: as many as memory holds
     skips_refused: bool  # a cell that cannot be met is left out of the sweep
@@ -273,8 +279,8 @@ class SweepSpec:
         return self.max_variants if isinstance(self.max_variants, int) else None
 
 
-@dataclass(frozen=True)
-class Keys:
+@dataclass(frozen=True, kw_only=True)
+class Keys(Plain):
     """Everything at the top of conf/config.yaml, groups included, with its type."""
 
     method: Any
@@ -290,28 +296,18 @@ class Keys:
     comm: Fraction
     compensate: bool
     compose: str | None
-    compose_order: Literal["drop_first", "quantise_first"]
     positions: str | None
     dropped: str | None
     merging: Merging
-    cache: BlockCacheSpec
     compression_scope: Any
     temperature: float
     top_p: float
     top_k: int | None
     n_answers: int
-    seed: int
-    limit: int | None
-    data_dir: str | None
     trace: bool
     sweep: SweepSpec
-    accesses: bool
     out: Path | None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    device: Any
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None  # accelerate's
     cuda_graphs: Literal["auto", "never"]
-    weights: Literal["trained", "random"]
 
     def __post_init__(self) -> None:
         at_least(0, "seed", self.seed)
@@ -330,7 +326,9 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
     if launcher is None:
         launcher = OmegaConf.select(cfg, "hydra.launcher")
     keys: Keys = build(Keys, plain(cfg), "")
+    plain_keys: dict[str, Any] = {field.name: getattr(keys, field.name) for field in fields(Plain)}
     return Settings(
+        **plain_keys,
         method=with_scorers(choice("method", names["method"], keys.method)),
         task=choice("task", names["task"], keys.task),
         model=keys.model,
@@ -341,23 +339,13 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         ),
         sampling=Sampling(keys.temperature, keys.top_p, keys.top_k, keys.n_answers),
         compose=partner(keys.compose),
-        compose_order=keys.compose_order,
         allocator=allocator(keys.allocator),
         keeping=GivenKeeping(keys.positions, keys.dropped, keys.merging),
-        cache=keys.cache,
         scope=keys.compression_scope,
-        seed=keys.seed,
-        limit=keys.limit,
-        dtype=keys.dtype,
-        device=keys.device,
-        device_map=keys.device_map,
         graphs=keys.cuda_graphs == "auto",
-        weights=keys.weights,
-        data_dir=keys.data_dir,
         out=keys.out.expanduser() if keys.out else None,
         logger=choice("logger", names.get("logger", "none"), keys.logger),
         profile=keys.trace,
-        accesses=keys.accesses,
         is_sweep=is_sweep,
         max_variants=keys.sweep.most,
         skips_refused=is_sweep and keys.sweep.refused == "skip",
