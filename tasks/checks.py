@@ -6,7 +6,7 @@ Not here: types (`evals/settings.py`), and what a single task asks for (its own 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import ConfigError, unknown_name
 from engine.shapes import ModelShape
@@ -49,6 +49,23 @@ def check_some(params: Any, **known: Sequence[Any]) -> None:
 def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The datasets that `task.datasets` names, one by one or by the name of a list."""
     return lists.get(datasets, (datasets,)) if isinstance(datasets, str) else datasets
+
+
+class OfDatasets:
+    """Parameters of a task that has several datasets."""
+
+    datasets: str | tuple[str, ...]  # names, or that of a list of them
+    lists: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are chosen."""
+        return chosen(self.datasets, self.lists)
+
+    @property
+    def listed(self) -> str:
+        """As they are called together."""
+        return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
 
 
 def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ from tasks.babilong.prompts import END, OWN, PARTS, filled, official
 from tasks.babilong.prompts import UPSTREAM as PROMPTS_SOURCE
 from tasks.babilong.scores import LABELS, MADE, is_right
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, chosen
+from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
 from tasks.download import Piece
 from tasks.lazy import LazySamples, in_turns
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
@@ -54,7 +54,8 @@ AROUND = 500  # tokens that prompt and question may take
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str  # auto: the files; embedded: drawn worlds
     datasets: str | tuple[str, ...]  # names, or a list's: first (qa1 to qa5), made, all
     lengths: tuple[str, ...]  # of text and facts, as folders are called
@@ -86,10 +87,6 @@ class Params:
                 f"task.source=embedded draws {worlds.MADE[0]} to {worlds.MADE[-1]} only, not {real[0]}; leave it out "
                 "of task.datasets, or choose another source"
             )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return chosen(self.datasets, LISTS)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -125,8 +122,7 @@ class BabiLong(Task):
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
-        self.dataset = f"{'+'.join(params.lengths)}/{listed}"
+        self.dataset = f"{'+'.join(params.lengths)}/{params.listed}"
         self.rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         self.words: Mapping[str, Mapping[str, str]] = OWN
         self.notes: list[str] = []

@@ -32,7 +32,7 @@ from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, check_lengths, check_numbers, chosen
+from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_lengths, check_numbers
 from tasks.helmet import scores
 from tasks.lazy import LazySamples, in_turns, most_units
 from tasks.prompt import encode
@@ -75,7 +75,8 @@ N_MARKERS = 3  # words of a class that no other one has
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str  # auto: the files; embedded: drawn instances and values
     datasets: str | tuple[str, ...]  # parts, or a list's: drawn, labels, passages, all
     lengths: tuple[int, ...]  # tokens of prompt and answer, of drawn ones and of label sets
@@ -100,10 +101,6 @@ class Params:
             raise ConfigError("task.datasets=icl is drawn; ask it with task.source=embedded, or one of the label sets")
         if not 2 <= self.classes <= 200 or not 0 <= self.shots <= 20:
             raise ConfigError(f"task.classes={self.classes} must be 2 to 200, and task.shots={self.shots} 0 to 20")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return chosen(self.datasets, LISTS)
 
     def new_tokens(self, name: str) -> int:
         return self.max_new_tokens or NEW_TOKENS[KINDS[name]]
@@ -134,8 +131,7 @@ class Helmet(Task):
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.data_source = "embedded" if params.source == "embedded" else "local"
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
-        self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{listed}"
+        self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{params.listed}"
         self.rows: dict[str, list[Mapping[str, Any]]] = {}
         self.notes: list[str] = []
 

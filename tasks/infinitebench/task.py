@@ -37,12 +37,12 @@ from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
 from tasks.checks import (
+    OfDatasets,
     check_choices,
     check_counts,
     check_datasets,
     check_length,
     check_room,
-    chosen,
     prompt_room,
 )
 from tasks.download import Piece
@@ -110,7 +110,8 @@ def file_of(dataset: str) -> str:
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]  # names, or a list's: synthetic, all
     template_family: str  # auto: yarn_mistral, or our own wording without the file
@@ -140,11 +141,6 @@ class Params:
                 "leave it out of task.datasets or choose another source"
             )
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The chosen tasks."""
-        return chosen(self.datasets, LISTS)
-
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
         return self.max_new_tokens or NEW_TOKENS[self.length_table][dataset]
@@ -169,8 +165,7 @@ class InfiniteBench(Task):
             self.data_source = "embedded"
         self._choose_words()
         size = f"{params.length}-tokens/" if self.is_synthetic else ""
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
-        self.dataset = f"{size}{listed}"
+        self.dataset = f"{size}{params.listed}"
         self.rows: dict[str, Rows] = {}
         self.window = 0
 

@@ -31,7 +31,7 @@ from engine.foreign import LARGEST_FILE, read_text
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, chosen
+from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
 from tasks.lazy import in_turns
 from tasks.longproc import scores
 from tasks.longproc.countdown import Search, examples
@@ -48,7 +48,8 @@ MOST_NUMBER = 100_000  # of countdown's numbers; published ones are below 100
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str
     datasets: str | tuple[str, ...]  # parts, or all
     length: str  # of the answer that is asked for
@@ -59,11 +60,6 @@ class Params:
         check_choices(self, source=("auto", "local"), length=USUAL_TOKENS, on_bad_row=ON_BAD_ROW)
         check_counts(self, "max_new_tokens")
         check_datasets(self.names, PARTS, LISTS)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The chosen parts."""
-        return chosen(self.datasets, LISTS)
 
 
 class LongProc(Task):
@@ -80,8 +76,7 @@ class LongProc(Task):
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn
         self.data_source = "local"
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
-        self.dataset = f"{listed}/{params.length}"
+        self.dataset = f"{params.listed}/{params.length}"
         self.rows: dict[str, Sequence[tuple[int, Mapping[str, Any]]]] = {}
         self.templates: dict[str, str] = {}
         self.window = 0

@@ -31,7 +31,7 @@ from engine.shapes import ModelShape
 from methods.calibration import prose
 from tasks import sources
 from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, check_length, chosen
+from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_length
 from tasks.lazy import FilledSamples, in_turns
 from tasks.needle.task import ESSAYS, UPSTREAM
 from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows, write_means
@@ -112,7 +112,8 @@ def split(dataset: str, row: Mapping[str, Any]) -> Row:
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]  # names, or a list's: niah, all
     length: int  # tokens of a row, answer included
@@ -135,11 +136,6 @@ class Params:
         check_counts(self, "length", "rows", "max_new_tokens")
         check_datasets(self.names, DATASETS, LISTS)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The chosen tasks."""
-        return chosen(self.datasets, LISTS)
-
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
         return self.max_new_tokens or KINDS[dataset].new_tokens
@@ -158,8 +154,7 @@ class Ruler(Task):
         self.paths = self._paths()
         self.is_synthetic = not self.paths
         self.data_source = "embedded" if self.is_synthetic else "local"
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
-        self.dataset = f"{params.length}-tokens/{listed}"
+        self.dataset = f"{params.length}-tokens/{params.listed}"
         self.rows: dict[str, Rows] = {}
 
     def _paths(self) -> dict[str, Path]:

@@ -29,7 +29,7 @@ from engine.foreign import write_csv
 from engine.shapes import ModelShape
 from tasks import sources
 from tasks.base import Sample, Task
-from tasks.checks import SLACK, check_choices, check_counts, check_datasets, chosen
+from tasks.checks import SLACK, OfDatasets, check_choices, check_counts, check_datasets
 from tasks.lazy import LazySamples, in_turns
 from tasks.prompt import middle_truncate
 from tasks.rows import ON_BAD_ROW, BadRow, read_rows
@@ -54,7 +54,8 @@ MIXED = {"scbench_summary_with_needles": {"scbench_summary": 800}, "scbench_repo
 
 
 @dataclass(frozen=True)
-class Params:
+class Params(OfDatasets):
+    lists = LISTS
     source: str  # auto: the files; embedded: generated rows
     datasets: str | tuple[str, ...]
     lengths: tuple[int, ...]  # tokens of a generated context
@@ -88,10 +89,6 @@ class Params:
         _ = self.asking
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return chosen(self.datasets, LISTS)
-
-    @property
     def asking(self) -> Asking:
         return Asking(self.mode, self.feed, self.budget_base)
 
@@ -113,9 +110,8 @@ class SCBench(Task):
         self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
         is_embedded = params.source == "embedded"
         self.data_source = "embedded" if is_embedded else "local"
-        listed = params.datasets if isinstance(params.datasets, str) else "+".join(params.names)
         size = "+".join(map(str, params.lengths)) + "-tokens/" if is_embedded else ""
-        self.dataset = f"{size}{listed}"
+        self.dataset = f"{size}{params.listed}"
         self.rows: dict[str, list[Mapping[str, Any]]] = {}
         self.pools: dict[str, list[tuple[str, str]]] = {}  # functions that answers are held against, by repository
 
