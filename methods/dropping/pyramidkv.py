@@ -92,4 +92,4 @@ class PyramidKV(WindowVotes):
 
     def report(self) -> dict[str, Any]:
         kept = [count + self.plan.window for count in self.plan.counts]
-        return super().report() | {"kept_tokens": kept}
+        return self.shrunk_window() | {"kept_tokens": kept}

@@ -64,9 +64,11 @@ class WindowVotes(ScoringMethod):
         return "votes", self.params.kernel, self.params.pooling, self.params.reduce
 
     def report(self) -> dict[str, Any]:
-        """The window too, where the budget left room for a shorter one than was asked for."""
-        window = self.plan.window
-        return super().report() | ({"window": window} if window < self.params.window else {})
+        return super().report() | self.shrunk_window()
+
+    def shrunk_window(self) -> dict[str, Any]:
+        """The window, where the budget left room for a shorter one than was asked for."""
+        return {"window": self.plan.window} if self.plan.window < self.params.window else {}
 
 
 class SnapKV(WindowVotes):
