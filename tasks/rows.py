@@ -113,7 +113,7 @@ def parse(line: bytes | None) -> Any:
 def with_fields(row: Any, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
     """An object that has these fields."""
     if not isinstance(row, dict):
-        raise BadRow("it is no JSON object")
+        raise BadRow("the line is no JSON object")
     for name, types in fields.items():
         if name not in row:
             raise BadRow(f"field {name!r} is missing")

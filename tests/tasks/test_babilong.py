@@ -81,7 +81,7 @@ def test_rows_of_a_list_or_of_lines_are_asked_in_the_authors_words(tmp_path: Pat
     ("content", "said"),
     [
         ([ROW, ROW | {"target": "moon"}], "row 1: field 'target' is 'moon', no answer to qa1"),
-        ([ROW, 7], "row 1: it is no JSON object"),
+        ([ROW, 7], "row 1: the line is no JSON object"),
         ({"a": 1}, "holds no list of rows"),
         ([ROW | {"question": " "}], "row 0: field 'question' is empty"),
     ],

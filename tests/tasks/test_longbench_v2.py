@@ -130,7 +130,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, messa
     with pytest.raises(ConfigError, match=rf"data\.json, row 1: .*{message}"):
         asked(folder, tokenizer)
     made, samples = asked(folder, tokenizer, on_bad_row="skip")
-    assert len(samples) == 1 and "row 2: it is no JSON object" in str(made.notes)
+    assert len(samples) == 1 and "row 2: the line is no JSON object" in str(made.notes)
 
 
 def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None:
