@@ -125,8 +125,9 @@ Nothing here is comparable with published scores: samples are drawn, short, and 
 there itself, of the others what they lose more, as a mean of paired differences with its interval. `*` marks what full
 attention is shown to do better, `+` what is shown to be better than it, by the sign-flip test after Holm's correction
 over the column. Where full attention does not score more than guessing, nothing can be compared, and the column says
-so. Runs were stopped by the clock, not by their scores, where n is below what the experiment asks. Every value is in
-[scores.csv.gz](cited/scores.csv.gz), from which `python -m plots.cited` makes this page.
+so. Runs were stopped by the clock, not by their scores, where n is below what the experiment asks; a method with less
+than three quarters of full attention's samples is left out. Every value is in [scores.csv.gz](cited/scores.csv.gz),
+from which `python -m plots.cited` makes this page.
 """
 
 
